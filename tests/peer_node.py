@@ -118,21 +118,24 @@ def settings_of(root: Path, **changed: Any) -> Settings:
 class Node:
     """A running server. ``client`` makes one more client of it; all are closed at the end."""
 
-    def __init__(self, root: Path, *, bytes_per_second: int | None = None, **changed: Any) -> None:
+    def __init__(
+        self, root: Path, *, name: str = "server", hub: Any = None, bytes_per_second: int | None = None, **changed: Any
+    ) -> None:
         self.root, self.settings = root, settings_of(root, **changed)
-        self.members, self.holdings = Alone(), Holdings(root)
+        self.members, self.holdings = Alone(name), Holdings(root)
         self.server = PeerServer(
             self.settings,
             self.holdings,
             self.members,
             fresh=lambda: {"runs": []},
+            hub=hub,
             bytes_per_second=bytes_per_second,
         )
         self._clients: list[PeerClient] = []
 
     @property
     def member(self) -> Member:
-        return Member("server", self.server.address)
+        return Member(self.members.me.name, self.server.address)
 
     def client(self, name: str = "client", **changed: Any) -> PeerClient:
         settings = Settings.load(self.settings, **changed) if changed else self.settings

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -385,6 +387,47 @@ def test_their_libraries_fetch_nothing_again(hub: FakeHub, tmp_path: Path) -> No
     before = hub.sent.total()
     assert theirs("online")[0] == str(snapshot)
     assert hub.sent.total() == before
+
+
+READS = """
+import sys
+from pathlib import Path
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+for directory in (Path(sys.argv[1]), Path(snapshot_download("org/model-1.5B"))):
+    for name in sorted(("config.json", "model.safetensors", "sub/vocab.txt")):
+        if name == "model.safetensors":
+            with safe_open(directory / name, "numpy") as model:
+                assert sum(model.get_tensor(key).nbytes for key in model.keys()) == 1 << 20
+        else:
+            (directory / name).read_bytes()
+assert not any(name.startswith("tierckpt") for name in sys.modules)
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_a_load_from_that_cache_is_a_load_from_a_plain_directory(hub: FakeHub, tmp_path: Path) -> None:
+    """The same calls, with the same sizes, on regular files of one file system: nothing of ours is on the way."""
+    numpy, save = pytest.importorskip("numpy"), pytest.importorskip("safetensors.numpy").save
+    weights = save({f"layer.{number}": numpy.ones(64 * KIB, "float32") for number in range(4)})
+    files = published(hub, {"model.safetensors": weights, "config.json": b"{}", "sub/vocab.txt": b"a b c"})
+    plain, snapshot = fetch(tmp_path), tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
+    blobs = snapshot.parents[1] / "blobs"
+    assert all((snapshot / name).resolve().parent == blobs for name in files)
+    assert {(blobs / oid(data)).stat().st_blocks for data in files.values()} == {
+        (plain / name).stat().st_blocks for name in files
+    }
+    trace = tmp_path / "trace"
+    calls = ["strace", "-fyqq", "--seccomp-bpf", "-e", "trace=openat,read,pread64,lseek,mmap,fstat", "-o", str(trace)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([*calls, sys.executable, "-c", READS, str(plain)], env=environment, check=True, timeout=120)
+    made: dict[Path, list[tuple[str, ...]]] = {plain: [], blobs: []}
+    for line in trace.read_text().splitlines():
+        call, _, rest = line.partition(" ")[2].partition("(")
+        for place in made:
+            if f"<{place}/" in line:  # the file of a descriptor, links resolved
+                made[place].append((call, *re.findall(r", (\d+)", rest.partition(" = ")[0])))
+    assert made[plain] == made[blobs] and len(made[plain]) >= 9, made
 
 
 def test_only_blobs_that_are_not_there_are_fetched(hub: FakeHub, tmp_path: Path) -> None:

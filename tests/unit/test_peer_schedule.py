@@ -133,17 +133,6 @@ def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its
     assert set(taken) <= set(order[TUNING.steal_margin :])
 
 
-def test_where_somebody_reads_a_node_fetches_its_own_from_there_on() -> None:
-    """Else whoever reads a file in order waits for a piece that its owner comes to last."""
-    made = schedule()
-    started = made.order_of("a", owned_later(made, "a"))
-    made.begin_at(20)
-    made.begin_at(40)  # it reads on
-    asks = [ask.chunk for ask in fetch_all(made, "bcd") if ask.reason == "owned"]
-    assert sorted(asks) == sorted(started) and asks != started
-    assert asks == sorted(asks, key=lambda chunk: (chunk < 20, chunk))
-
-
 def test_what_somebody_holds_is_asked_of_the_holder_even_when_it_is_our_own() -> None:
     made = schedule()
     made.state.update("b", 0.2, whole=True)

@@ -1,16 +1,18 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
-Files come through the node cache, and so from other nodes where there are ``peers``; the Hub sends each chunk of a
-large file to one node. Of its API, what readers ask of repositories is passed on (``_READS``), without the mention of
-xet, which would go round the cache.
+Files come through the node cache; where there are ``peers``, the Hub sends each chunk to one node, its owner, and the
+others have it from there (peer/fetch/owners.py). Of its API, what readers ask of repositories is passed on
+(``_READS``), without the mention of xet, which would go round the cache.
 
 Invariants:
     X1  Read only: GET and HEAD. On the loopback address, for requests that name it as their host.
     X2  The token is the agent's own: whoever can connect to the port reads the repositories that it may read, and gets
         nothing else by it: a Hub also answers a GET with tokens that may write, and with whose the token is. A client's
         token is not looked at, passed on, or kept.
+        Members of the cluster read files of commits by each other's tokens.
     X3  The last piece of a file is sent when all of it has passed the digest that the Hub lists. What cannot be had
-        ends the connection early, so that no client takes it for whole.
+        ends the connection early, so that no client takes it for whole. A file that came damaged is read from the Hub
+        by this node alone the next time: an owner that has a part of it does not know.
 """
 
 from __future__ import annotations
@@ -21,28 +23,31 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from ..cache.entry import CacheEntry
-from ..client import CLOSE_TIMEOUT_SECONDS, Client
+from ..cache.entry import STALL_SECONDS_MIN, CacheEntry
+from ..cache.node_cache import NodeCache
+from ..client import Client
 from ..config import Settings
 from ..errors import (
     ConfigError,
     IntegrityError,
     ObjectNotFoundError,
-    OperationTimeoutError,
     PermissionDeniedError,
     StoreUnavailableError,
     TierckptError,
 )
 from ..format.layout import Location, parse_uri
 from ..format.manifest import is_safe_path
-from ..stores.hub.api import NAME, Answer, Repository, hub_of
-from ..telemetry import logger
+from ..peer.catalog import Live
+from ..peer.fetch.owners import Owners
+from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
+from ..telemetry import ignore_progress, logger
 from ..types import ByteRange, ObjectInfo
 
 log = logger("agent.hub")
@@ -55,8 +60,9 @@ IDLE_SECONDS_MAX: Final = 60.0
 TURN_SECONDS: Final = 5.0
 """A client that waits for a piece gets a byte so often: Hugging Face's give up after 10 s without one."""
 HELD_BYTES: Final = 12
-"""What is kept of each piece for that. So many turns a piece may come with the fill, in which nodes share out the
-chunks, before it is fetched for itself; the first one has one turn."""
+"""What is kept of each piece for that."""
+PIECES_AHEAD: Final = 8
+"""Pieces under way for a client; the settings bound those of all of them."""
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _KINDS = ("datasets", "spaces")
@@ -76,10 +82,21 @@ class _File:
 class HubProxy:
     """Serves one Hub from ``serve`` until ``close``."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises ConfigError: ``HF_ENDPOINT`` of this process is no URL."""
+    def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> None:
+        """``live``: who the nodes are; None: this one is alone.
+
+        Raises ConfigError: ``HF_ENDPOINT`` of this process is no URL; or the secret or the certificates cannot be used.
+        """
         self._client = Client(settings)
-        self._hub = hub_of(self._client.mover.drainer.retries)
+        mover = self._client.mover
+        self._hub = hub_of(mover.drainer.retries)
+        self._owners = Owners(settings, live) if live is not None else None
+        self._shared = NodeCache(settings, mover.store, ignore_progress, self._owners)
+        self._from_hub = NodeCache(settings, mover.store, ignore_progress)
+        self._damaged: set[str | None] = set()
+        """Etags of files that came with other bytes than the Hub lists."""
+        self._bringing: dict[tuple[str, ByteRange], concurrent.futures.Future[tuple[Path, str]]] = {}
+        """What is on its way for other nodes."""
         self._known: dict[str, tuple[float, Any]] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -125,6 +142,8 @@ class HubProxy:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+        if self._owners is not None:
+            self._client.run(self._owners.close())
         self._client.close()
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -200,13 +219,16 @@ class HubProxy:
         if request.command == "HEAD" or not wanted.size_bytes:
             return _begin(request, status, wanted.size_bytes, headers)
         held = memoryview(b"")
-        with self._opened(file) as (entry, filling):
-            path = entry.only.path if entry.only is not None else file.location.name
-            for number, at in enumerate(_pieces(wanted, entry.chunk_size_bytes)):
-                is_last = at.stop == size_bytes
-                while not self._has_come(entry, filling, path, at, is_last) and (held or is_last):
+        with self._opened(file) as (entry, path, coming):
+            pieces = list(_pieces(wanted, entry.chunk_size_bytes))
+            for number, at in enumerate(pieces):
+                for more in pieces[number + len(coming) : number + PIECES_AHEAD]:
+                    is_last = more.stop == size_bytes  # it has come when the whole file has passed its digest (X3)
+                    coming.append(self._client.start(entry.fill([path]) if is_last else entry.bring(path, more)))
+                while not concurrent.futures.wait(coming[:1], TURN_SECONDS if held else None).done:
                     request.wfile.write(held[:1])
                     held = held[1:]
+                coming.pop(0).result()
                 piece = memoryview(bytearray(at.size_bytes))
                 self._client.run(entry.read_into(path, at, piece))
                 if not number:  # what cannot be had at all has been refused by now
@@ -217,32 +239,63 @@ class HubProxy:
             request.wfile.write(held)
         return None
 
-    def _has_come(
-        self, entry: CacheEntry, filling: concurrent.futures.Future[None], path: str, at: ByteRange, is_last: bool
-    ) -> bool:
-        """Wait a turn for a piece; the last one has come when the whole file has passed its digest (X3)."""
-        if is_last or filling.done():
-            concurrent.futures.wait([filling], TURN_SECONDS)
-            if filling.done():
-                filling.result()
-            return filling.done()
-        with contextlib.suppress(OperationTimeoutError):
-            self._client.run(entry.wait(path, at, TURN_SECONDS))
-            return True
-        return False
-
     @contextlib.contextmanager
-    def _opened(self, file: _File) -> Iterator[tuple[CacheEntry, concurrent.futures.Future[None]]]:
-        """Within it the file is fetched, ahead of whoever reads it; the future ends when it is whole and checked."""
-        mover = self._client.mover
-        entry = self._client.run(mover.cached(file.location, kind="object", info=file.info))
-        filling = self._client.start(entry.fill())
+    def _opened(self, file: _File) -> Iterator[tuple[CacheEntry, str, list[concurrent.futures.Future[None]]]]:
+        """The entry that has a file, its path there, and what is being fetched. Where the client has gone, that is
+        waited for and kept: it comes again, and the Hub need not send it again."""
+        cache = self._from_hub if file.info.etag in self._damaged else self._shared
+        entry = self._client.run(_open(cache, file.location, file.info))
+        coming: list[concurrent.futures.Future[None]] = []
         try:
-            yield entry, filling
+            yield entry, _path_in(entry, file.location), coming
+        except TierckptError as error:
+            if isinstance(error, IntegrityError):
+                self._damaged = {file.info.etag, *list(self._damaged)[: KNOWN_MAX - 1]}
+            for future in coming:
+                future.cancel()
+            raise
         finally:
-            filling.cancel()  # nothing, when all of it is here
-            concurrent.futures.wait([filling], CLOSE_TIMEOUT_SECONDS)
+            concurrent.futures.wait(coming, STALL_SECONDS_MIN)
+            for future in coming:
+                future.cancel()
             self._client.run(entry.close())
+
+    def bring(self, uri: str, at: ByteRange) -> concurrent.futures.Future[tuple[Path, str]]:
+        """Begin to have a range of a file of a commit here, for another node; comes to the file that has it, and the
+        digest ('': not known). Any thread. Raises TierckptError: closed."""
+        key = uri, at
+        with self._lock:
+            future = self._bringing.get(key)
+            if future is None:
+                future = self._bringing[key] = self._client.start(self._bring(uri, at))
+                future.add_done_callback(lambda _: self._bringing.pop(key, None))
+        return future
+
+    async def _bring(self, uri: str, at: ByteRange) -> tuple[Path, str]:
+        location = parse_uri(uri)
+        repository = repository_of(location)
+        is_file = repository is not None and repository.is_commit and is_safe_path(repository.path)
+        if location.scheme != "hf" or not is_file:
+            raise ObjectNotFoundError(f"{uri} is no file of a commit of a Hub")
+        info = await self._client.mover.store(location.parent).head(location.name)
+        entry = await _open(self._from_hub, location, info)
+        try:
+            path = _path_in(entry, location)
+            await entry.bring(path, at)
+            index, chunk = entry.frozen.index_of(path), at.start // entry.chunk_size_bytes
+            digest = entry.digest(index, chunk) if entry.frozen.chunk_range(index, chunk) == at else ""
+            places = [directory / path for directory in reversed(entry.directories())]  # it may be published meanwhile
+            return next((place for place in places if place.exists()), places[-1]), digest
+        finally:
+            await entry.close()
+
+
+async def _open(cache: NodeCache, location: Location, info: ObjectInfo) -> CacheEntry:
+    return await cache.open(await cache.freeze(location, kind="object", info=info))
+
+
+def _path_in(entry: CacheEntry, location: Location) -> str:
+    return entry.only.path if entry.only is not None else location.name
 
 
 def _is_for_readers(parts: list[str]) -> bool:

@@ -22,6 +22,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -68,6 +69,7 @@ class Peers:
         options: the agent's.
         fresh: what ``/v1/fresh`` answers; None: nothing.
         segment: opens a range of a gradient log of this node.
+        hub: has a range of a file of a Hub here (peer/server.py).
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Peers:
         *,
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
+        hub: Callable[[str, ByteRange], Future[tuple[Path, str]] | None] | None = None,
     ) -> None:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
@@ -85,7 +88,7 @@ class Peers:
         """Why this node does not serve or does not look for others; "" when all is well."""
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
-        self._directory, self._fresh, self._segment = directory, fresh, segment
+        self._directory, self._fresh, self._segment, self._hub = directory, fresh, segment, hub
         self._lookup: discovery.Lookup | None = None
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
@@ -156,6 +159,7 @@ class Peers:
             self.gossip,
             fresh=self._fresh,
             segment=self._segment,
+            hub=self._hub,
             asked=self.gossip.asked,
             bytes_per_second=self.options.serve_bytes_per_second,
         )

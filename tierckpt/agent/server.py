@@ -110,7 +110,12 @@ class Agent:
                 self._on_progress,
             )
             self.peers = Peers(
-                settings, directory, options, fresh=self.replicator.fresh, segment=self.replicator.open_segment
+                settings,
+                directory,
+                options,
+                fresh=self.replicator.fresh,
+                segment=self.replicator.open_segment,
+                hub=lambda uri, at: self._hub_proxy.bring(uri, at) if self._hub_proxy is not None else None,
             )
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -175,7 +180,12 @@ class Agent:
         try:
             from .hub_proxy import HubProxy
 
-            self._hub_proxy = HubProxy(self.settings.model_copy(update={"mover": "agent"}))
+            settings, loop = self.settings.model_copy(update={"mover": "agent"}), asyncio.get_running_loop()
+
+            def live() -> asyncio.Future[Live]:
+                return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._live(), loop))
+
+            self._hub_proxy = HubProxy(settings, live if self.peers is not None else None)
             self._hub_proxy.serve(self.options.hf_proxy_port)
         except TierckptError as error:
             log.error("no Hub is served: %s", error)

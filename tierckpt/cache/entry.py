@@ -350,14 +350,21 @@ class CacheEntry:
                 raise AssertionError("unreachable")
         target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
 
+    async def bring(self, path: str, byte_range: ByteRange) -> None:
+        """Have the range on this node. Raises as ``read``; CapacityError: there is no room to keep it."""
+        index = self._check(path, byte_range)
+        await asyncio.gather(*(self._bring_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
+        if not self.landed(path, byte_range):
+            raise CapacityError(
+                f"the cache has no room for {path} of {self.frozen.uri}",
+                hint="`tierckpt prefetch --check` lists what it holds; raise cache_bytes_max, or unpin something",
+            )
+
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
         """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
-        index = self.frozen.index_of(path)
         async for _ in Poll(timeout_seconds):
             if self.landed(path, byte_range):
                 return
-            if self.peer_fetch is not None:
-                self.peer_fetch.reads(index, byte_range.start // self.chunk_size_bytes)
         raise OperationTimeoutError(
             f"bytes {byte_range.start}-{byte_range.stop} of {path} have not arrived in {timeout_seconds:g} s",
             hint="Nobody may be fetching them: read() fetches, wait() does not",

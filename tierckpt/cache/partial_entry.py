@@ -356,6 +356,9 @@ class PartialEntry:
             had = bool(self._lines.landed.get(index))
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                if had and self.is_published():  # since we looked, and another has made the directory anew
+                    os.close(file)
+                    raise ObjectNotFoundError(f"{self.incoming} has gone: published", tier=Tier.LOCAL)
                 if had:  # somebody has removed the file and left its lines
                     log.warning("%s has gone: fetching it again", path)
                     self.append_line(f"!{index}.")

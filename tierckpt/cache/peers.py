@@ -68,9 +68,6 @@ class PeerFill(Protocol):
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> ChunkOrder:
         """Which of ``todo``, files and chunks, comes next, and from whom."""
 
-    def reads(self, index: int, chunk: int) -> None:
-        """A reader waits for this chunk, and is going to need those after it."""
-
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:

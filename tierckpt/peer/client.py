@@ -33,6 +33,7 @@ from .messages import (
     encode_head,
     held_target,
     host_and_port,
+    hub_target,
     parse_json,
     parse_response,
 )
@@ -121,9 +122,25 @@ class PeerClient:
 
         The range is what the peer has read; whether that is what was written, the frames in it say.
         """
-        answer, _ = await self._ask(member, f"/v1/segment/{identity}/{start}/{len(into)}", into=into)
-        if await asyncio.to_thread(digest_of, into) != answer.headers.get(DIGEST, ""):
-            raise _lies(member, "a segment of a log that is not what it says")
+        await self._range(member, f"/v1/segment/{identity}/{start}/{len(into)}", into)
+
+    async def hub_range(
+        self, member: Member, uri: str, start: int, into: memoryview, patience_seconds: float = FIRST_BYTE_SECONDS
+    ) -> str:
+        """Receive a range of a file of a Hub, which the peer reads there if it has to. Returns its digest.
+
+        Raises as ``chunk``. PeerBusyError: it is at it.
+        """
+        return await self._range(member, hub_target(uri, start, len(into)), into, patience_seconds)
+
+    async def _range(
+        self, member: Member, target: str, into: memoryview, patience_seconds: float = FIRST_BYTE_SECONDS
+    ) -> str:
+        answer, _ = await self._ask(member, target, into=into, patience_seconds=patience_seconds)
+        digest = await asyncio.to_thread(digest_of, into)
+        if not same_digest(into, digest, answer.headers.get(DIGEST, "")):
+            raise _lies(member, f"{target} is not what it says")
+        return digest
 
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False

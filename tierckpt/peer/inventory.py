@@ -28,7 +28,7 @@ from ..format.layout import MANIFEST, PRIVATE_DIR
 from ..format.manifest import digest_of
 from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
-from .chunk_files import Committed, Incoming, Source, Whole, bring_in, is_resident, read_beneath
+from .chunk_files import Committed, Incoming, Source, Whole, bring_in, digest_at, is_resident, read_beneath
 from .fetch.chunk_index import ChunkIndex
 from .messages import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, ChunkReport
 
@@ -65,6 +65,20 @@ class Opened:
 
     def close(self) -> None:
         os.close(self.file)
+
+
+def open_range(path: Path, at: ByteRange, digest: str) -> Opened | None:
+    """Open a range that has landed, in the page cache; None when the file has another name by now."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        bring_in(file, at)
+        return Opened(file, at, digest or digest_at(file, at))
+    except BaseException:
+        os.close(file)
+        raise
 
 
 class Holdings:

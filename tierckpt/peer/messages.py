@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 from ..errors import ConfigError
 from ..stores.http_client import HEAD_BYTES_MAX as HEAD_BYTES_MAX
@@ -25,6 +26,9 @@ CHUNK_BYTES_MAX = 1 << 30
 CHUNKS_MAX = 1 << 22
 """Chunks of one version that peers talk about: larger ones are read from the store, or with larger chunks."""
 WAIT_SECONDS_MAX = 10.0
+TARGET_BYTES_MAX = 1024
+HUB_WAIT_SECONDS = 2.0
+"""So often a member that reads a range from a Hub for others says that it is at it."""
 LINES_IN_HEAD_MAX = 64
 LINES_MAX = 1 << 16
 """Lines of a list of holdings in one answer. ``next`` says where the rest begins."""
@@ -55,6 +59,7 @@ _PATHS = {
     "manifest": re.compile(r"/v1/manifest/(t?[0-9a-f]{32})"),
     "steps": re.compile(r"/v1/steps/(t?[0-9a-f]{32})"),
     "segment": re.compile(r"/v1/segment/([0-9a-f]{32})/(0|[1-9]\d{0,15})/([1-9]\d{0,7})"),
+    "hub": re.compile(r"/v1/hub/(0|[1-9]\d{0,15})/([1-9]\d{0,9})/([A-Za-z0-9%._~-]+)"),
     "slow": re.compile(r"/v1/slow/([0-9a-f]{32})"),
 }
 
@@ -152,6 +157,10 @@ def held_target(version: str, chunk_size_bytes: int, after: int, interested: boo
 def chunk_target(version: str, chunk_size_bytes: int, ordinal: int, after: int, wait_seconds: float) -> str:
     wait = min(max(wait_seconds, 0.0), WAIT_SECONDS_MAX)
     return f"/v1/chunk/{version}/{chunk_size_bytes}/{ordinal}?after={after}&wait={wait:.3f}"
+
+
+def hub_target(uri: str, start: int, size_bytes: int) -> str:
+    return f"/v1/hub/{start}/{size_bytes}/{quote(uri, safe='')}"
 
 
 def parse_request(data: bytes) -> Request:

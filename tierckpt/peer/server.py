@@ -1,8 +1,9 @@
 """The server of a node's agent for the other nodes: it answers GET and HEAD of the paths in messages.py, for members
 only.
 
-    K1  Nothing is answered before the request is proven (auth.py), and nothing but what ``Holdings`` gives, and what
-        ``fresh`` tells of: no path of a file is ever part of a request. All that is not here is the same 404.
+    K1  Nothing is answered before the request is proven (auth.py), and nothing but what ``Holdings``, ``segment`` and
+        ``hub`` give, and what ``fresh`` tells of: no path of a file of this node is ever part of a request. All that is
+        not here is the same 404.
     K2  Bounded: connections, bytes of a head, headers, chunks under way in all and per peer, bytes per second, and the
         time that a head, an answer or a silence may take. No request has a body.
     K3  A chunk goes from the page cache to the socket (sendfile(2)); it is in the page cache before the first byte
@@ -24,10 +25,12 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote
 
 from ..config import Settings
 from ..errors import ConfigError
@@ -36,11 +39,12 @@ from ..telemetry import BYTES, Repeats, logger
 from ..types import ByteRange, Json, Tier
 from .auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
 from .gossip import Gossip
-from .inventory import Holdings, Opened
+from .inventory import Holdings, Opened, open_range
 from .messages import (
     DIGEST,
     HEAD_BYTES_MAX,
     HELD,
+    HUB_WAIT_SECONDS,
     LINES_IN_HEAD_MAX,
     ME,
     TIME,
@@ -156,11 +160,14 @@ class PeerServer:
         *,
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
+        hub: Callable[[str, ByteRange], Future[tuple[Path, str]] | None] | None = None,
         asked: Callable[[str], None] | None = None,
         bytes_per_second: int | None = None,
     ) -> None:
-        """``segment`` opens a range of a gradient log of this node. ``asked`` is told the name of each member that asks
-        for something, once it has proven it. ``bytes_per_second``: most that is served to all peers together.
+        """``segment`` opens a range of a gradient log of this node. ``hub`` begins to have a range of a file of a Hub
+        here, and comes to the file that has it and its digest; None: this node serves no Hub. ``asked`` is told the
+        name of each member that asks for something, once it has proven it. ``bytes_per_second``: most that is served to
+        all peers together.
 
         Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
         self.settings, self.holdings, self.members = settings, holdings, members
@@ -170,7 +177,7 @@ class PeerServer:
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
         self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
         self._tls = server_tls(settings)
-        self._fresh, self._segment, self._asked = fresh, segment, asked
+        self._fresh, self._segment, self._hub, self._asked = fresh, segment, hub, asked
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
@@ -307,7 +314,11 @@ class PeerServer:
             return await self._chunk(reply, name, version, int(size), int(ordinal), int(after), float(wait))
         if kind == "segment":
             identity, start, size = words
-            return await self._range(reply, name, identity, ByteRange(int(start), int(start) + int(size)))
+            at = ByteRange(int(start), int(start) + int(size))
+            return await self._range(reply, name, lambda: self._segment and self._segment(identity, at))
+        if kind == "hub":
+            start, size, uri = words
+            return await self._from_hub(reply, name, unquote(uri), ByteRange(int(start), int(start) + int(size)))
         if kind == "held":
             version, size, after, interested = words
             return await reply.json(await self._held(name, version, int(size), int(after), interested == "1"))
@@ -367,16 +378,33 @@ class PeerServer:
         self.counts["missing"] += 1
         return await reply.missing()
 
-    async def _range(self, reply: _Reply, name: str, identity: str, at: ByteRange) -> bool:
-        """Give a range of a segment of a gradient log."""
+    async def _from_hub(self, reply: _Reply, name: str, uri: str, at: ByteRange) -> bool:
+        """Give a range of a file of a Hub, once it is here: it is read there for whoever asks first."""
+        bringing = self._hub(uri, at) if self._hub is not None else None
+        if bringing is None:
+            return await reply.refuse(HTTPStatus.METHOD_NOT_ALLOWED)
+        future = asyncio.wrap_future(bringing)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([future], timeout=HUB_WAIT_SECONDS)  # that it is not waited for any longer ends nothing
+        if future.done() and not (future.cancelled() or future.exception()):
+            path, digest = future.result()
+            return await self._range(reply, name, lambda: open_range(path, at, digest), is_coming=True)
+        return await self._without(reply, is_coming=not future.done())
+
+    async def _without(self, reply: _Reply, *, is_coming: bool) -> bool:
+        self.counts["busy" if is_coming else "missing"] += 1
+        return await (reply.busy() if is_coming else reply.missing())
+
+    async def _range(
+        self, reply: _Reply, name: str, open_: Callable[[], Opened | None], *, is_coming: bool = False
+    ) -> bool:
+        """Give what ``open_`` opens. ``is_coming``: where it opens nothing, there is something a moment later."""
         if not await self._slot(name, time.monotonic()):
-            self.counts["busy"] += 1
-            return await reply.busy()
+            return await self._without(reply, is_coming=True)
         try:
-            found = await self._in_thread(self._segment, identity, at) if self._segment is not None else None
+            found = await self._in_thread(open_)
             if found is None:
-                self.counts["missing"] += 1
-                return await reply.missing()
+                return await self._without(reply, is_coming=is_coming)
             with contextlib.closing(found):
                 return await self._scatter(reply, name, found, ChunkReport())
         finally:

@@ -87,8 +87,6 @@ class Schedule:
         self._unwanted: list[ChunkRequest] = []
         self._brought = 0
         """Chunks that we have fetched from the store."""
-        self._start: int | None = None
-        """Where a reader has begun, who waits for what comes."""
         self._bad: set[int] = set()
         """Chunks whose digests members do not agree on: the store decides."""
         self._looked_at = self._planned_at = -1.0
@@ -159,11 +157,6 @@ class Schedule:
         self.state.missing = mask(chunks)
         self.state.recount()
         self.plan()
-
-    def begin_at(self, chunk: int) -> None:
-        """Somebody reads from here on, in order: what is ours to fetch comes in that order. The first one counts."""
-        if self._start is None:
-            self._start, self.state.is_changed = chunk, True
 
     def distrust(self, chunk: int, names: Iterable[str]) -> None:
         """Members do not agree on what a chunk is: it comes from the store, and they are not asked for anything."""
@@ -498,10 +491,8 @@ class Schedule:
         self._planned_at, self.state.is_changed = now, False
 
     def order_of(self, name: str, chunks: list[int]) -> list[int]:
-        """The order in which a member fetches its own: each begins at another place, unless somebody reads here."""
-        start = self._start
-        if start is None:
-            start = int(fraction(f"{self.state.version}/{name}") * self.state.total)
+        """The order in which a member fetches its own: each begins at another place."""
+        start = int(fraction(f"{self.state.version}/{name}") * self.state.total)
         return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
 
     def _look(self, now: float) -> None:

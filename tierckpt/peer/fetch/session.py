@@ -324,11 +324,6 @@ class FetchSession:
         self.schedule.set_missing(self._firsts[index] + chunk for index, chunk in todo)
         return self
 
-    def reads(self, index: int, chunk: int) -> None:
-        ordinal = self._firsts[index] + chunk
-        self._window = range(ordinal, min(ordinal + WINDOW_CHUNKS, len(self._work)))
-        self.schedule.begin_at(ordinal)
-
     async def take(self) -> Work | None:
         """The next chunk to fetch, and from whom; None when none is left."""
         async with self._choosing:

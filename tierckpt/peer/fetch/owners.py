@@ -1,0 +1,135 @@
+"""Fetches each chunk through its owner, which reads it from a Hub when the first node asks for it (agent/hub_proxy.py).
+
+A session (session.py) shares a fill out among the nodes that it knows to be at it, and what they fetch before they know
+of each other is fetched twice. Here nothing depends on when a node begins: the owner is one of all live members, by
+hash, and it is asked.
+
+Guarantees:
+    O1  While the members are well, and agree on who they are, one of them reads each chunk from the Hub, once.
+    O2  No two nodes wait for each other: what an owner is asked for it reads from the Hub alone.
+    O3  An owner costs time, never the chunk. While it is at it, it says so every ``HUB_WAIT_SECONDS``. One that is
+        silent for ``SILENT_SECONDS``, or cannot be reached, is passed over for ``AVOID_SECONDS``: all nodes ask the
+        next in rank. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+from ...cache.entry import STALL_SECONDS_MIN
+from ...cache.fetch_job import InOrder
+from ...cache.partial_entry import PartialEntry
+from ...cache.peers import ReceivedChunk, StoreReader
+from ...config import Settings
+from ...errors import ObjectNotFoundError, PeerBusyError, TierckptError
+from ...telemetry import BYTES, logger
+from ...types import Tier
+from ..catalog import Live
+from ..client import PeerClient
+from ..members import Member
+from ..messages import TARGET_BYTES_MAX, hub_target
+from .placement import fraction
+from .stats import Sources
+
+log = logger("peer")
+
+SILENT_SECONDS: Final = 15.0
+AVOID_SECONDS: Final = 30.0
+RANKS_MAX: Final = 3
+"""So many owners may fail to read a chunk before a node tries itself."""
+VIEW_SECONDS: Final = 0.25
+GONE_SECONDS: Final = 60.0
+BUSY_SECONDS: Final = 0.05
+
+
+class Owners:
+    """Joins fills of files of a Hub with the owners of their chunks. Runs on one event loop; close it."""
+
+    def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]]) -> None:
+        self._settings, self._ask_live = settings, live
+        self._me, self._look_at = "", 0.0
+        self._seen: dict[str, tuple[Member, float]] = {}
+        """Members, and when each was live last."""
+        self._avoided: dict[str, float] = {}
+        self._client: PeerClient | None = None
+
+    async def join(self, cached: StoreReader, filling: PartialEntry) -> OwnerFill:
+        return OwnerFill(self, cached, filling)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def receive(self, uri: str, key: str, start: int, into: memoryview) -> ReceivedChunk | None:
+        """Fill ``into`` from ``start`` of a file, from the owner of ``key``; None when that is this node."""
+        failed, fits = 0, len(hub_target(uri, start, len(into))) <= TARGET_BYTES_MAX
+        members = await self._members() if fits else []
+        for member in sorted(members, key=lambda member: fraction(f"{key}/{member.name}")):
+            if member.name == self._me or failed == RANKS_MAX:
+                return None
+            if self._avoided.get(member.name, 0.0) > time.monotonic():
+                continue
+            try:
+                digest = await self._ask(member, uri, start, into)
+            except ObjectNotFoundError:
+                failed += 1
+            except (TierckptError, OSError) as error:
+                log.info("%s is asked for nothing of a Hub for %g s: %s", member.name, AVOID_SECONDS, error)
+                self._avoided[member.name] = time.monotonic() + AVOID_SECONDS
+            else:
+                BYTES.emit(len(into), tier=Tier.PEER, direction="read")
+                return ReceivedChunk(digest, member.name)
+        return None
+
+    async def _members(self) -> list[Member]:
+        """Who has been live lately: nodes need not find out at one instant that a member is late, or gone (O1)."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            with contextlib.suppress(TierckptError, OSError):  # else this node takes no part: its agent says so
+                live = await self._ask_live()
+                self._me = live.me
+                self._seen.update({member.name: (member, now) for member in live.members})
+            self._look_at = now + VIEW_SECONDS
+        return [member for member, at in self._seen.values() if now - at < GONE_SECONDS]
+
+    async def _ask(self, member: Member, uri: str, start: int, into: memoryview) -> str:
+        if self._client is None:
+            self._client = PeerClient(self._settings, self._me)
+        while True:
+            with contextlib.suppress(PeerBusyError):
+                return await self._client.hub_range(member, uri, start, into, SILENT_SECONDS)
+            await asyncio.sleep(BUSY_SECONDS)
+
+
+class OwnerFill:
+    """One fill (``cache.peers.PeerFill``)."""
+
+    slots = 16
+
+    def __init__(self, owners: Owners, cached: StoreReader, filling: PartialEntry) -> None:
+        self._owners, self._cached, self._frozen = owners, cached, filling.frozen
+        self.sources = Sources()
+
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> InOrder:
+        return InOrder(todo)
+
+    async def fetch_chunk(
+        self, index: int, chunk: int, into: memoryview, request: object | None = None
+    ) -> ReceivedChunk:
+        item, at = self._frozen.files[index], self._frozen.chunk_range(index, chunk)
+        uri = self._frozen.uri
+        if not uri.endswith(f"/{item.path}"):  # the entry is of a directory
+            uri = f"{uri}/{item.path}"
+        received = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STALL_SECONDS_MIN):
+                received = await self._owners.receive(uri, f"{item.etag}/{at.start}", at.start, into)
+        return received or ReceivedChunk(await self._cached.read_store(index, chunk, into), None)
+
+    async def chunk_written(self, index: int, chunk: int) -> None: ...
+
+    async def close(self) -> None: ...
