@@ -1,10 +1,10 @@
-"""Training scripts as users of a framework write them, with tierckpt in at most three lines. One process.
+"""Training scripts as users of a framework write them, with tierckpt in at most three lines. One process is one rank.
 
     python -m tests.compat.adapter_drivers FRAMEWORK RUN_URI FOLDER LOG KILL_AT
 
-Six saves, one every two steps; logs each step's loss, and at the end a digest of the weights. The process kills itself
-right after the save of step ``KILL_AT`` (0: never). Data are shuffled and the model has dropout: a random state that a
-resume loses shows.
+Six saves, one every two steps; logs each step's loss, and at the end a digest of the weights. Rank 0 kills itself
+right after the save of step ``KILL_AT`` (0: never), and the others stop there, to be killed. Data are shuffled and the
+model has dropout: a random state that a resume loses shows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,29 @@ import torch
 from torch import nn
 
 STEPS, SAVE_EVERY = 12, 2
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def data() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
         {"x": torch.randn(8, generator=generator), "labels": torch.randn(1, generator=generator)}
-        for _ in range(STEPS * 4)
+        for _ in range(STEPS * 4 * RANKS)
     ]
+
+
+def my_batches() -> list[dict[str, torch.Tensor]]:
+    from torch.utils.data import DataLoader
+
+    return [*DataLoader(data(), batch_size=4)][RANK::RANKS]  # type: ignore[arg-type]
+
+
+def process_group() -> None:
+    if RANKS > 1:
+        torch.distributed.init_process_group("gloo")
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 class Model(nn.Module):
@@ -47,11 +63,15 @@ class Log:
         self.path, self.kill_at = path, kill_at
 
     def write(self, **note: Any) -> None:
+        if RANK:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps(note) + "\n")
 
     def saved(self, step: int) -> None:
         if step == self.kill_at:
+            while RANK:
+                time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def end(self, model: nn.Module) -> None:
@@ -99,16 +119,35 @@ def train_transformers(uri: str, folder: Path, log: Log) -> None:
 
 
 def train_lightning(uri: str, folder: Path, log: Log) -> None:
+    from tierckpt.integrations.lightning import TierCheckpointIO
+
+    train_in_lightning(tierckpt_url(uri), folder, log, plugins=[TierCheckpointIO()], save_last=True)
+
+
+def train_lightning_sharded(uri: str, folder: Path, log: Log) -> None:
+    """FSDP2, which Lightning calls the model-parallel strategy."""
+    from tierckpt.integrations.lightning_sharded import TierModelParallelStrategy
+
+    strategy = TierModelParallelStrategy(uri, data_parallel_size=RANKS, tensor_parallel_size=1)
+    train_in_lightning(str(folder / "out"), folder, log, strategy=strategy)
+
+
+def train_in_lightning(dirpath: str, folder: Path, log: Log, save_last: bool = False, **options: Any) -> None:
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
-    from tierckpt.integrations.lightning import TierCheckpointIO, newest
+    from tierckpt.integrations.lightning import newest
 
     class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = Model()
+
+        def configure_model(self) -> None:
+            if "strategy" in options:
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
             # Lightning begins an epoch's loader again when it resumes within one, whatever saved: so the step chooses.
@@ -136,47 +175,51 @@ def train_lightning(uri: str, folder: Path, log: Log) -> None:
                 log.saved(trainer.global_step - SAVE_EVERY)  # it saves after this hook: the save before is whole
 
     seed_everything(3, verbose=False)
-    batches = [*DataLoader(data(), batch_size=4)]  # type: ignore[arg-type]
+    batches = my_batches()
     module = Module()
     checkpoints = ModelCheckpoint(
-        dirpath=tierckpt_url(uri),
+        dirpath=dirpath,
         filename="{step}",
         every_n_train_steps=SAVE_EVERY,
         save_top_k=1,
         monitor="step",
         mode="max",
-        save_last=True,
+        save_last=save_last,
     )
     trainer = Trainer(
         accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=RANKS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        plugins=[TierCheckpointIO()],
         callbacks=[checkpoints, Noted()],
+        **options,
     )
-    trainer.fit(module, DataLoader(data(), batch_size=4), ckpt_path=newest(checkpoints.dirpath))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(data(), batch_size=4), ckpt_path=newest(dirpath))  # type: ignore[arg-type]
     log.end(module.model)
 
 
 def train_accelerate(uri: str, folder: Path, log: Log) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.utils import ProjectConfiguration, set_seed
     from torch.utils.data import DataLoader
 
     from tierckpt.integrations.accelerate import TierState
 
     set_seed(3)
-    accelerator = Accelerator(cpu=True, project_dir=str(folder / "out"))
+    named = ProjectConfiguration(str(folder / "out"), automatic_checkpoint_naming=RANKS > 1, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=named)
     plain = Model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     loader = DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
     batches = [*loader]  # before the random states come back: an iterator that begins draws from them
     run = TierState(accelerator, uri)
-    done = run.load() or 0
+    found = run.load()
+    done = 0 if found is None else SAVE_EVERY * (found + 1) if RANKS > 1 else found
     log.write(resumed=done or None)
     for batch in batches[done:]:
         loss = model(**batch)["loss"]
@@ -186,25 +229,25 @@ def train_accelerate(uri: str, folder: Path, log: Log) -> None:
         done += 1
         log.write(step=done, loss=repr(loss.item()))
         if done % SAVE_EVERY == 0:
-            run.save(f"step-{done}")
+            run.save(None if RANKS > 1 else f"step-{done}")
             log.saved(done)
     log.end(accelerator.unwrap_model(model))
 
 
 def train_deepspeed(uri: str, folder: Path, log: Log) -> None:
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if RANKS == 1:
+        os.environ |= ALONE
     import deepspeed
-    from torch.utils.data import DataLoader
 
     from tierckpt.integrations.deepspeed import TierCheckpointEngine
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    process_group()
     plain = Model()
-    batches = [*DataLoader(data(), batch_size=4)]  # type: ignore[arg-type]
+    batches = my_batches()
     engine, *_ = deepspeed.initialize(
         model=plain,
         optimizer=torch.optim.AdamW(plain.parameters(), lr=1e-2),
-        config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4},
+        config={"train_batch_size": 4 * RANKS, "train_micro_batch_size_per_gpu": 4},
         dist_init_required=False,
     )
     out = str(folder / "out")
@@ -229,7 +272,7 @@ def train_deepspeed(uri: str, folder: Path, log: Log) -> None:
 def train_torchtitan(uri: str, folder: Path, log: Log) -> None:
     """torchtitan's own manager: nothing of tierckpt but the folder."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-    from torch.utils.data import DataLoader
+    from torch.distributed.fsdp import fully_shard
     from torchtitan.components.checkpointer.dcp import CheckpointManager
 
     class Optimizers:
@@ -249,9 +292,11 @@ def train_torchtitan(uri: str, folder: Path, log: Log) -> None:
             self.step = state["step"]
             torch.set_rng_state(state["rng"])
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    batches = [*DataLoader(data(), batch_size=4)]  # type: ignore[arg-type]
+    process_group()
+    batches = my_batches()
     model, trained = Model(), Trained()
+    if RANKS > 1:
+        fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = CheckpointManager(
         CheckpointManager.Config(enable=True, folder=tierckpt_url(uri), interval=SAVE_EVERY, keep_latest_k=2),
@@ -328,7 +373,7 @@ def verl_on_cpu() -> None:
 
 def train_verl(uri: str, folder: Path, log: Log) -> None:
     """verl's own trainer of SFT, on CPU. No dropout: its resume draws from the random state it has just restored."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= ALONE
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the engine that is registered for it runs on any device
     verl_on_cpu()
     import verl.trainer.sft_trainer as sft

@@ -11,27 +11,35 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
+import torch
 
 import tierckpt
-from tests.compat.adapter_drivers import STEPS
+from tests.compat import worker
+from tests.compat.adapter_drivers import STEPS, tierckpt_url
 from tests.services import free_port
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
+from tierckpt.errors import CheckpointError, ConfigError
 from tierckpt.integrations.directories import Directories
+from tierckpt.integrations.fsspec import TierFileSystem
 
 KILL_AT = 6
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.server, pytest.mark.timeout(400), pytest.mark.slow]
 
 
-def framework(name: str) -> Any:
+def framework(name: str, driver: str | None = None) -> Any:
     absent = importlib.util.find_spec(name) is None
-    return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"{name} is not installed"))
+    return pytest.param(driver or name, marks=pytest.mark.skipif(absent, reason=f"{name} is not installed"))
 
 
 FRAMEWORKS = [
@@ -39,12 +47,41 @@ FRAMEWORKS = [
 ]
 
 
-def train(name: str, uri: str, folder: Path, log: Path, kill_at: int = 0) -> None:
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.compat.adapter_drivers", name, uri, str(folder), str(log), str(kill_at)]
-    env = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(folder / "local"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, timeout=300, check=False, capture_output=True, text=True)
-    assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stdout + done.stderr
+def train(name: str, uri: str, folder: Path, log: Path, kill_at: int = 0, *, ranks: int = 1, nodes: int = 1) -> str:
+    """Run a driver to its end, which is that of rank 0 where that kills itself. Returns what the ranks have said."""
+    port, processes = str(free_port()), []
+    for rank in range(ranks):
+        node, local = divmod(rank, ranks // nodes)
+        place = folder / f"node-{node}"
+        place.mkdir(parents=True, exist_ok=True)
+        env = {"TIERCKPT_LOCAL_ROOT": str(place / "local")}
+        if ranks > 1:  # as torchrun
+            env |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks // nodes)}
+            env |= {"LOCAL_RANK": str(local), "GROUP_RANK": str(node), "TORCHELASTIC_RUN_ID": "compat"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        driver = [sys.executable, "-m", "tests.compat.adapter_drivers", name, uri, str(place), str(log), str(kill_at)]
+        processes.append(worker.start(driver, folder / f"rank-{rank}.log", env))
+    try:
+        if kill_at:
+            assert processes[0].wait(300) == -signal.SIGKILL, said(folder)
+    finally:
+        if kill_at:
+            worker.kill(processes)
+    if not kill_at:
+        worker.finish(processes, folder, 300)
+    return said(folder)
+
+
+def said(folder: Path) -> str:
+    return "".join(log.read_text(errors="replace") for log in sorted(folder.glob("rank-*.log")))
+
+
+def lose(folder: Path) -> None:
+    """Lose every node of a run, when it has drained. Nodes commit together what each has a part of."""
+    drain = [sys.executable, "-m", "tierckpt", "drain", "--wait", "--local-root"]
+    roots = sorted(folder.glob("node-*/local"))
+    worker.finish([worker.start([*drain, str(root)], folder / "drain.log", {}) for root in roots], folder, 120)
+    shutil.rmtree(folder)
 
 
 def noted(log: Path, key: str) -> list[Any]:
@@ -65,9 +102,27 @@ def test_killed_it_resumes_bit_for_bit_at_the_last_acknowledged_step(
     train(name, f"{s3_uri}/whole", tmp_path / "a", whole)
     train(name, f"{s3_uri}/run", tmp_path / "b", log, KILL_AT)
     if loses == "node":
-        assert run_cli(["drain", "--wait", "--local-root", str(tmp_path / "b" / "local")]) == 0
-        shutil.rmtree(tmp_path / "b")
+        lose(tmp_path / "b")
     train(name, f"{s3_uri}/run", tmp_path / "b", log)
+    assert_resumed(log, whole)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("name", [*FRAMEWORKS[:-1], framework("lightning", "lightning_sharded")])
+def test_ranks_of_a_job_that_are_killed_and_lose_their_nodes_resume_bit_for_bit(
+    name: str, nodes: int, s3_uri: str, tmp_path: Path
+) -> None:
+    whole, log = tmp_path / "whole.log", tmp_path / "killed.log"
+    train(name, f"{s3_uri}/whole", tmp_path / "a", whole, ranks=2, nodes=nodes)
+    train(name, f"{s3_uri}/run", tmp_path / "b", log, KILL_AT, ranks=2, nodes=nodes)
+    lose(tmp_path / "b")
+    train(name, f"{s3_uri}/run", tmp_path / "b", log, ranks=2, nodes=nodes)
+    assert_resumed(log, whole)
+
+
+def assert_resumed(log: Path, whole: Path) -> None:
     assert [step for step in noted(log, "resumed") if step] == [KILL_AT]
     assert losses(log) == losses(whole)
     assert len(losses(log)) == STEPS
@@ -79,26 +134,29 @@ def train_on_ray(config: dict[str, str]) -> None:
 
     from tierckpt.integrations.ray import upload
 
+    assert torch.distributed.is_initialized()
     for step in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "model").write_text(f"step {step}")
-            made = train.Checkpoint.from_directory(folder)
-            train.report({"step": step}, checkpoint=made, checkpoint_upload_fn=upload(config["uri"]))
+            is_first = train.get_context().get_world_rank() == 0
+            made = train.Checkpoint.from_directory(folder) if is_first else None
+            train.report({}, checkpoint=made, checkpoint_upload_fn=upload(config["uri"], every_rank=False))
 
 
 def test_ray_train_reports_what_comes_back_and_every_node_has_the_model(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="ray is not installed")
     pytest.importorskip("ray.train", reason="ray[train] is not installed")
-    from ray.train import RunConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.torch.torch_trainer import TorchTrainer
 
     from tierckpt.integrations.ray import prefetch, restore
 
     uri = f"{tmp_path}/storage/experiment"
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(num_cpus=4, include_dashboard=False)
     try:
         run = RunConfig(storage_path=f"{tmp_path}/storage", name="experiment")
-        DataParallelTrainer(train_on_ray, train_loop_config={"uri": uri}, run_config=run).fit()
+        two = ScalingConfig(num_workers=2)
+        TorchTrainer(train_on_ray, train_loop_config={"uri": uri}, scaling_config=two, run_config=run).fit()
         assert run_cli(["drain", "--wait"]) == 0
         found = restore(uri, tmp_path / "back")
         assert found is not None
@@ -147,6 +205,157 @@ def test_two_threads_of_a_host_save_at_once_and_its_retention_takes_nothing_undr
     found = run.restore(tmp_path / "back")
     assert found is not None
     assert (found / "model").read_text() == "5"
+
+
+@pytest.fixture
+def paused() -> Iterator[None]:
+    assert run_cli(["drain", "--pause"]) == 0
+    yield
+    assert run_cli(["drain", "--resume"]) == 0
+
+
+def resume_and_restore(uri: str, names: list[str], into: Path) -> Path | None:
+    """Restore the newest of what a lost node has drained, all of ``names``."""
+    assert run_cli(["drain", "--resume"]) == 0
+    for name in names:
+        tierckpt.wait(f"{uri}/{name}", timeout_seconds=60)
+    close_all()
+    shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
+    return Directories(uri).restore(into)
+
+
+def test_what_the_rotation_of_transformers_removes_undrained_is_kept_and_said(
+    s3_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, paused: None
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.trainer_utils import rotate_checkpoints
+
+    from tierckpt.integrations.transformers import TierCallback
+
+    callback, out = TierCallback(f"{s3_uri}/run"), tmp_path / "out"
+    for step in (1, 2, 3):
+        (out / f"checkpoint-{step}").mkdir(parents=True)
+        (out / f"checkpoint-{step}" / "model").write_text(f"step {step}")
+        rotate_checkpoints(str(out), save_total_limit=1)  # as Trainer: before it calls
+        callback.on_save(SimpleNamespace(output_dir=str(out)), SimpleNamespace(global_step=step), None)
+    assert [path.name for path in out.iterdir()] == ["checkpoint-3"]
+    assert f"{out}/checkpoint-2 was removed and is not drained yet" in caplog.text
+    found = resume_and_restore(f"{s3_uri}/run", [f"checkpoint-{step}" for step in (1, 2, 3)], tmp_path / "back")
+    assert found is not None
+    assert (found / "model").read_text() == "step 3"
+
+
+def test_what_accelerate_removes_undrained_is_kept_and_said_and_it_goes_on_counting(
+    s3_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, paused: None
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from tierckpt.integrations.accelerate import TierState
+
+    def begun() -> tuple[Any, TierState]:
+        named = ProjectConfiguration(str(tmp_path / "out"), automatic_checkpoint_naming=True, total_limit=1)
+        accelerator = Accelerator(cpu=True, project_config=named)
+        return accelerator, TierState(accelerator, f"{s3_uri}/run")
+
+    accelerator, run = begun()
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    for value in (0.0, 1.0, 2.0):
+        torch.nn.init.constant_(model.weight, value)
+        run.save()
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["checkpoint_2"]
+    assert "checkpoint_1 was removed and is not drained yet" in caplog.text
+    with pytest.raises(ConfigError, match="names its checkpoints itself"):
+        run.save("step-3")
+    names = [f"checkpoint_{number}" for number in range(3)]
+    assert resume_and_restore(f"{s3_uri}/run", names, tmp_path / "back") is not None
+    shutil.rmtree(tmp_path / "out")
+    accelerator, run = begun()
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert run.load() == 2
+    assert model.weight.unique().tolist() == [2.0]
+    run.save()
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["checkpoint_3"]
+
+
+def test_lightning_saves_in_a_thread_and_what_it_removes_stays_until_newer_ones_are_there(
+    s3_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, paused: None
+) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    from tierckpt.integrations.lightning import TierCheckpointIO, newest
+
+    url, elsewhere = tierckpt_url(f"{s3_uri}/run"), TierFileSystem(local_root=tmp_path / "elsewhere")
+    writes = AsyncCheckpointIO(TierCheckpointIO())
+
+    def save(step: int) -> None:
+        writes.save_checkpoint({"global_step": step}, f"{url}/step={step}.ckpt")
+        if step > 1:
+            writes.remove_checkpoint(f"{url}/step={step - 1}.ckpt")
+        writes.teardown()
+
+    def on_the_store() -> list[int]:
+        return sorted(int(path.partition("=")[2].removesuffix(".ckpt")) for path in elsewhere.ls(url, detail=False))
+
+    for step in (1, 2, 3):
+        save(step)
+    assert "step=1.ckpt was removed and is not drained yet" in caplog.text
+    assert run_cli(["drain", "--resume"]) == 0
+    here = fsspec.filesystem("tierckpt")
+    here.wait(url)
+    assert on_the_store() == [1, 2, 3]
+    assert run_cli(["drain", "--pause"]) == 0
+    save(4)
+    assert on_the_store() == [1, 2, 3]
+    assert run_cli(["drain", "--resume"]) == 0
+    here.wait(url)
+    assert on_the_store() in ([3, 4], [4])  # 3 goes with the next, if 4 had begun to be saved when it was removed
+    assert writes.load_checkpoint(newest(url)) == {"global_step": 4}
+
+
+def load_on_two_nodes(url: str, folder: str) -> dict[str, Any]:
+    """Each rank has a node of its own. Rank 0's has a checkpoint on its way; then rank 1's has one that is newer."""
+    from tierckpt.integrations.lightning import TierCheckpointIO, newest
+
+    rank = torch.distributed.get_rank()
+    root = f"{folder}/{rank}"
+    os.environ["TIERCKPT_LOCAL_ROOT"] = root
+    run_cli(["drain", "--pause", "--local-root", root])
+    io = TierCheckpointIO()
+
+    def steps() -> list[Any]:
+        found: list[Any] = [None, None]
+        try:
+            mine = io.load_checkpoint(newest(url)).get("global_step", "none")
+        except CheckpointError as error:
+            mine = error.message
+        torch.distributed.all_gather_object(found, mine)
+        return found
+
+    outcome = {"nothing": steps()}
+    if rank == 0:
+        io.save_checkpoint({"global_step": 4}, f"{url}/last.ckpt")
+        threading.Timer(1.0, run_cli, (["drain", "--resume", "--local-root", root],)).start()
+    torch.distributed.barrier()
+    outcome["on its way"] = steps()
+    if rank == 1:
+        io.save_checkpoint({"global_step": 8}, f"{url}/last.ckpt")
+    torch.distributed.barrier()
+    return outcome | {"newer": steps()}
+
+
+def test_ranks_of_lightning_load_what_rank_0_finds_or_say_that_they_have_a_newer_one(
+    s3_uri: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    url = tierckpt_url(f"{s3_uri}/run")
+    found = worker.launch("tests.compat.test_adapters:load_on_two_nodes", 2, url=url, folder=str(tmp_path))
+    assert found["nothing"] == ["none", "none"]
+    assert found["on its way"] == [4, 4]
+    assert found["newer"][0] == 4
+    assert "this node has step 8, which is newer than rank 0's, step 4" in found["newer"][1]
 
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/frameworks.md"

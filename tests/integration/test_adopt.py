@@ -32,6 +32,7 @@ from tierckpt.errors import (
     OperationTimeoutError,
 )
 from tierckpt.format.layout import parse_uri
+from tierckpt.integrations.directories import Directories
 from tierckpt.save import directory as directories
 
 SECONDS = 120.0
@@ -354,3 +355,9 @@ def test_the_verb_adopts_and_says_where_it_is(
     assert run_cli(arguments) == 1
     assert "Checkpoint already exists" in json.loads(capsys.readouterr().err)["message"]
     assert run_cli([*arguments, "--overwrite", "--ranks", "x"]) == 2
+
+
+def test_ranks_that_cannot_agree_yet_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="there is no process group yet"):
+        Directories(tmp_path / "run").restore(tmp_path / "back")

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..adoption import Adoption
 from ..config import Settings
+from ..errors import ConfigError
 from ..format.layout import step_of
 from .directories import Directories
 
@@ -23,7 +24,8 @@ class TierState:
 
     Args:
         directory: where Accelerate writes; on the file system of ``local_root`` it costs no copy. Default: its
-            ``project_dir``, else ``./checkpoints``. What was adopted is removed there.
+            ``project_dir``, else ``./checkpoints``. What was adopted is removed there, but for checkpoints that
+            Accelerate names (``automatic_checkpoint_naming``): those are its ``total_limit``'s.
     """
 
     def __init__(
@@ -35,20 +37,32 @@ class TierState:
         **overrides: Any,
     ) -> None:
         self.accelerator = accelerator
+        self._configuration = accelerator.project_configuration
+        self._names = bool(self._configuration.automatic_checkpoint_naming)
+        if self._names:  # its own place
+            directory = Path(accelerator.project_dir or ".", "checkpoints")
         self.directory = Path(directory or accelerator.project_dir or "checkpoints")
         self.run = Directories(uri, settings, **overrides)
 
-    def save(self, name: str, **options: Any) -> Adoption:
-        """``accelerator.save_state`` to ``name``, adopted. ``name`` ends in the step. Raises as ``tierckpt.adopt``."""
-        place = self.directory / name
+    def save(self, name: str | None = None, **options: Any) -> Adoption:
+        """``accelerator.save_state`` to ``name``, which ends in the step, adopted. No name where Accelerate gives it.
+
+        Raises: ConfigError: a name too many, or none. As ``tierckpt.adopt``.
+        """
+        if (name is None) != self._names:
+            raise ConfigError(
+                "Accelerate names its checkpoints itself" if name else "a checkpoint of Accelerate has no name",
+                hint="save(name), or automatic_checkpoint_naming=True of ProjectConfiguration and save()",
+            )
+        place = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
         if self.accelerator.is_local_main_process:
             shutil.rmtree(place, ignore_errors=True)  # of a save that was cut short
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(place), **options)
+        self.accelerator.save_state(None if self._names else str(place), **options)
         self.accelerator.wait_for_everyone()
         adopted = self.run.save(place)
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_local_main_process:
+        if not self._names and self.accelerator.is_local_main_process:
             shutil.rmtree(place, ignore_errors=True)
         return adopted
 
@@ -58,4 +72,7 @@ class TierState:
         if found is None:
             return None
         self.accelerator.load_state(str(found), **options)
-        return step_of(found.name)
+        step = step_of(found.name)
+        if self._names and step is not None:
+            self._configuration.iteration = step + 1
+        return step

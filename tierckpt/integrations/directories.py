@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ..cache.node_cache import retry_until_available
 from ..checkpoint.journal import Journal
 from ..client import get_client
 from ..config import Settings
-from ..errors import OperationTimeoutError
+from ..errors import ConfigError, OperationTimeoutError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..restore.restore import RestoreResult
@@ -35,15 +36,21 @@ class Directories:
         self.settings = Settings.load(settings, **overrides)
         self._saved: dict[str, Path] = {}
         """Directories by the URI that they were adopted to, while nothing was said of them."""
-        self._lock, self._restores = threading.Lock(), 0
+        self._lock = threading.Lock()
 
-    def save(self, directory: str | os.PathLike[str]) -> Adoption:
-        """Adopt ``directory``, which is written once and by name replaced or deleted later. On every rank of a job."""
+    def save(self, directory: str | os.PathLike[str], name: str | None = None) -> Adoption:
+        """Adopt ``directory``, which is written once and by name replaced or deleted later. On every rank of a job.
+
+        Args:
+            name: of the checkpoint; by default the directory's.
+        """
         place = local_path(directory, "directory")
-        adopted = adopt(place, self.location.child(place.name).uri, overwrite=True, links=True, settings=self.settings)
+        uri = self.location.child(name or place.name).uri
+        adopted = adopt(place, uri, overwrite=True, links=True, settings=self.settings)
         with self._lock:
             self._say_what_was_removed()
-            self._saved[adopted.uri] = place
+            if adopted.files:  # else it is another rank's to say
+                self._saved[adopted.uri] = place
         return adopted
 
     def _say_what_was_removed(self) -> None:
@@ -60,11 +67,19 @@ class Directories:
         """Restore the newest usable checkpoint to ``into/NAME``; return that directory, None when there is none.
 
         In a job of ``torch.distributed`` every rank calls this, and all have the one that rank 0 finds.
+
+        Raises:
+            ConfigError: a job of several ranks has no process group yet.
         """
         client = get_client(self.settings)
         client.enter(self.location, trains=False)
-        found = self._agreed(lambda: client.run(client.mover.latest(self.location)))
-        return self.restore_checkpoint(found, into) if found is not None else None
+
+        def find() -> str:
+            checkpoint = client.run(client.mover.latest(self.location))
+            return checkpoint.location.uri if checkpoint is not None else ""
+
+        found = rank_0_finds(self.location.uri, find)
+        return self.restore_checkpoint(parse_uri(found), into) if found else None
 
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
         """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that directory."""
@@ -76,26 +91,42 @@ class Directories:
         client.run(retry_until_available(once, RESTORE_SECONDS, found.uri))
         return target
 
-    def _agreed(self, find: Any) -> Location | None:
-        dist: Any = sys.modules.get("torch.distributed")
-        is_job = dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if is_job:
-            self._restores += 1
-            store = dist.distributed_c10d._get_default_store()
-            key = f"tierckpt/newest/{self.location.uri}/{self._restores}"
-        if not is_job or dist.get_rank() == 0:
-            checkpoint = find()
-            uri = checkpoint.location.uri if checkpoint is not None else ""
-            if is_job:
-                store.set(key, uri)
-        else:
-            try:
-                store.wait([key], timedelta(seconds=RESTORE_SECONDS))
-            except Exception as error:
-                raise OperationTimeoutError(
-                    f"rank 0 has not looked for the newest checkpoint of {self.location.uri}",
-                    hint="Every rank resumes, in the same order",
-                    waited_seconds=RESTORE_SECONDS,
-                ) from error
-            uri = store.get(key).decode()
-        return parse_uri(uri) if uri else None
+
+_finds: dict[str, int] = {}
+
+
+def rank_0_finds(what: str, find: Callable[[], str]) -> str:
+    """Return what ``find`` returns on rank 0, on every rank of a ``torch.distributed`` job: ranks see different tiers.
+
+    Every rank calls this, for the same things in the same order.
+
+    Raises:
+        ConfigError: ``WORLD_SIZE`` says that there are more ranks, and they have no process group yet.
+        OperationTimeoutError: rank 0 has not come.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                f"ranks cannot agree on the newest checkpoint of {what}: there is no process group yet",
+                hint="Ask when the framework is set up: after Accelerator(), Trainer() or init_process_group()",
+            )
+        return find()
+    if dist.get_world_size() == 1:
+        return find()
+    count = _finds[what] = _finds.get(what, 0) + 1
+    store, key = dist.distributed_c10d._get_default_store(), f"tierckpt/newest/{what}/{count}"
+    if dist.get_rank() == 0:
+        found = find()
+        store.set(key, found)
+        return found
+    try:
+        store.wait([key], timedelta(seconds=RESTORE_SECONDS))
+    except Exception as error:
+        raise OperationTimeoutError(
+            f"rank 0 has not looked for the newest checkpoint of {what}",
+            hint="Every rank resumes, in the same order",
+            waited_seconds=RESTORE_SECONDS,
+        ) from error
+    word: str = store.get(key).decode()
+    return word

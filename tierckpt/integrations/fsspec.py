@@ -344,6 +344,15 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     _rm = rm_file
 
     @short_traceback
+    def rm_behind(self, path: str) -> None:
+        """Remove a file of the store when what this node has closed beside it is there (W2). Waits for no store."""
+        location = self._location(path)
+        if not write_back.can_carry(location):
+            self.rm_file(path)
+            return
+        get_client(self.settings).submit(write_back.remove(self.settings, location))
+
+    @short_traceback
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         """Remove files, and directories with ``recursive``. Checkpoints of tierckpt are left to ``tierckpt prune``."""
         for name in self.expand_path(path):

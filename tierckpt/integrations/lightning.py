@@ -5,7 +5,7 @@
     trainer.fit(model, data, ckpt_path=newest(checkpoints.dirpath))
 
 ``ckpt_path="last"`` finds nothing there: Lightning drops the protocol of the names that it lists.
-Sharded strategies ask no ``CheckpointIO``: adopt their directories, or save with ``TierStorageWriter``.
+Sharded strategies ask no ``CheckpointIO``: see ``lightning_sharded``.
 """
 
 from __future__ import annotations
@@ -20,36 +20,45 @@ import fsspec
 import torch
 
 try:
+    from lightning.fabric import __version__ as VERSION
     from lightning.fabric.plugins import CheckpointIO
 except ModuleNotFoundError:
+    from lightning_fabric import __version__ as VERSION
     from lightning_fabric.plugins import CheckpointIO
 
-from ..errors import ConfigError, StoreError, UnsafeCheckpointError
+from ..errors import CheckpointError, ConfigError, OperationTimeoutError, UnsafeCheckpointError
+from ..poll import SHARED, Poll
 from ..telemetry import logger
+from .directories import RESTORE_SECONDS, rank_0_finds
 
 log = logger("save")
 
+NEWEST = "newest"
+"""The name in a ``ckpt_path`` that stands for the newest checkpoint of a directory, until the ranks can agree on it."""
 
-def newest(dirpath: str | os.PathLike[str]) -> str | None:
-    """Return the URL of ``last.ckpt`` in ``dirpath``, else of the checkpoint of the highest step; None without one."""
-    url = os.fspath(dirpath).rstrip("/")
-    fs, name = fsspec.core.url_to_fs(url)
-    names = [path.rpartition("/")[2] for path in fs.ls(name, detail=False)] if fs.exists(name) else []
-    steps = {int(match[1]): one for one in names if (match := re.search(r"step=(\d+).*\.ckpt$", one))}
-    found = "last.ckpt" if "last.ckpt" in names else steps[max(steps)] if steps else None
-    return f"{url}/{found}" if found else None
+
+def newest(dirpath: str | os.PathLike[str]) -> str:
+    """Return the ``ckpt_path`` of the newest checkpoint in ``dirpath``: ``last.ckpt``, else that of the highest step.
+
+    The ranks of a job look for it when they have a process group, and all load what rank 0 finds. Where there is none,
+    training begins anew.
+    """
+    return f"{os.fspath(dirpath).rstrip('/')}/{NEWEST}"
 
 
 class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Writes checkpoints through ``tierckpt://``: durable on this node when saved, drained behind.
 
-    A checkpoint that Lightning removes before newer ones are drained stays on shared storage until they are.
-    Checkpoints are read with ``weights_only=True`` unless the caller says otherwise.
+    A checkpoint that Lightning removes is drained nevertheless, and stays on shared storage until what was saved after
+    it is there too. Checkpoints are read with ``weights_only=True`` unless the caller says otherwise.
     """
 
     def __init__(self) -> None:
-        self._doomed: list[str] = []
         self._lock = threading.Lock()
+        self._doomed: dict[str, bool] = {}
+        """What is to be removed, and whether it was said that it stays."""
+        self._saver: int | None = None
+        """The thread that saves. Another one than that which removes (``AsyncCheckpointIO``) may have yet to begin."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -57,61 +66,141 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Save to ``path``, a ``tierckpt://`` URL. Raises ConfigError: another place."""
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Settings are TIERCKPT_* variables")
-        fs, name = self._place(path)
-        with fs.open(name, "wb") as file:
-            torch.save(checkpoint, file)
-        self._remove_what_may_go()
+        fs, name = _place(path)
+        with self._lock:
+            self._saver, doomed, self._doomed = threading.get_ident(), self._doomed, {}
+        doomed.pop(os.fspath(path), None)  # it is there again
+        try:
+            with fs.open(name, "wb") as file:
+                torch.save(checkpoint, file)
+        except BaseException:
+            with self._lock:
+                self._doomed |= doomed
+            raise
+        self._remove(doomed)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load ``path``. Raises UnsafeCheckpointError: it holds more than tensors and plain values."""
-        fs, name = self._place(path)
-        with fs.open(name, "rb") as file:
-            try:
-                found: dict[str, Any] = torch.load(
-                    file, map_location=map_location or "cpu", weights_only=weights_only is not False
-                )
-            except pickle.UnpicklingError as error:
-                raise UnsafeCheckpointError(
-                    f"{path} holds more than tensors and plain values: {str(error).splitlines()[0]}",
-                    hint="torch.serialization.add_safe_globals names a class that is safe; trainer.fit(..., "
-                    "weights_only=False) runs whatever the file says",
-                ) from error
-        return found
+        """Load ``path``, on every rank of a job alike where it is ``newest``.
+
+        Raises:
+            UnsafeCheckpointError: it holds more than tensors and plain values.
+            CheckpointError: this node has a step that is newer than what rank 0 has found, and is not drained yet.
+            OperationTimeoutError: what rank 0 has found is not to be seen on this node within 600 s.
+        """
+        fs, name = _place(path)
+        above, _, last = name.rpartition("/")
+        if last != NEWEST:
+            return _load(fs, name, map_location, weights_only)
+        found = rank_0_finds(name, lambda: _newest_in(fs, above) or "")
+        if not found:
+            return nothing_to_restore(fs.unstrip_protocol(above))
+        return _load_as_rank_0(fs, found, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove ``path``, or, if it is not drained yet, when it is: a node that is lost must not take all with it."""
+        """Remove ``path``, once it and what was saved after it are drained: a lost node must not take all with it."""
+        _place(path)
         with self._lock:
-            self._doomed.append(os.fspath(path))
-        self._remove_what_may_go()
+            doomed = self._doomed | {os.fspath(path): False}
+            is_later = self._saver != threading.get_ident()
+            self._doomed = doomed if is_later else {}
+        if not is_later:
+            self._remove(doomed)
 
     def teardown(self) -> None:
         """Remove what may go by now."""
-        self._remove_what_may_go()
-
-    def _remove_what_may_go(self) -> None:
-        """A store that fails keeps them for the next time, and fails no save."""
         with self._lock:
-            for path in list(self._doomed):
-                try:
-                    fs, name = self._place(path)
-                    if not fs.is_drained(name.rpartition("/")[0]):
-                        log.warning("%s stays until it and what was saved after it are on shared storage", path)
-                        continue
-                    if fs.exists(name):
-                        fs.rm(name, recursive=True)
-                except StoreError as error:
-                    log.warning("%s is removed later: %s", path, error)
-                else:
-                    self._doomed.remove(path)
+            doomed, self._doomed = self._doomed, {}
+        self._remove(doomed)
 
-    def _place(self, path: str | os.PathLike[str]) -> tuple[Any, str]:
-        url = os.fspath(path)
-        if not url.startswith("tierckpt:"):
-            raise ConfigError(
-                f"Lightning saves to {url}, which is not on shared storage",
-                hint='Say ModelCheckpoint(dirpath="tierckpt://s3/bucket/run")',
+    def _remove(self, doomed: dict[str, bool]) -> None:
+        """The removal drains after what was saved until now; no store is asked here. What is not drained waits."""
+        for path, was_said in doomed.items():
+            fs, name = _place(path)
+            if fs.is_drained(name):
+                fs.rm_behind(name)
+                continue
+            if not was_said:
+                log.warning("%s was removed and is not drained yet: it stays until it is", path)
+            with self._lock:
+                self._doomed[path] = True
+
+
+class _Nothing(dict[str, Any]):
+    """What Lightning restores nothing from."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def nothing_to_restore(place: str) -> dict[str, Any]:
+    log.warning("there is no checkpoint in %s yet: training begins anew", place)
+    return _Nothing({"pytorch-lightning_version": VERSION})
+
+
+def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    url = os.fspath(path)
+    if not url.startswith("tierckpt:"):
+        raise ConfigError(
+            f"Lightning saves to {url}, which is not on shared storage",
+            hint='Say ModelCheckpoint(dirpath="tierckpt://s3/bucket/run")',
+        )
+    fs, name = fsspec.core.url_to_fs(url)
+    return fs, name
+
+
+def _newest_in(fs: Any, directory: str) -> str | None:
+    names = [path.rpartition("/")[2] for path in fs.ls(directory, detail=False)] if fs.exists(directory) else []
+    steps = {int(match[1]): one for one in names if (match := re.search(r"step=(\d+).*\.ckpt$", one))}
+    found = "last.ckpt" if "last.ckpt" in names else steps[max(steps)] if steps else None
+    return f"{directory}/{found}" if found else None
+
+
+def _load(fs: Any, name: str, map_location: Any | None, weights_only: bool | None) -> dict[str, Any]:
+    with fs.open(name, "rb") as file:
+        try:
+            found: dict[str, Any] = torch.load(
+                file, map_location=map_location or "cpu", weights_only=weights_only is not False
             )
-        fs, name = fsspec.core.url_to_fs(url)
-        return fs, name
+        except pickle.UnpicklingError as error:
+            raise UnsafeCheckpointError(
+                f"{fs.unstrip_protocol(name)} holds more than tensors and plain values: {str(error).splitlines()[0]}",
+                hint="torch.serialization.add_safe_globals names a class that is safe; trainer.fit(..., "
+                "weights_only=False) runs whatever the file says",
+            ) from error
+    return found
+
+
+def _load_as_rank_0(fs: Any, name: str, *how: Any) -> dict[str, Any]:
+    """Load ``name`` as rank 0 sees it: its node may have a version of it that is on its way to the others."""
+    found, version = _loaded_anew(fs, name, None, *how)
+    step = int(rank_0_finds(f"{name} step", lambda: str((found or {}).get("global_step", 0))))
+    for _ in Poll(RESTORE_SECONDS, SHARED):
+        if found is None:
+            found, version = _loaded_anew(fs, name, version, *how)
+        if found is None:
+            continue
+        mine = found.get("global_step", 0)
+        if mine == step:
+            return found
+        if mine > step:
+            raise CheckpointError(
+                f"{fs.unstrip_protocol(name)}: this node has step {mine}, which is newer than rank 0's, step {step}",
+                hint="`tierckpt drain --wait` on this node; then start the job again",
+            )
+        found = None
+    raise OperationTimeoutError(
+        f"{fs.unstrip_protocol(name)}: step {step}, which rank 0 has found, is not to be seen here",
+        hint="The node that wrote it drains it: `tierckpt status` there",
+        waited_seconds=RESTORE_SECONDS,
+    )
+
+
+def _loaded_anew(fs: Any, name: str, version: Any, *how: Any) -> tuple[dict[str, Any] | None, Any]:
+    """What ``name`` holds, and its version; None where that is ``version``, or it is not there."""
+    try:
+        info = fs.info(name)
+        return (None if info == version else _load(fs, name, *how)), info
+    except FileNotFoundError:
+        return None, version

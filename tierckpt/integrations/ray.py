@@ -25,13 +25,17 @@ T = TypeVar("T")
 
 
 def upload(
-    uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any
+    uri: str | os.PathLike[str], settings: Settings | None = None, *, every_rank: bool = True, **overrides: Any
 ) -> Callable[[Any, str], Any]:
     """Return a ``checkpoint_upload_fn`` that adopts the local checkpoint as ``uri/NAME`` and returns at once.
 
     ``NAME`` is the one that Ray gives. ``uri`` is the experiment's own directory in its ``storage_path``, as Ray wants:
     its retention then removes what was drained. With the default, which deletes the local directory after it,
     nothing is lost: the files are on the local tier by then.
+
+    Args:
+        every_rank: False where one worker alone reports a checkpoint, and the others None: it is all of it then. Ray
+            does not say which it is, and by default the workers of a ``torch.distributed`` job wait for each other.
 
     Raises (in ``report``): as ``tierckpt.adopt``; ConfigError: the checkpoint is not on this node.
     """
@@ -42,7 +46,8 @@ def upload(
 
         if not Path(checkpoint.path).is_dir():
             raise ConfigError(f"{checkpoint.path} is not on this node", hint="Report a local Checkpoint.from_directory")
-        adopt(checkpoint.path, location.child(name).uri, overwrite=True, links=True, settings=settings)
+        ranks = None if every_rank else (0, 1)
+        adopt(checkpoint.path, location.child(name).uri, overwrite=True, links=True, ranks=ranks, settings=settings)
         storage = train.get_context().get_storage()
         return type(checkpoint)(f"{storage.experiment_fs_path}/{name}", storage.storage_filesystem)
 

@@ -1,0 +1,59 @@
+"""Lightning: the sharded checkpoints of ``ModelParallelStrategy`` (FSDP2, tensor parallelism) are adopted.
+
+    strategy = TierModelParallelStrategy("s3://bucket/run", data_parallel_size=8, tensor_parallel_size=1)
+    trainer = Trainer(strategy=strategy, callbacks=[ModelCheckpoint(dirpath="out", every_n_train_steps=100)])
+    trainer.fit(model, data, ckpt_path=newest("out"))
+
+``save_top_k`` removes directories of ``out``; what is not drained stays on the local tier. On shared storage nothing is
+removed: ``tierckpt prune`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+try:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ModuleNotFoundError:
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+from ..config import Settings
+from ..format.layout import step_name
+from .directories import Directories
+from .lightning import NEWEST, nothing_to_restore
+
+
+class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
+    """Adopts each checkpoint directory that Lightning writes as ``uri/step-N``, on every rank of the job.
+
+    Raises (in saves): as ``tierckpt.adopt``. Cost: a save takes one read more of what was written.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.run = Directories(uri, settings)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        place, step = Path(self.broadcast(filepath)), checkpoint["global_step"]
+        super().save_checkpoint(checkpoint, place, storage_options)
+        self.run.save(place, step_name(step))
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load ``checkpoint_path``; where it is ``newest``, the newest usable checkpoint of the run, or nothing."""
+        if Path(checkpoint_path).name != NEWEST:
+            return dict(super().load_checkpoint(checkpoint_path, weights_only))
+        found = self.run.restore(Path(checkpoint_path).parent)
+        if found is None:
+            return nothing_to_restore(self.run.location.uri)
+        loaded = dict(super().load_checkpoint(found, weights_only))
+        self.barrier()
+        if self.local_rank == 0:
+            shutil.rmtree(found, ignore_errors=True)  # no checkpoint of ModelCheckpoint's
+        return loaded
