@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import tierckpt
 from tests.engine_wheels import imported, wheel_python
 from tests.reads import asked
 from tests.servers.origin import Origin
@@ -34,6 +36,7 @@ VALUES = {
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
     "vllm.utils.cpu_resource_utils.get_cgroup_memory_limit": lambda: None,
     "psutil.virtual_memory": lambda: SimpleNamespace(available=1 << 40),
+    "vllm.distributed.parallel_state.get_node_count": lambda: 1,
 }
 KIB = 1024
 
@@ -285,7 +288,7 @@ def test_what_a_rank_does_not_load_is_not_read(
     assert read["stores" if extra else "files"] <= 1.05 * size_bytes + 128 * KIB  # and the header
 
 
-COLUMNS, ROWS = (512, 1024), (1024, 256)
+COLUMNS, ROWS = (512, 1024), (32, 8192)
 """Of float32: 2 and 1 MiB."""
 
 
@@ -332,52 +335,105 @@ class Parallel(torch.nn.Module):
                     self.qkv.load_qkv_weight(value, shard_id="q", shard_offset=0, shard_size=share, num_heads=1)
                 case "row":
                     self.row.load_row_parallel_weight(value)
-                case "norm":
+                case "z_norm":
                     self.norm.data.copy_(value)
+                    kind = "norm"
                 case _:
                     continue  # of another stage
             loaded.add(kind)
         return loaded
 
 
-@pytest.mark.parametrize("place", ["directory", "uri"])
-def test_of_each_tensor_a_rank_reads_the_part_that_their_parameters_cut_out(
-    place: str, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank, world = 2, 4
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
-    tensors = {f"model.{kind}.weight": torch.randn(COLUMNS) for kind in ("column", "gate", "up", "qkv", "other_stage")}
-    tensors |= {"model.row.weight": torch.randn(ROWS), "model.norm.weight": torch.randn(1, 8)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    extra: dict[str, Any] = {"local_root": str(tmp_path / "root")}
-    if place == "uri":
-        bucket = s3_uri.split("/")[2]
-        moto.client().upload_file(str(tmp_path / "model.safetensors"), bucket, "parallel/model.safetensors")
-        extra |= {"uri": f"s3://{bucket}/parallel", "chunk_size_bytes": 64 * KIB}
-    model = Parallel(rank, world, monkeypatch)
-    with asked(monkeypatch) as read:
-        vllm.load(model, tmp_path, **extra)  # type: ignore[arg-type]
+def parallel_model(path: Path) -> dict[str, torch.Tensor]:
+    """Layers for ``Parallel``, and between them those of another stage: large ones, and a small one."""
+    kinds = ("column", "gate", "up", "qkv", "other_stage", "other_stage_too")
+    tensors = {f"model.{kind}.weight": torch.randn(COLUMNS) for kind in kinds}
+    tensors |= {"model.row.weight": torch.randn(ROWS), "model.z_norm.weight": torch.randn(1, 8)}
+    tensors["model.other_stage.weight_scale"] = torch.randn(16)
+    save_file(tensors, path)
+    return tensors
+
+
+def check_cut(model: Parallel, tensors: dict[str, torch.Tensor], rank: int, world: int) -> None:
     cut = {name: value.chunk(world)[rank] for name, value in tensors.items() if value.shape == COLUMNS}
     assert torch.equal(model.column, cut["model.column.weight"])
     assert torch.equal(model.merged, torch.cat([cut["model.gate.weight"], cut["model.up.weight"]]))
     assert torch.equal(model.qkv, cut["model.qkv.weight"])
     assert torch.equal(model.row, tensors["model.row.weight"].chunk(world, 1)[rank])
-    assert torch.equal(model.norm, tensors["model.norm.weight"])
-    if place == "directory":  # whole rows are read where columns are wanted
-        wanted = 4 * tensors["model.column.weight"].nbytes // world + tensors["model.row.weight"].nbytes
-        assert wanted <= read["files"] <= 1.05 * wanted + 128 * KIB  # and the header
-    else:  # the node has it once, whole, for all ranks
-        size_bytes = (tmp_path / "model.safetensors").stat().st_size
+    assert torch.equal(model.norm, tensors["model.z_norm.weight"])
+
+
+def world_of(monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int = 1) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(import_module("vllm.distributed.parallel_state"), "get_node_count", lambda: nodes)
+
+
+def test_of_each_tensor_a_rank_reads_the_part_that_their_parameters_cut_out(
+    vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world_of(monkeypatch, 4)
+    tensors = parallel_model(tmp_path / "model.safetensors")
+    model = Parallel(2, 4, monkeypatch)
+    with asked(monkeypatch) as read:
+        vllm.load(model, tmp_path, local_root=str(tmp_path / "root"))  # type: ignore[arg-type]
+    check_cut(model, tensors, 2, 4)
+    wanted = (4 * tensors["model.column.weight"].nbytes + tensors["model.row.weight"].nbytes) // 4
+    assert wanted <= read["files"] <= 1.05 * wanted + 128 * KIB  # and the header
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_fetches_once_the_chunks_that_its_ranks_use(
+    nodes: int, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node alone has all ranks, and fetches all. Of two, a later load of all fetches what the first left."""
+    assert "def get_node_count() -> int:" in (wheel_python("vllm") / "vllm/distributed/parallel_state.py").read_text()
+    path, bucket = tmp_path / "model.safetensors", s3_uri.split("/")[2]
+    tensors = parallel_model(path)
+    moto.client().upload_file(str(path), bucket, "parallel/model.safetensors")
+    extra = {
+        "uri": f"s3://{bucket}/parallel", "chunk_size_bytes": 64 * KIB, "local_root": str(tmp_path / "root"),
+    }  # fmt: skip
+    world_of(monkeypatch, 4, nodes)
+    ranks = range(4 // nodes)
+    with asked(monkeypatch) as read:
+        for rank in ranks:
+            model = Parallel(rank, 4, monkeypatch)
+            vllm.load(model, "meta/llama", **extra)  # type: ignore[arg-type]
+            check_cut(model, tensors, rank, 4)
+    size_bytes = path.stat().st_size
+    if nodes == 1:  # a load that ends leaves what was under way to the next
         assert read["stores"] <= 1.05 * size_bytes + 128 * KIB
+        return
+    used = set(chunks_of(0, 128 * KIB))  # the header
+    for name, value in tensors.items():
+        if "other_stage" not in name:
+            used |= set(chunks_of(*at_of(path, name, 1 / 2 if value.shape == COLUMNS else 1)))
+    wanted = sum(min(64 * KIB, size_bytes - chunk * 64 * KIB) for chunk in used)
+    assert read["stores"] == wanted < size_bytes / 2
+    with asked(monkeypatch) as later:
+        directory = tierckpt.prefetch(**extra)  # type: ignore[arg-type]
+    assert (directory / path.name).read_bytes() == path.read_bytes()
+    assert later["stores"] == size_bytes - wanted
+
+
+def at_of(path: Path, name: str, share: float) -> tuple[int, int]:
+    """Where the first part of a tensor lies in its file."""
+    data = path.read_bytes()
+    header_bytes = 8 + int.from_bytes(data[:8], "little")
+    start, stop = json.loads(data[8:header_bytes])[name]["data_offsets"]
+    return header_bytes + start, header_bytes + start + int(share * (stop - start))
+
+
+def chunks_of(start: int, stop: int) -> range:
+    return range(start // (64 * KIB), -(-stop // (64 * KIB)))
 
 
 def test_what_is_counted_before_a_reload_is_not_read(
     vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM runs a layer's loader on parameters without memory first, to learn how much is to come."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    world_of(monkeypatch, 2)
     save_file({"w": torch.ones(COLUMNS)}, tmp_path / "model.safetensors")
     loader, model_config = vllm.loader(tmp_path, local_root=str(tmp_path / "root"))
     meta = import_module("vllm.model_executor.model_loader.reload.meta")

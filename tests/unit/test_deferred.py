@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from tests.reads import asked
 from tierckpt.config import Settings
+from tierckpt.disk.io_tuner import SHARED_WAYS
+from tierckpt.disk.page_cache import PAGE_BYTES, Resident
+from tierckpt.errors import IntegrityError
 from tierckpt.loading.deferred import Deferral, DeferredTensor
 from tierckpt.loading.parts import Parts
 from tierckpt.loading.safetensors import WantedTensors
@@ -144,3 +149,36 @@ def test_what_is_kept_is_read_before_the_file_goes(
     assert 0 < read["files"] <= WHOLE_BYTES / 8 + NOISE_BYTES
     (tmp_path / "model.safetensors").unlink()
     assert torch.equal(kept * 1, plain[6])
+
+
+@pytest.mark.parametrize("ranks", [1, 4], ids=["others elsewhere", "all on this node"])
+def test_of_columns_the_pieces_are_read(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between them comes from the disk only where other ranks of this node want it."""
+    plain, path = torch.randn(64, 16384), tmp_path / "model.safetensors"
+    save_file({"w": plain}, path)
+    ways = (replace(SHARED_WAYS[0], ranks=ranks),)
+    wanted = WantedTensors(path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), ways)
+    ((_, tensor),) = wanted.stream(1 << 30, Deferral())
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with asked(monkeypatch) as read:
+            part = tensor.narrow(1, 4096, 4096) + 0
+        assert torch.equal(part, plain[:, 4096:8192])
+        assert read["files"] == part.nbytes
+        pages = Resident(file.fileno()).pages(0, path.stat().st_size).count(b"\1")
+    # Each piece may end within a page at either end; of all columns some may still be on their way.
+    least, most = (1, 1.5) if ranks == 1 else (2, 4.1)
+    assert least * part.nbytes <= pages * PAGE_BYTES <= most * part.nbytes
+
+
+def test_a_file_that_has_become_shorter_between_pieces_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.randn(64, 16384)}, path)
+    wanted = WantedTensors(
+        path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), (replace(SHARED_WAYS[0], ranks=4),)
+    )
+    ((_, tensor),) = wanted.stream(1 << 30, Deferral())
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(IntegrityError, match="became shorter"):
+        tensor.narrow(1, 4096, 4096) + 0

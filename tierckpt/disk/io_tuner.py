@@ -140,11 +140,13 @@ class ReadMode:
     """Read with O_DIRECT (``direct``) or with readahead through the page cache, by so many threads.
 
     ``straight``: into the memory that is to have the bytes, which else are copied there from small buffers.
+    ``ranks``: so many processes of this node read the same files just now; 0: nobody knows.
     """
 
     direct: bool
     threads: int
     straight: bool = False
+    ranks: int = 0
 
     @property
     def mode(self) -> str:
@@ -196,7 +198,7 @@ class ReadTuner:
 
     def way(self, device: str) -> ReadMode:
         """How to read ``device`` as far as is known."""
-        if self.ways == SHARED_WAYS:
+        if len(self.ways) < 2:
             return self.ways[0]
         with self._lock:
             if device not in self._known and (found := self._recorded().get(device)) is not None:

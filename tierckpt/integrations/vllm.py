@@ -10,9 +10,10 @@ that stays: it finds files and Hugging Face ids, checks that every parameter was
 
 Only tensors that this rank loads are read: experts of other ranks, and what a draft model or an encoder leaves out, are
 not. Several ranks of a node read through the page cache, which reads each byte from the disk once; what comes from a
-URI goes through the node cache, so each byte comes from the store once per node.
+URI goes through the node cache, so each byte comes from the store once per node, and of several nodes each fetches the
+chunks that its own ranks use.
 
-Source: vLLM 0.33, ``DefaultModelLoader._prepare_weights`` and ``_get_weights_iterator``.
+Source: vLLM 0.33, ``DefaultModelLoader._prepare_weights`` and ``_get_weights_iterator``, ``get_node_count``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import Settings
-from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS
+from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS, ReadMode
 from ..errors import ConfigError
-from ..loading.deferred import Deferral
+from ..loading.deferred import DEFERRED_BYTES_MIN, Deferral
 from ..loading.parts import Parts
 from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
 
@@ -47,6 +49,7 @@ def register() -> None:
 
 def _loader_class(base: Any) -> Any:
     """The loader, made when vLLM is there to derive it from."""
+    import vllm.distributed.parallel_state as groups
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
     from vllm.model_executor.model_loader.weight_utils import enable_tqdm
@@ -107,7 +110,8 @@ def _loader_class(base: Any) -> Any:
             if self.counter_before_loading_weights == 0.0:
                 self.counter_before_loading_weights = time.perf_counter()
             is_shown = enable_tqdm(self.load_config.use_tqdm_on_load)
-            tensors = self._options.stream(sorted(places), self._wanted(source.is_unused_weight), is_shown)
+            nodes = groups.get_node_count() if _ranks() > 1 else 1
+            tensors = self._options.stream(sorted(places), self._wanted(source.is_unused_weight), is_shown, nodes)
             return ((source.prefix + name, tensor) for name, tensor in tensors)
 
         def _wanted(self, is_unused: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
@@ -126,6 +130,10 @@ def _loader_class(base: Any) -> Any:
             return is_wanted
 
     return TierckptModelLoader
+
+
+def _ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 class Options:
@@ -156,17 +164,23 @@ class Options:
         self._settings = Settings.load(**given)
 
     def stream(
-        self, places: list[str], names: Callable[[str], bool] | None, is_shown: bool
+        self, places: list[str], names: Callable[[str], bool] | None, is_shown: bool, nodes: int = 1
     ) -> Generator[tuple[str, Tensor], None, None]:
         """Yield the tensors of files, or of a URI, one place after another; show progress in bytes.
 
         Every header is read and checked before the first tensor is. One of several ranks is given large tensors
-        deferred (``loading/deferred.py``): it reads what it uses of each.
+        deferred (``loading/deferred.py``): it reads what it uses of each. Of several ``nodes`` each fetches from a URI
+        what is read; one alone fetches all, ahead of the reads.
         """
         from tqdm.auto import tqdm
 
-        is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        ways, deferral = (SHARED_WAYS, Deferral()) if is_one_of_many else (MODEL_WAYS, None)
+        is_fetched, ranks = any("://" in place for place in places), _ranks()
+        is_part = is_fetched and nodes > 1
+        ways: tuple[ReadMode, ...] = MODEL_WAYS
+        deferral = None
+        if ranks > 1:
+            ways = (replace(SHARED_WAYS[0], ranks=max(1, ranks // nodes)),)
+            deferral = Deferral(1 if is_part else DEFERRED_BYTES_MIN)  # one that nobody here uses would cost a chunk
         with contextlib.ExitStack() as stack:
             every = [
                 stack.enter_context(
@@ -185,9 +199,10 @@ class Options:
                 )
             )
             for wanted in every:
-                wanted.begin()
+                if not is_part:
+                    wanted.begin()
                 for name, tensor in wanted.stream(self._bytes_in_flight_max, deferral):
                     bar.update(tensor.nbytes)
                     yield name, tensor
-            if deferral is not None and any("://" in place for place in places):  # a path can be read later, too
+            if deferral is not None and is_fetched:  # a path can be read later, too
                 deferral.settle()

@@ -166,16 +166,20 @@ def _has_tensors(tree: Any) -> bool:
 
 
 class Deferral:
-    """Makes the deferred tensors of one load. ``settle`` it before what they are read from is closed."""
+    """Makes the deferred tensors of one load, of those that have ``bytes_min`` or more.
 
-    def __init__(self) -> None:
+    ``settle`` it before what they are read from is closed.
+    """
+
+    def __init__(self, bytes_min: int = DEFERRED_BYTES_MIN) -> None:
+        self._bytes_min = bytes_min
         self._made: list[weakref.ref[DeferredTensor]] = []
 
     def fill(
         self, wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None
     ) -> dict[str, Tensor]:
         """As ``loading.fill.fill``, with the large tensors deferred."""
-        tensors = fill([want for want in wants if want.size_bytes < DEFERRED_BYTES_MIN], device, stop)
+        tensors = fill([want for want in wants if want.size_bytes < self._bytes_min], device, stop)
         for want in wants:
             if want.name not in tensors:
                 view = torch.empty(want.shape, dtype=want.dtype, device="meta")
