@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import random
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import xxhash
@@ -34,7 +40,8 @@ class Job:
     def __init__(
         self, *, is_sharded: bool = False, has_statistics: bool = True, near: str = "", folder: str = ""
     ) -> None:
-        torch.manual_seed(5)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
         if has_statistics and not is_sharded:  # each rank has statistics of its own, and a checkpoint those of one
             layers.insert(1, nn.BatchNorm1d(64))
@@ -113,23 +120,34 @@ def train(
 
 
 def fold(folder: str, stop_at: str) -> None:
-    """Make a checkpoint of the log, as the agent has it done; hang for ever at ``stop_at``."""
+    """Make a checkpoint of the logs, as the process that the agent starts; hang for ever at ``stop_at``, or have that
+    bug."""
     segments.FOLD_BYTES_MIN = 0
     settings = Settings()
     [one] = due(settings.local_root)
+    roll_forward = log_fold.roll_forward
+    theirs, ours = os.pipe()
+    os.register_at_fork(after_in_child=lambda: os.close(ours))  # it is the agent's
+    order = {"settings": settings.model_dump_json(), **asdict(one), "life": theirs}
+    sys.stdin = io.StringIO(json.dumps(order))
 
     def hang(*_: Any, **__: Any) -> None:
-        Path(folder, "begun").write_text(str(one.step))
-        Path(folder, "begun").rename(Path(folder, "stopped"))
+        begun = Path(folder, f"begun-{os.getpid()}")
+        begun.write_text(str(one.step))
+        begun.rename(Path(folder, "stopped"))
         time.sleep(600)
 
-    stages: dict[str, tuple[Any, str]] = {
-        "replayed": (Attached, "finish"),
-        "committing": (local_commit, "commit_local"),
-        "committed": (segments, "remove_before"),
+    def lag(*given: Any, last_step: int, **more: Any) -> Any:
+        return roll_forward(*given, last_step=last_step - dist.get_rank(), **more)
+
+    stages: dict[str, tuple[Any, str, Any]] = {
+        "replayed": (Attached, "finish", hang),
+        "committing": (local_commit, "commit_local", hang),
+        "committed": (segments, "remove_before", hang),
+        "one rank a step behind": (log_fold, "roll_forward", lag),
     }
-    setattr(*stages[stop_at], hang)
-    log_fold.fold(settings, one)
+    setattr(*stages[stop_at])
+    log_fold.main()
 
 
 def with_bug(name: str) -> None:

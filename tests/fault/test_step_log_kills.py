@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.fault.nursery import Job, Nursery
+from tests.integration.test_log_fold import same, saved_in
 from tests.services import ENVIRONMENT, in_full
 from tierckpt.checkpoint import local_commit
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
@@ -188,28 +189,37 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1
 
 
-def test_a_fold_that_is_killed_leaves_the_checkpoint_and_log_that_it_was_made_of(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
+def folding(nursery: Nursery, folder: Path, stage: str) -> int:
+    """Have the logs folded up to ``stage``, and the process that does it killed. Returns the step it was at."""
+    job = nursery.start("fold", folder, stop_at=stage)
+    deadline = time.monotonic() + 60
+    while not (folder / "stopped").exists():
+        assert time.monotonic() < deadline, job.output()[-3000:]
+        time.sleep(0.01)
+    job.kill()
+    step = int((folder / "stopped").read_text())
+    (folder / "stopped").unlink()
+    return step
+
+
+@pytest.mark.parametrize("ranks", [*in_full([1]), 2])
+def test_a_fold_that_is_killed_leaves_the_checkpoint_and_logs_that_it_was_made_of(
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int
 ) -> None:
-    """At each of its stages; then it is made, and the job goes on from it."""
-    run(nursery, tmp_path, 1, uri=file_uri, steps=12, drain=True)
-    seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=0, drain=True)
-    at = seen.resumed()
-    assert at >= 11
+    """At each of its stages. Then it is made: bit for bit what the job would have saved, which goes on from it."""
+    run(nursery, tmp_path, ranks, uri=file_uri, steps=12, drain=True)
+    if ranks > 1:
+        job = nursery.start("fold", tmp_path, stop_at="one rank a step behind")
+        assert job.codes() == [1] and "no checkpoint of step" in job.output()
     for stage in (*in_full(["replayed"]), "committing", "committed"):
-        job = nursery.start("fold", tmp_path, 1, stop_at=stage)
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "stopped").exists():
-            assert time.monotonic() < deadline, job.output()[-3000:]
-            time.sleep(0.01)
-        step = int((tmp_path / "stopped").read_text())
-        (tmp_path / "stopped").unlink()
-        job.kill()
+        step = folding(nursery, tmp_path, stage)
         made = local_commit.read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-{step}")))
         assert (made is not None) == (stage == "committed")
-        seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=0, drain=True)
-        assert seen.resumed() == at
-    seen, said = run(nursery, tmp_path, 1, uri=file_uri, steps=14, drain=True)
-    assert seen.resumed() == at and f"step {at} is the checkpoint of step {step} and {at - step} steps" in said
-    seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=0, drain=True)
+    run(nursery, tmp_path / "other", ranks, uri=f"{file_uri}-other", steps=step + 1, interval=step, drain=True)
+    found, wanted = (saved_in(local_root, f"{uri}/step-{step}") for uri in (file_uri, f"{file_uri}-other"))
+    assert found.keys() == wanted.keys() and [name for name in found if not same(found[name], wanted[name])] == []
+    seen, said = run(nursery, tmp_path, ranks, uri=file_uri, steps=14, drain=True)
+    at = seen.resumed()
+    assert at >= 11 and f"step {at} is the checkpoint of step {step} and {at - step} steps" in said
+    seen, _ = run(nursery, tmp_path, ranks, uri=file_uri, steps=0, drain=True)
     assert seen.resumed() >= 13

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tests.fault.step_log_scenarios import Job
@@ -21,6 +23,7 @@ from tierckpt import Checkpointer
 from tierckpt.agent import log_folds
 from tierckpt.agent.log_folds import LogFolds, due
 from tierckpt.checkpoint.local_commit import read_local_manifest, remove_local
+from tierckpt.cli import info
 from tierckpt.cli.ui.app import run as main
 from tierckpt.config import Settings
 from tierckpt.drain.budget import Budget
@@ -124,8 +127,10 @@ def test_the_agent_folds_while_training_goes_on_and_the_job_resumes_behind_it(
     asyncio.run(fold_beside())
     last = job.state["step"]
     checkpointer.close()
-    assert main(["info", file_uri, "--local-root", str(local_root)]) == 0
-    assert "by the agent" in capsys.readouterr().out
+    for status, said in (((None, None), "no agent runs"), (({}, None), "by the agent")):
+        monkeypatch.setattr(info, "agent_status", lambda settings, status=status: status)
+        assert main(["info", file_uri, "--local-root", str(local_root)]) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
     again = Job()
     resumed = run()
     assert resumed.restore(again.state) == last
@@ -145,7 +150,7 @@ class WithExtra(nn.Linear):
 class Rich:
     """Two optimizers, tied and frozen weights, statistics, named groups, values of many kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 16))
         self.model[2].weight = self.model[0].weight
@@ -158,14 +163,15 @@ class Rich:
             torch.optim.SGD(self.head.parameters(), lr=torch.tensor(0.1), momentum=0.9, foreach=False),
         ]
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizers[0], 50)
+        self.wrapped = wrap(self.model)
         self.state: dict[str, Any] = {
-            "optimizer": self.optimizers[0], "model": self.model, "head": self.head, "sgd": self.optimizers[1],
+            "optimizer": self.optimizers[0], "model": self.wrapped, "head": self.head, "sgd": self.optimizers[1],
             "schedule": self.schedule, "rng": tierckpt.RngState(), "step": 0,
             "seen": {"tokens": 0, "shape": (1, [2, {3: torch.zeros(2)}])},
         }  # fmt: skip
 
     def train(self) -> int:
-        self.head(self.model(torch.randn(8, 16))).square().mean().backward()
+        self.head(self.wrapped(torch.randn(8, 16))).square().mean().backward()
         for one in self.optimizers:
             one.step()
             one.zero_grad()
@@ -179,15 +185,25 @@ class Rich:
         return ""
 
 
+@pytest.fixture(params=["alone", "DDP"])
+def rich(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Rich]]:
+    if request.param == "alone":
+        yield Rich
+        return
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield lambda: Rich(DistributedDataParallel)
+    dist.destroy_process_group()
+
+
 def test_it_is_the_checkpoint_that_training_would_have_saved(
-    run: Runs, settings: Settings, file_uri: str, local_root: Path
+    run: Runs, rich: Callable[[], Rich], settings: Settings, file_uri: str, local_root: Path
 ) -> None:
     """Names, values, types and bits: beside one of the same step that a job has saved itself."""
-    train(run(), Rich(), 16)
+    train(run(), rich(), 16)
     one = due_at(local_root, 15)
     made = saved_in(local_root, fold(settings, one))
     other = Checkpointer(f"{file_uri}-saved", settings=settings, drain=False)
-    job = Rich()
+    job = rich()
     while job.train() < one.step:
         pass
     other.save(one.step, job.state).result(60)

@@ -311,6 +311,27 @@ def test_an_edit_that_leaves_no_trace_takes_a_restore_to_the_step_before_it(
     assert "after step 6" in caplog.text and "verified at step 5" in caplog.text
 
 
+def test_a_loop_that_goes_back_logs_another_history(run: Runs, file_uri: str, local_root: Path) -> None:
+    """In one process, and with other data from there on. By its name nobody takes a rank that has not logged a step
+    since for one that has."""
+    checkpointer, job = run(interval=5), Job()
+    for at in (9, 7):
+        while job.state["step"] < at:
+            number = job.train()
+            if (saved := checkpointer.step(number, job.state)) is not None:
+                saved.result(60)
+        if at == 9:
+            assert checkpointer.restore(job.state, step=5) == 5
+            torch.manual_seed(99)
+    checkpointer.close()
+    logged = [segments.Tail(path) for path in segments.paths_in(directory(local_root, file_uri))]
+    for tail in logged:
+        tail.look()
+    assert len({tail.segment.owner["job"] for tail in logged if tail.segment}) == len(logged) == 2
+    again, step = resumed(run())
+    assert (step, again.digest()) == (7, job.digest())
+
+
 def test_steps_without_an_update_are_made_again(run: Runs) -> None:
     """Gradients are accumulated over two steps."""
     model = nn.Linear(4, 4)

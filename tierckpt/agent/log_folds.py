@@ -1,8 +1,9 @@
 """Gradient logs that grow longer than a checkpoint is made into one, beside training.
 
 The steps of a log are read again by a restore, and made again; and they lie on the SSD until a checkpoint has them. So
-when a log has as many bytes behind the newest checkpoint as that has itself, a process of its own makes the next one of
-both (``training/log_fold``): an ordinary checkpoint of a step that is logged, which stays on this node.
+when the logs of a run's ranks have as many bytes behind the newest checkpoint as that has itself, processes of their
+own, one for each rank, make the next one of all (``training/log_fold``): an ordinary checkpoint of a step that every
+rank has logged, which stays on this node. A run with ranks on other nodes is left alone: their logs are there.
 
 Nothing is remembered: what is due is seen from the files. Whatever fails is tried again when the log has grown on.
 Its bytes go through the budget of the drains, and no more than ``FOLD_SHARE`` of the time it runs.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,11 +48,11 @@ class Fold:
     called: str
     """What the log calls it."""
     step: int
-    """Of the new one: a frame that has a digest of all parameters, and that the job itself has not saved."""
-    digest: str
-    """Of its frame."""
+    """Of the new one. Every rank's frame of it has a digest of all parameters, and the job itself has not saved it."""
+    digests: Sequence[str]
+    """Of its frames, by rank."""
     size_bytes: int
-    """To read and write: twice the checkpoint, and the log."""
+    """To read and write: twice the checkpoint, and the logs."""
 
 
 def due(local_root: Path) -> Iterator[Fold]:
@@ -63,17 +64,16 @@ def due(local_root: Path) -> Iterator[Fold]:
     for run in marked_directories(local_root / "checkpoints", GRADIENTS_DIR):
         location = location_at(local_root, run)
         logs = matching(run / GRADIENTS_DIR, "rank-*")
-        if location is None or [path.name for path in logs] != ["rank-0"]:
-            continue
         try:
             base, manifest = _newest(run)
-            if manifest is not None and _size_bytes(logs[0]) >= (least := _least(manifest)):
-                called = str(manifest.notes.get(segments.BASE_NOTE, ""))
-                step, digest, size_bytes = _reach(logs[0], called) if called else (-1, "", 0)
-                if step > base and size_bytes >= least:
-                    yield Fold(location.uri, base, called, step, digest, 2 * manifest.size_bytes + size_bytes)
-        except (TierckptError, OSError) as error:
-            log.debug("the gradient log below %s cannot be looked at: %s", run, error)
+            if location is None or manifest is None or _size_bytes(logs) < (least := _least(manifest)):
+                continue
+            called = str(manifest.notes.get(segments.BASE_NOTE, ""))
+            step, digests, size_bytes = _reach(logs, called) if called else (-1, (), 0)
+            if step > base and size_bytes >= least:
+                yield Fold(location.uri, base, called, step, digests, 2 * manifest.size_bytes + size_bytes)
+        except (TierckptError, OSError, KeyError, TypeError) as error:
+            log.debug("the gradient logs below %s cannot be looked at: %s", run, error)
 
 
 def _newest(run: Path) -> tuple[int, Manifest | None]:
@@ -88,19 +88,31 @@ def _least(manifest: Manifest) -> int:
     return max(segments.FOLD_BYTES_MIN, manifest.size_bytes)
 
 
-def _size_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in segments.paths_in(directory))
+def _size_bytes(logs: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for directory in logs for path in segments.paths_in(directory))
 
 
-def _reach(directory: Path, called: str) -> tuple[int, str, int]:
-    """The newest step that can be folded, the digest of its frame, and the bytes of all frames up to it."""
-    found, size_bytes = (-1, "", 0), 0
+def _reach(logs: Sequence[Path], called: str) -> tuple[int, Sequence[str], int]:
+    """The newest step that can be folded on all ranks, the digests of its frames, and the bytes of all up to it."""
+    found = {directory.name: _foldable(directory, called) for directory in logs}
+    for one in sorted(found.get("rank-0", ()), reverse=True):
+        frames = [found.get(f"rank-{rank}", {}).get(one, ("", 0)) for rank in range(one[2])]
+        if all(digest for digest, _ in frames):
+            return one[0], [digest for digest, _ in frames], sum(size_bytes for _, size_bytes in frames)
+    return -1, (), 0
+
+
+def _foldable(directory: Path, called: str) -> dict[tuple[int, str, int], tuple[str, int]]:
+    """Of each step that can be folded on one rank, with the job that logged it and its number of ranks: the digest of
+    its frame, and the bytes of all up to it."""
+    found, size_bytes = dict[tuple[int, str, int], tuple[str, int]](), 0
     last: segments.Place | None = None
     for place in segments.walk(directory, called):
         if isinstance(place, str) or "state" not in place.segment.owner:
             break
         if last is not None and (place.segment.path == last.segment.path or not place.segment.bases):
-            found = int(last.fields["number"]), last.digest, size_bytes
+            owner = last.segment.owner
+            found[last.fields["number"], owner["job"], owner["world_size"]] = last.digest, size_bytes
         size_bytes += place.head_bytes + int(place.fields["data_bytes"])
         last = place if place.fields["is_last"] and place.fields.get("parameters") else None
     return found

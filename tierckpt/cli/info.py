@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 
 from rich.console import RenderableType
 
+from ..agent.node_document import agent_status
 from ..cache.prefetch import FileSpec, from_listing
 from ..checkpoint.catalog import Checkpoint
+from ..disk.durable import matching
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
 from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_of
 from ..format.manifest import Manifest
@@ -19,6 +21,8 @@ from ..save import segments
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+
+NO_AGENT = "no agent runs on this node: a job with mover='agent' starts one, and `tierckpt agent` does"
 
 
 def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
@@ -68,8 +72,10 @@ async def _inspect_plain(
 def _logs(mover: Mover, run: Location) -> list[Json]:
     """The gradient logs that this node has of ``run``: of each rank, those that follow each other as one."""
     directory = local_dir(mover.settings.local_root, run) / GRADIENTS_DIR
-    ranks = sorted(directory.glob("rank-*")) if directory.is_dir() else []
-    return [{"rank": step_of(path.name), **dataclasses.asdict(one)} for path in ranks for one in segments.chains(path)]
+    logs = sorted((step_of(path.name) or 0, path) for path in matching(directory, "rank-*"))
+    found = [(rank, one) for rank, path in logs for one in segments.chains(path)]
+    why = NO_AGENT if found and agent_status(mover.settings) == (None, None) else ""
+    return [{"rank": rank, **dataclasses.asdict(one), "not_folded": one.not_folded or why} for rank, one in found]
 
 
 def _logs_table(logs: list[Json]) -> RenderableType:
@@ -88,9 +94,8 @@ def _shown(step: int | None) -> str:
 
 def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report:
     for item in logs:
-        is_led_to = not item["not_folded"] and any(item["base_step"] <= step for step in steps)  # it begins anywhere
-        if item["base_step"] not in steps and not is_led_to:
-            missing = f"step-{item['base_step']} is missing: the log leads on from a later checkpoint, or from none"
+        if not any(item["base_step"] <= step for step in steps):  # a log that was folded begins anywhere
+            missing = f"step-{item['base_step']} is missing, and every later one that the log leads on from"
             item["ended"] = "; ".join(filter(None, (item["ended"], missing)))
     document: Json = {"uri": location.uri, "kind": "run", "checkpoints": len(steps), "gradient_logs": logs}
     summary = {"run": location.uri, "checkpoints": f"{len(steps)} (`tierckpt ls {location.uri}` lists them)"}

@@ -17,6 +17,7 @@ Invariants (S1 and S2 are in ``segments``, L5 and L6 in ``log_writer``):
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ class GradientLog:
         self._newest = 0
         self._writer: LogWriter | None = None
         self._said_seconds = 0.0
-        self._checks = _Checks()
+        self._checks = Checks()
 
     def __enter__(self) -> GradientLog:
         return self
@@ -184,7 +185,7 @@ class GradientLog:
         """
         at = step if step is not None else after.step if after is not None and after.steps else self._newest
         self._newest, writer = at, self._writer
-        self._checks.is_due = True
+        self._checks.steps = 0
         if writer is not None:
             if self._recorders and not (after or self.is_stepped or self._is_broken()):
                 writer.turn_to(Base(at, [base]))
@@ -276,24 +277,25 @@ class GradientLog:
             log.info("steps up to %d waited %.1f s for the disk below %s", self._newest, seconds, self.directory)
 
 
-class _Checks:
-    """Looks at the parameters behind each base, and then as often as costs ``CHECK_SHARE`` of the time that passes."""
+class Checks:
+    """Looks at the parameters behind each base, and then every 2, 4, 8, ... steps, which costs ``CHECK_SHARE`` of the
+    time that passes. So ranks, each of which measures for itself, look after the same steps."""
 
     def __init__(self) -> None:
-        self.is_due = True
-        self._seconds, self._saved_seconds, self._at = 0.0, 0.0, time.perf_counter()
+        self.steps = 0
+        """Behind the newest base."""
+        self._seconds, self._unseen, self._at = 0.0, 0, time.perf_counter()
 
     def look(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Marks | None:
         """Return the marks of all parameters of now, None when it is not time."""
         begun = time.perf_counter()
-        self._saved_seconds = min(self._seconds, self._saved_seconds + CHECK_SHARE * (begun - self._at))
-        self._at = begun
-        if not self.is_due and self._saved_seconds < self._seconds:
+        self.steps, self._unseen = self.steps + 1, self._unseen + 1
+        apart = math.ceil(self._seconds * self._unseen / CHECK_SHARE / max(begun - self._at, 1e-9))
+        if self.steps > 1 and self.steps % (1 << max(0, apart - 1).bit_length()):
             return None
         marks = marks_of(_parameters(optimizers))
-        self._at = time.perf_counter()
-        self._seconds, self.is_due = self._at - begun, False
-        self._saved_seconds -= self._seconds
+        self._at, self._unseen = time.perf_counter(), 0
+        self._seconds = self._at - begun
         return marks
 
 

@@ -13,8 +13,8 @@ Invariants:
     S1  A chain. Each frame names the record before it by its digest. The head of a segment names the frame that it
         continues from, and the checkpoints that have the state it begins with. So every frame lies once on the disk,
         and is reached from every checkpoint before it: from the newest, and from an older one should that be lost.
-        A checkpoint that was made of the log itself (``training/log_fold``) is called by the digest of the frame
-        whose step it has: what follows that frame is behind it.
+        A checkpoint that was made of the log itself (``training/log_fold``) is called by the digests of the frames,
+        one of each rank, whose step it has: what follows that frame is behind it.
     S2  Where a segment continues from a frame, it counts, and not what follows that frame in its own file. A job that
         goes on before the newest frame cuts nothing off: a crash leaves the end before, or the one after.
 """
@@ -31,7 +31,7 @@ import shutil
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -61,6 +61,8 @@ REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
 """A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
 BASE_NOTE = "gradient log"
 """Note of a manifest: what logs call this checkpoint. A redo log hands it on to the checkpoint that it becomes."""
+DIGESTS = ","
+"""Between the digests that a checkpoint made of logs is called by."""
 FOLD_BYTES_MIN = 64 << 20
 """Less than this of frames is not worth a process that makes a checkpoint of them."""
 CHUNK_BYTES = 4 << 20
@@ -197,21 +199,22 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
     The last is '' when no byte follows. Data of frames is not read.
     """
     found, ended = _segments(directory)
-    first = next((one for one in found if base in one.bases or (base and base == one.previous)), None)
+    called = {base, *base.split(DIGESTS)} - {""}
+    first = next((one for one in found if called & {*one.bases, one.previous}), None)
     if first is not None:
         yield from walk_from(found, first, ended)
         return
-    first = next((one for one in found if _has_reached(walk_from([one], one, ""), base)), None)
+    first = next((one for one in found if _has_reached(walk_from([one], one, ""), called)), None)
     places = walk_from(found, first, ended)
-    if _has_reached(places, base):
+    if _has_reached(places, called):
         yield from places
     else:
         yield ended
 
 
-def _has_reached(places: Iterator[Place | str], digest: str) -> bool:
-    """Go on in ``places`` until behind the frame ``digest``; False when there is none."""
-    return any(not isinstance(place, str) and place.digest == digest for place in places)
+def _has_reached(places: Iterator[Place | str], digests: Set[str]) -> bool:
+    """Go on in ``places`` until behind a frame of ``digests``; False when there is none."""
+    return any(not isinstance(place, str) and place.digest in digests for place in places)
 
 
 def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[Place | str]:
@@ -258,8 +261,17 @@ def chains(directory: Path) -> list[Chain]:
             continue  # a checkpoint has its steps now, and it was removed between two looks
         seen |= here
         not_folded = str(last.owner.get("not_folded", "no Checkpointer has written it, or an earlier version"))
+        not_folded = not_folded or _elsewhere(directory, last.owner)
         found.append(Chain(first.step, newest, frames, size_bytes, verified, ended, not_folded))
     return found
+
+
+def _elsewhere(directory: Path, owner: dict[str, Any]) -> str:
+    """Says that ranks of the job ``owner``, whose log is in ``directory``, have theirs on other nodes; '' for none."""
+    logs, ranks = matching(directory.parent, "rank-*"), owner.get("world_size", 1)
+    here = sum(any(one.owner.get("job") == owner.get("job") for one in _segments(path)[0]) for path in logs)
+    away = f"the logs of {ranks - here} of its {ranks} ranks are on other nodes: save more often for a shorter one"
+    return away if here < ranks else ""
 
 
 class Tail:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import StateMismatchError
 from ...replay.checksum import Fingerprint
@@ -111,7 +112,7 @@ class Attached:
                 _put_options(group, options)
         for name, modules in self._newest["extra"].items():
             for path, extra in modules.items():
-                self._state[name].get_submodule(path).set_extra_state(extra)
+                inner(self._state[name]).get_submodule(path).set_extra_state(extra)
         for name, value in self._newest["values"].items():
             if name not in self._state:
                 raise _mismatch(name)
@@ -155,6 +156,11 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"values": {name: _value(one) for name, one in _others(state)}, "groups": groups, "tensors": tensors}
 
 
+def inner(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in DDP, by whose names checkpoints go too: so the wrapper may come and go."""
+    return inner(module.module) if isinstance(module, DistributedDataParallel) else module
+
+
 def _value(value: Any) -> Any:
     return value.state_dict() if isinstance(value, Stateful) else value
 
@@ -175,7 +181,7 @@ def _put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    yield from ((name, value) for name, value in state.items() if isinstance(value, torch.nn.Module))
+    yield from ((name, inner(value)) for name, value in state.items() if isinstance(value, torch.nn.Module))
 
 
 def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

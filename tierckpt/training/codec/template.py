@@ -2,24 +2,31 @@
 
 A gradient log has it in its segments, so that a process without the job's code makes the steps again, and a checkpoint
 of what they lead to (``training/log_fold``). Modules are trees of parameters and buffers under their names, optimizers
-those of ``torch.optim``; of all other entries their value is enough. No code runs from it (P9).
+those of ``torch.optim``; of all other entries their value is enough. A rank's shards are those of the same rank in
+another group of as many. No code runs from it (P9).
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.tensor as distributed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import StateMismatchError
 from ...replay.frame import DTYPES, dtype_name, from_json, to_json
 from ...replay.optimizers import ELEMENTWISE
 from ...replay.redo import Conditions
 from ...types import Json
+from .attachment import inner
 from .state import PerRank
 
 
@@ -51,7 +58,9 @@ def template_of(state: Mapping[str, Any]) -> Json:
             entries[name] = {"optimizer": _optimizer(name, value, tensors)}
         else:
             entries[name] = "rank" if isinstance(value, PerRank) else "value"
-    described = [[dtype_name(one.dtype), list(one.shape), one.requires_grad] for _, one in tensors.values()]
+    described = [
+        [dtype_name(one.dtype), list(one.shape), one.requires_grad, *_shards(one)] for _, one in tensors.values()
+    ]
     conditions = asdict(Conditions.here(torch.device("cpu"), ""))
     made: Json = {"tensors": described, "entries": entries, "conditions": [*conditions.values()]}
     json.dumps(made)  # options of a group may be anything
@@ -63,9 +72,17 @@ def state_of(template: Json) -> dict[str, Any]:
 
     Raises KeyError, TypeError, ValueError, IndexError: it is none.
     """
+    mesh = functools.cache(lambda *sizes: init_device_mesh("cpu", sizes))
+
+    def empty(shape: list[int], dtype: torch.dtype, sizes: Sequence[int] = (), along: Sequence[Any] = ()) -> Any:
+        if not sizes:
+            return torch.empty(shape, dtype=dtype)
+        placements = [Replicate() if one is None else Shard(one) for one in along]
+        return distributed.empty(shape, dtype=dtype, device_mesh=mesh(*sizes), placements=placements)
+
     tensors = [
-        torch.nn.Parameter(torch.empty(shape, dtype=DTYPES[dtype]), requires_grad=bool(has_gradient))
-        for dtype, shape, has_gradient in template["tensors"]
+        torch.nn.Parameter(empty(shape, DTYPES[dtype], *shards), requires_grad=bool(has_gradient))
+        for dtype, shape, has_gradient, *shards in template["tensors"]
     ]
     made: dict[str, Any] = {}
     for name, entry in template["entries"].items():
@@ -79,6 +96,7 @@ def state_of(template: Json) -> dict[str, Any]:
 
 
 def _module(name: str, module: torch.nn.Module, tensors: dict[int, tuple[int, torch.Tensor]]) -> Json:
+    module = inner(module)
     saved = get_model_state_dict(module)
     found: Json = {"parameters": [], "buffers": []}
     for path, one in module.named_parameters(remove_duplicate=False):
@@ -92,11 +110,15 @@ def _module(name: str, module: torch.nn.Module, tensors: dict[int, tuple[int, to
 
 
 def _number(name: str, tensor: torch.Tensor, tensors: dict[int, tuple[int, torch.Tensor]]) -> int:
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor) and tensor.layout == torch.strided
     if not is_plain or dtype_name(tensor.dtype) not in DTYPES:
         raise _cannot(f"{name} is a {type(tensor).__name__} of {tensor.dtype}")
     if tensor.device.type != "cpu":
         raise _cannot(f"{name} is on {tensor.device}, whose steps have other last bits on the CPU")
+    if isinstance(tensor, DTensor):
+        ranks = tensor.device_mesh.mesh.flatten().tolist()
+        if ranks != [*range(dist.get_world_size())] or {*map(type, tensor.placements)} - {Shard, Replicate}:
+            raise _cannot(f"{name} lies as {tensor.placements} on ranks {ranks}, not as Shard or Replicate on all")
     return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
 
 
@@ -110,6 +132,15 @@ def _optimizer(name: str, optimizer: torch.optim.Optimizer, tensors: Mapping[int
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append([to_json(options), group.get("param_names"), [tensors[id(one)][0] for one in group["params"]]])
     return {"kind": type(optimizer).__name__, "groups": groups}
+
+
+def _shards(tensor: torch.Tensor) -> list[Any]:
+    """Of a DTensor the sizes of its mesh, and for each of these the dimension of the tensor that is sharded along it,
+    None for none."""
+    if not isinstance(tensor, DTensor):
+        return []
+    placements = [one.dim if isinstance(one, Shard) else None for one in tensor.placements]
+    return [list(tensor.device_mesh.shape), placements]
 
 
 def _module_of(described: Json, tensors: list[torch.nn.Parameter]) -> torch.nn.Module:

@@ -8,10 +8,10 @@ Invariants:
         taken, with a multi-step save at the last step of its window: frames follow it whether it is committed or not,
         and until it is, the one before leads to all of them.
         Segments go when the two newest committed checkpoints need them no more.
-    G2  All ranks go to the same step, of the same history. A segment names the job that wrote it; ranks compare what
-        they have from the checkpoint on, job by job, and stop where they differ. A rank that falls short of that step
-        (damage, other parameters than training had) takes all back to the checkpoint, and from there to the step that
-        it reaches.
+    G2  All ranks go to the same step, of the same history. A segment names the job that wrote it, by another name
+        behind each restore; ranks compare what they have from the checkpoint on, job by job, and stop where they
+        differ. A rank that falls short of that step (damage, other parameters than training had) takes all back to
+        the checkpoint, and from there to the step that it reaches.
     G3  Of a step everything is given back, or nothing: parameters and optimizer state by replay, the rest as the step
         left it (``codec.attachment``).
 """
@@ -113,7 +113,7 @@ class StepLog:
         self._every_steps, self._every_seconds = every or (1, 0.0)
         self._settings = settings
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-        self._owner = {"job": job, "rank": rank, "world_size": world_size}
+        self._owner: dict[str, Any] = {"job": job, "rank": rank, "world_size": world_size}
         self._share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / world_size
         self._run, self._rank = location, rank
         self._directory = local_dir(settings.local_root, location) / GRADIENTS_DIR / f"rank-{rank}"
@@ -199,11 +199,12 @@ class StepLog:
         """
         if not self.is_on:
             return step, 0
+        self._owner["job"] = self.new_base()  # what was logged in this life behind ``step`` is another history (G2)
         logged = self._begin(state)
         found = self._newest_of_all(base, step, state, restore) if is_newest else Recovered(-1, 0)
         self._attachments = Attachments(state)
         self._bases.append(step)
-        logged.begin(base, found if found.steps else None, step=None if found.steps else step)
+        logged.begin(base, found, step=None if found.steps else step)
         return (found.step if found.steps else step), found.steps
 
     def _newest_of_all(self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object]) -> Recovered:
@@ -251,15 +252,14 @@ class StepLog:
                 optimizers, self._directory, every_steps=self._every_steps, every_seconds=self._every_seconds,
                 link=self.link, owner=owner, reserve=self._reserve, is_folded=not owner["not_folded"],
             )  # fmt: skip
+        self._log.owner = self._log.owner | self._owner
         self._attachments = Attachments(state)
         return self._log
 
     def _folding(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What a segment says to whoever makes a checkpoint of the log (``fold``), or why nobody does."""
         settings = self._settings
-        if is_distributed() and dist.get_world_size() > 1:
-            why = "it is one of several ranks"
-        elif not settings.drain:
+        if not settings.drain:
             why = "the run is not drained, so that nothing would remove them"
         elif settings.replicas > 1:
             why = "other nodes have copies of it"
