@@ -43,7 +43,7 @@ def cpu_seconds(pid: int) -> float:
 def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     import torch
 
-    from tierckpt.near_storage.optimizer import NearStorageOptimizer
+    from tierckpt import Checkpointer, NearStorageOptimizer
 
     torch.set_num_threads(given.workers)
     count = int(given.parameters_m * 1e6) // TENSORS
@@ -90,10 +90,11 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
     commit = 14 * count * TENSORS
     if near is not None:
         had = near.moved_bytes
-        begun = time.perf_counter()
-        saved = near.checkpoint(directory / "run/step-1")
-        asked = time.perf_counter() - begun
-        saved.result(300)
+        with Checkpointer(directory / "run") as checkpointer:
+            begun = time.perf_counter()
+            saved = checkpointer.save(1, {"optimizer": near})
+            asked = time.perf_counter() - begun
+            saved.result(300)
         commit = near.moved_bytes - had
         near.close()
     else:

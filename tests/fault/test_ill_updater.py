@@ -14,17 +14,18 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
 
 from tests.fault.near_storage_job import NearJob, Reference
 from tierckpt.errors import CheckpointError, OperationTimeoutError
 from tierckpt.near_storage import shadow_channel, updater_process
+from tierckpt.near_storage.mapped_state import Hold
 from tierckpt.near_storage.shadow_channel import ShadowChannel
 from tierckpt.near_storage.updater_process import UpdaterProcess
 from tierckpt.replay.checksum import checksum
@@ -119,12 +120,43 @@ def trained_to_the_end(job: NearJob, waits: Waits, fault: Callable[[int], Callab
     assert waits.seconds <= MARGIN * BUDGET_SECONDS, f"training waited {waits.seconds:.2f} s"
 
 
-def check(job: NearJob, directory: Path) -> None:
-    """A checkpoint of now is that of training without a shadow."""
-    assert job.optimizer.checkpoint(directory).result(ANSWER_SECONDS) == job.step
-    found = {f"model.{number}": torch.empty_like(one) for number, one in enumerate(job.model.parameters())}
-    load(found, storage_reader=FileSystemReader(directory), no_dist=True)
-    assert [int(checksum(one).item()) for one in found.values()] == Reference("shadow").at(job.step)
+def begin_save(job: NearJob) -> tuple[Hold, list[torch.Tensor]]:
+    """What a save of now reads of the shadow, and when."""
+    with job.optimizer.mapped():
+        tensors = states_in(job.optimizer.state)
+    hold = job.optimizer.hold()
+    assert hold is not None, "it is the trainer's state that would be saved"
+    return hold, tensors
+
+
+def states_in(state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+    ordered = sorted(state.items(), key=lambda item: item[0].numel())
+    return [found[name] for _, found in ordered for name in ("exp_avg", "exp_avg_sq", "step")]
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [int(checksum(one).item()) for one in tensors]
+
+
+def trained(job: NearJob) -> list[int]:
+    """The state of the trainer's optimizer, which the shadow follows."""
+    assert job.optimizer.inner is not None
+    return checksums(states_in(job.optimizer.inner.state))
+
+
+def read(saved: tuple[Hold, list[torch.Tensor]]) -> list[int]:
+    hold, tensors = saved
+    hold.wait(ANSWER_SECONDS)
+    found = checksums(hold.place_of(one) for one in tensors)
+    hold.release()
+    return found
+
+
+def check(job: NearJob) -> None:
+    """The shadow has every step, and a save reads there what training without one leads to."""
+    until(lambda: job.optimizer.logged_steps == job.step)
+    assert read(begin_save(job)) == trained(job)
+    assert job.checksum() == Reference("shadow").at(job.step)
 
 
 FAULTS = {"stopped": stop, "its disk hangs": hang_disk}
@@ -132,19 +164,21 @@ FAULTS = {"stopped": stop, "its disk hangs": hang_disk}
 
 @pytest.mark.parametrize("fault", ["stopped", pytest.param("its disk hangs", marks=pytest.mark.slow)])
 def test_a_shadow_that_hangs_is_given_up_and_begins_again_at_a_checkpoint(
-    fault: str, shadow: NearJob, waits: Waits, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fault: str, shadow: NearJob, waits: Waits, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault != "stopped" and shutil.which("strace") is None:
         pytest.skip("there is no strace here")
     trained_to_the_end(shadow, waits, FAULTS[fault])
     assert "given up until the next checkpoint" in caplog.text
-    check(shadow, tmp_path / "run/step-1")
+    with shadow.optimizer.mapped():
+        assert shadow.optimizer.hold() is None  # the trainer's state is saved
+    check(shadow)
     shadow.train()
-    check(shadow, tmp_path / "run/step-2")
+    check(shadow)
 
 
 @pytest.mark.slow
-def test_a_shadow_that_is_late_catches_up(shadow: NearJob, waits: Waits, tmp_path: Path) -> None:
+def test_a_shadow_that_is_late_catches_up(shadow: NearJob, waits: Waits) -> None:
     """Stopped for a while, then killed: no step of it is lost, though training has gone on."""
     stop(shadow.optimizer.process_id)
     waits.seconds = 0.0
@@ -155,21 +189,18 @@ def test_a_shadow_that_is_late_catches_up(shadow: NearJob, waits: Waits, tmp_pat
     kill(shadow.optimizer.process_id)
     shadow.train()
     assert waits.seconds <= MARGIN * BUDGET_SECONDS
-    moved = shadow.optimizer.moved_bytes
-    check(shadow, tmp_path / "run/step-1")
-    assert shadow.optimizer.moved_bytes == moved
+    check(shadow)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_whose_process_is_killed_is_made_by_the_next(shadow: NearJob, tmp_path: Path) -> None:
+def test_a_save_whose_process_is_killed_reads_of_the_next(shadow: NearJob) -> None:
     """The process was asked and had not begun: the one that takes its place is asked again, before later steps."""
     stop(shadow.optimizer.process_id)
-    made = shadow.optimizer.checkpoint(tmp_path / "run/step-1")
-    asked_at = shadow.step
+    saved, wanted = begin_save(shadow), trained(shadow)
     shadow.train()
     kill(shadow.optimizer.process_id)
-    assert made.result(ANSWER_SECONDS) == asked_at
-    check(shadow, tmp_path / "run/step-2")
+    assert read(saved) == wanted
+    check(shadow)
 
 
 @pytest.mark.slow
@@ -212,19 +243,25 @@ def test_offload_waits_and_loses_nothing(
 
 @pytest.mark.slow
 def test_a_shadow_that_cannot_begin_again_is_refused_and_training_goes_on(
-    shadow: NearJob, waits: Waits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shadow: NearJob, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained_to_the_end(shadow, waits, stop)
     hold = threading.Event()
     begin = shadow_channel.begin_state
     monkeypatch.setattr(shadow_channel, "begin_state", lambda *given: (hold.wait(ANSWER_SECONDS), begin(*given)))
-    first = shadow.optimizer.checkpoint(tmp_path / "run/step-1")
+
+    def begins_again() -> bool:
+        with suppress(CheckpointError), shadow.optimizer.mapped():
+            return True
+        return False
+
+    assert begins_again()
     waits.seconds = 0.0
     while not shadow.optimizer.failure:
         shadow.train()
     assert waits.seconds <= MARGIN * BUDGET_SECONDS
-    with pytest.raises(CheckpointError, match="has not begun again"):
-        shadow.optimizer.checkpoint(tmp_path / "run/step-2")
+    with pytest.raises(CheckpointError, match="has not begun again"), shadow.optimizer.mapped():
+        pass
     hold.set()
-    first.exception(ANSWER_SECONDS)
-    check(shadow, tmp_path / "run/step-3")
+    until(begins_again)
+    check(shadow)

@@ -19,8 +19,8 @@ import torch
 from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
 from ..replay.optimizers import Parameter, local, sharded
 from .blocks import MASTER, Layout
-from .state_file import StateFile
-from .states import Fill, NewState, begin_state, current_state, held
+from .state_file import StateFile, Tensors
+from .states import NewState, begin_state, current_state, held
 from .updater_process import UpdaterProcess
 
 SAVED_MASTER = "master"
@@ -48,10 +48,10 @@ class MappedState:
     def exists(self) -> bool:
         return current_state(self._directory, self._layout) is not None
 
-    def begin(self, fill: Fill) -> None:
+    def begin(self, values: Tensors, step: int) -> None:
         """Begin another state."""
         with held(self._directory, os.getpid()):
-            begin_state(self._directory, self._layout, fill)
+            begin_state(self._directory, self._layout, values, step)
         self.look([0] * len(self._layout.blocks))
 
     def look(self, versions: Sequence[int]) -> None:

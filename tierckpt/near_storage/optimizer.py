@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,22 +13,18 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from ..config import Settings
-from ..dcp.reader import TierStorageReader
 from ..errors import CheckpointError, ConfigError, StateMismatchError
-from ..format.layout import parse_uri
 from ..replay.capture import Capture, Step, hyperparameters_of
 from ..replay.checksum import Fingerprint
 from ..replay.frame import Frame, encode
 from ..replay.optimizers import base_of, check_replayable, local, parameters_of
 from .blocks import MASTER, Layout, layout_of
-from .mapped_state import SAVED_MASTER, Hold, MappedState
+from .mapped_state import Hold, MappedState
 from .members import check_gradients, check_parameter, made_of, members_of
 from .shadow_channel import ShadowChannel
 from .state_file import Tensors
-from .states import Fill, filled, held
+from .states import held
 from .step_channel import OffloadChannel, StepChannel
 
 PERSIST_EVERY = 8
@@ -64,7 +59,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         persist_every: steps after which a block is written to the SSD again; in between its gradients are.
         timeout_seconds: how long a step of offload waits for a process that does nothing.
         numa_nodes: where the memory shared with the process lies.
-        settings: of the checkpoints that are written; a ``Settings``.
 
     Raises:
         ConfigError: the optimizer is not elementwise, parameters are on the meta device or of another precision.
@@ -80,7 +74,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         >>> optimizer = NearStorageOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1, directory="near")
         >>> model(torch.ones(4, 8, dtype=torch.bfloat16)).square().mean().backward()
         >>> optimizer.step()
-        >>> optimizer.checkpoint("run/step-1").result()  # of parameters, masters and state: an ordinary checkpoint
+        >>> optimizer.steps
         1
         >>> optimizer.close()
     """
@@ -96,7 +90,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         persist_every: int = PERSIST_EVERY,
         timeout_seconds: float = 600.0,
         numa_nodes: tuple[int, ...] = (),
-        settings: Settings | None = None,
         **options: Any,
     ) -> None:
         if mode not in ("offload", "shadow"):
@@ -126,8 +119,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
         )
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._rank = f"rank-{dist.get_rank()}" if is_distributed else ""
-        self.directory = Path(directory).absolute() / self._rank
+        self.directory = Path(directory).absolute() / (f"rank-{dist.get_rank()}" if is_distributed else "")
         order = {
             "directory": str(self.directory),
             "kind": self._kind.__name__,
@@ -135,7 +127,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             "groups": self._head(0).hex(),
             "workers": workers,
             "persist_every": persist_every,
-            "settings": Settings.load(settings).model_dump_json(),
         }
         more: Any = {"numa_nodes": numa_nodes, "timeout_seconds": timeout_seconds}
         self._offload = self._shadow = None
@@ -153,7 +144,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         with held(self.directory, os.getpid()):  # another trainer's is told from one of another optimizer
             self._must_resume = self._files.exists()
         if not self._must_resume:
-            self._files.begin(filled(self._values(inner.state), 0))
+            self._files.begin(self._values(inner.state), 0)
         self._process.start()
         if self.inner is not None:
             self._counting = self.inner.register_step_post_hook(self._count)
@@ -194,6 +185,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
                 f"{self.directory} has the state of step {self._process.step}",
                 hint="Call resume(), which continues there, or give an empty directory",
             )
+        self._files.discard()  # of a restore that has failed
         if self.inner is not None:
             return self.inner.step(closure)
         assert self._offload is not None
@@ -225,7 +217,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def failure(self) -> str:
-        """Why a shadow has no steps any more, until the next ``checkpoint``. '' while it has, and in offload."""
+        """Why a shadow has no steps any more, until the next save. '' while it has, and in offload."""
         if self._shadow is None:
             return ""
         return self._shadow.failure or (self._capture.broken if self._capture is not None else "")
@@ -242,7 +234,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             raise StateMismatchError(
                 f"what was loaded has no state of the optimizer, which was at step {steps} then; {self.directory} is "
                 f"at step {self._steps}",
-                hint="Call restore(uri) with what checkpoint(uri) has written, or resume() to go on at the newest step",
+                hint="Restore a checkpoint that has the state too, or call resume() to go on at the newest step",
             )
         self._forget_steps()
 
@@ -281,68 +273,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             )
         values = self._values(inner.state)
         copied = {key: {name: one.clone() for name, one in found.items()} for key, found in values.items()}
-        self._shadow.begin(filled(copied, self._steps))
+        self._shadow.begin(copied, self._steps)
         self._follow(inner)
         return True
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def checkpoint(self, uri: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> Future[int]:
-        """Write the state of now as an ordinary checkpoint, by the process. The future is its step, once committed.
-
-            model                    parameters, as the trainer has them, by name (by number without names)
-            master                   in offload: float32 parameters
-            optimizer                state by name, and param_groups
-            near_storage             steps: what ``steps`` was
-            ...                      what ``state`` has; "model" in it (buffers) goes with the parameters
-
-        Steps go on meanwhile. A second one waits for the first, and steps then wait with it. In a job of several ranks
-        each writes its own (``f"{run}/rank-{rank}/step-{step}"``); a ``Checkpointer`` makes one of all.
-
-        Args:
-            uri: as ``TierStorageWriter`` takes it; ``f"{run}/step-{step}"`` is what ``Checkpointer(run)`` finds.
-            state: tensors, numbers, texts, and containers of them. Copied before this returns.
-
-        Raises:
-            CheckpointError: a shadow that was given up has not begun again. Others from the future, the writer's.
-            StateMismatchError: from the future: something beside the optimizer has changed a parameter (shadow).
-        Cost: of the trainer, a message and ``state``. Of the node, one pass over the state and one copy of it.
-        """
-        location = parse_uri(uri).uri
-        if self._rank not in location:
-            raise ConfigError(
-                f"{location} would be written by every rank",
-                hint="Give the optimizer to Checkpointer.save, which joins the ranks; or have each write its own: "
-                f"RUN/{self._rank}/step-{self._steps}",
-            )
-        self._check_state()
-        if self.inner is not None:
-            self._follows_again(self.inner)
-        prints = self._fingerprints()
-        told, payload = {"state": dict(state or {}), "groups": self._options(), "fingerprints": prints}, io.BytesIO()
-        torch.save(told, payload)
-        answer = self._channel.ask({"op": "checkpoint", "uri": location}, payload.getvalue(), self._steps)
-        made: Future[int] = Future()
-
-        def end(done: Future[dict[str, Any]]) -> None:
-            error = done.exception()
-            if error is not None:
-                made.set_exception(error)
-            else:
-                made.set_result(done.result()["step"])
-
-        answer.add_done_callback(end)
-        return made
-
-    def _check_state(self) -> None:
-        if self._must_resume or (self._offload is not None and self._offload.is_interrupted):
-            raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
-
-    def _fingerprints(self) -> dict[str, int]:
-        """In shadow: what the masters must be."""
-        if self.inner is None:
-            return {}
-        return {key: Fingerprint.of(local(one.detach())).number for key, one in self._tensors.items()}
 
     def resume(self, last_step: int | None = None) -> int:
         """Bring the trainer to the newest step that ``directory`` has, and return that. 0: there was none.
@@ -374,52 +309,13 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._follow(self.inner)
         return self._steps
 
-    def restore(self, uri: str | os.PathLike[str]) -> int:
-        """Replace the state of ``directory``, and what the trainer has, by a checkpoint, and return its ``steps``.
-
-        One that ``checkpoint`` has written; or any with "model" and "optimizer" (``torch.optim`` state by name), whose
-        parameters become the masters. ``param_groups`` are those of the checkpoint.
-
-        Raises:
-            StateMismatchError: it has not all parameters. Others as ``TierStorageReader``.
-        """
-        source, settings = parse_uri(uri).uri, Settings.received(self._process.order["settings"])
-        present = TierStorageReader(source, settings=settings).read_metadata().state_dict_metadata
-        wanted: dict[str, Any] = {
-            path: value
-            for number, group in enumerate(self._options())
-            for name, value in group.items()
-            if (path := f"optimizer.param_groups.{number}.{name}") in present
-        }
-        if "near_storage.steps" in present:
-            wanted["near_storage.steps"] = 0
-
-        def fill(tensors: Tensors) -> tuple[Mapping[str, Container[str]], int]:
-            made: dict[str, list[str]] = {}
-            for one in self._members:
-                paths = {name: f"optimizer.state.{one.name}.{name}" for name in tensors[one.key]}
-                masters = (f"{paths[MASTER]}{SAVED_MASTER}", f"master.{one.name}", f"model.{one.name}")
-                paths[MASTER] = next((path for path in masters if path in present), "")
-                if not paths[MASTER]:
-                    raise StateMismatchError(f"{source} has no parameter {one.name}", checkpoint=source)
-                made[one.key] = [name for name, path in paths.items() if path in present]
-                wanted.update({paths[name]: tensors[one.key][name] for name in made[one.key]})
-            load(wanted, storage_reader=TierStorageReader(source, settings=settings), no_dist=True)
-            return made, int(wanted.get("near_storage.steps", 0))
-
-        self._replace(fill)
-        for number, group in enumerate(self.param_groups):
-            head = f"optimizer.param_groups.{number}."
-            group.update({path.removeprefix(head): value for path, value in wanted.items() if path.startswith(head)})
-        return self.resume()
-
-    def _replace(self, fill: Fill) -> None:
-        """Begin another state, and the process again over it."""
+    def _replace(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Begin another state at this step, and the process again over it."""
         if self._capture is not None:
             self._capture.close()
         self._channel.settle()
         self._process.close()
-        self._files.begin(fill)
+        self._files.begin(self._values(state), self._steps)
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -440,7 +336,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the state is not that of the trainer.
         """
-        self._check_state()
+        if self._must_resume or (self._offload is not None and self._offload.is_interrupted):
+            raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
         self._files.forget()
         if self._shadow is not None and self.inner is not None:
             is_live = self._follows_again(self.inner) or self._shadow.is_behind
@@ -463,7 +360,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """
 
         def ask() -> Future[dict[str, Any]]:
-            return self._channel.ask({"op": "hold", "fingerprints": self._fingerprints()}, b"", self._steps)
+            masters = self._tensors if self.inner is not None else {}  # in shadow they are to be the trainer's
+            prints = {key: Fingerprint.of(local(one.detach())).number for key, one in masters.items()}
+            return self._channel.ask({"op": "hold", "fingerprints": prints}, self._steps)
 
         return self._files.hold(self._process, ask)
 
@@ -489,7 +388,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In offload ``param_groups`` alone, which say at which step they are: the state stays where it is, and a
-        directory at another step refuses them. ``checkpoint`` writes the state. In shadow the optimizer's.
+        directory at another step refuses them. In shadow the optimizer's.
 
         Raises nothing.
         """
@@ -512,7 +411,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self.inner is not None:
             self.inner.load_state_dict(dict(state_dict))
             self.param_groups = self.inner.param_groups
-            self._replace(filled(self._values(self.inner.state), self._steps))
+            self._replace(self.inner.state)
             self._follow(self.inner)
             return
         found = state_dict["state"]
@@ -523,7 +422,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._forget_steps()
             order = [one.tensor for one in parameters_of(self)]
             state = {tensor: found.get(number, {}) for number, tensor in enumerate(order)}
-            self._replace(filled(self._values(state), self._steps))
+            self._replace(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the state is laid out. Raises ConfigError."""
@@ -551,7 +450,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     # --- what it is made of -----------------------------------------------------------------------------------------
 
-    def _values(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    def _values(self, state: Mapping[Any, Mapping[str, Any]]) -> Tensors:
         return {
             key: {MASTER: local(tensor.detach())}
             | {name: local(one) for name, one in state.get(tensor, {}).items() if isinstance(one, torch.Tensor)}
@@ -562,10 +461,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """Of each group, as the process can use them."""
         groups = [hyperparameters_of(self, group) for group in self.param_groups]
         return [group | ({"capturable": False} if "capturable" in group else {}) for group in groups]
-
-    def _options(self) -> list[dict[str, Any]]:
-        left_out = ("params", "param_names", STEPS)
-        return [{k: v for k, v in group.items() if k not in left_out} for group in self.param_groups]
 
     def _head(self, step: int) -> bytes:
         return encode(Frame(Step(step, self._hyperparameters(), {}), ""))[0]

@@ -26,7 +26,8 @@ from ..errors import CapacityError, CheckpointError, IntegrityError, UpdaterLost
 from ..ipc.circuit_breaker import PATIENCE_SECONDS
 from ..replay.link import halves_without_loss
 from ..telemetry import logger
-from .states import END_SECONDS, Fill, begin_state, held
+from .state_file import Tensors
+from .states import END_SECONDS, begin_state, held
 from .step_channel import Sent, StepChannel
 from .updater_process import LOOK_SECONDS, Idleness
 
@@ -47,7 +48,6 @@ class Question:
 
     step: int
     message: Mapping[str, Any]
-    payload: bytes
     answer: Future[dict[str, Any]] = field(default_factory=Future)
     process: int = 0
     """Which process it was sent to, by its number. 0: none yet."""
@@ -115,15 +115,15 @@ class ShadowChannel(StepChannel):
             self._waiting.append(sent)
             self._do(partial(self._send_new, sent))
 
-    def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
-        question = Question(step, message, payload)
+    def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
+        question = Question(step, message)
         with self._changed:
             self._do(partial(self._ask_new, question))
             self._questions.append(question)
         return question.answer
 
-    def begin(self, fill: Fill) -> None:
-        """Have another state begun, and the process over it. ``fill`` reads what nobody changes. Steps go on behind it.
+    def begin(self, values: Tensors, step: int) -> None:
+        """Have another state begun, and the process over it. Nobody changes ``values``. Steps go on behind it.
 
         Raises:
             CheckpointError: the one before is not begun yet.
@@ -135,16 +135,16 @@ class ShadowChannel(StepChannel):
                     hint="Look for a disk that hangs; save whole checkpoints (mode='async') meanwhile",
                 )
             self._is_beginning = True
-            self._abandon(CheckpointError("the shadow was begun anew", hint="Call checkpoint() again"))
+            self._abandon(CheckpointError("the shadow was begun anew", hint="Save again"))
             self.failure = ""
             self.process.kill()  # what the thread waits for has ended, then
-            self._do(partial(self._begin, fill))
+            self._do(partial(self._begin, values, step))
 
     def settle(self) -> None:
         with self._changed:
             is_sent = not self.failure and self._changed.wait_for(self._is_sent, END_SECONDS)
             if not is_sent:
-                self._abandon(CheckpointError("the shadow was given up", hint="Call checkpoint() again"))
+                self._abandon(CheckpointError("the shadow was given up", hint="Save again"))
                 self.process.kill()
                 self._changed.wait_for(lambda: not self._is_busy, END_SECONDS)
             self._waiting.clear()
@@ -184,7 +184,7 @@ class ShadowChannel(StepChannel):
             if free is None and not self.failure:
                 self._note_failure(f"it has made no step behind {self._waiting[0].step - 1}: {idle.reason()}")
             if free is None or self.failure:
-                raise CheckpointError(self.failure, hint="checkpoint() begins it again")
+                raise CheckpointError(self.failure, hint="The next save begins it again")
             self._copied = Sent(step, free)
             return self._copied
 
@@ -255,12 +255,12 @@ class ShadowChannel(StepChannel):
         for one in questions:
             one.answer.set_exception(error)
 
-    def _begin(self, fill: Fill) -> None:
+    def _begin(self, values: Tensors, step: int) -> None:
         try:
             self.process.stop()
             directory = Path(self.process.order["directory"])
             with held(directory, os.getpid()):
-                begin_state(directory, self._layout, fill)
+                begin_state(directory, self._layout, values, step)
             self._stalled_at = self._tried_at = -1
             self.process.start()
         finally:
@@ -319,7 +319,7 @@ class ShadowChannel(StepChannel):
             if not isinstance(error, UpdaterLostError) or self._is_closed:  # else the thread asks the next process
                 self._answer(question, None if error else done.result(), error)
 
-        self.process.ask(question.message, question.payload).add_done_callback(settle)
+        self.process.ask(question.message).add_done_callback(settle)
 
     def _answer(self, question: Question, answer: dict[str, Any] | None, error: BaseException | None) -> None:
         with self._changed:

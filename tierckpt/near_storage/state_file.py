@@ -145,7 +145,7 @@ class StateFile:
         raise IntegrityError(
             f"block {block.index} of the optimizer's state in {self.directory} is damaged, in both versions"
             + (f", or of later steps than {last_step}" if last_step is not None else ""),
-            hint="Build it over an empty directory, and restore(uri) the newest checkpoint",
+            hint="Build it over an empty directory, and restore the newest checkpoint",
             path=self.directory / STATE,
         )
 

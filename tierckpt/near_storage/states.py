@@ -6,11 +6,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from ..disk.durable import durable_write, fsync_dir, make_dirs, read_whole
 from ..disk.file_lock import try_lock
@@ -31,9 +29,6 @@ END_SECONDS = 45.0
 """How long an updater goes on when its trainer is gone: what is under way is finished, or given up."""
 LOCK_SECONDS = 60.0
 """How long a new one waits for it: longer."""
-
-Fill = Callable[[Tensors], tuple[Mapping[str, Container[str]], int]]
-"""Fills tensors, and returns by key and name which of them are there, and of which step they are."""
 
 
 @contextmanager
@@ -123,24 +118,14 @@ class NewState:
         shutil.rmtree(self._directory / self._token, ignore_errors=True)
 
 
-def begin_state(directory: Path, layout: Layout, fill: Fill) -> None:
-    """Begin a state in the place of whatever is there. It is held. What cannot be filled is removed."""
+def begin_state(directory: Path, layout: Layout, values: Tensors, step: int) -> None:
+    """Begin a state of ``values``, in the place of whatever is there. It is held. What cannot be filled is removed."""
     new = NewState(directory, layout)
     try:
-        new.commit(*fill(new.file.all_tensors()))
+        for key, tensors in new.file.all_tensors().items():
+            for name in tensors.keys() & values[key].keys():
+                tensors[name].copy_(values[key][name])
+        new.commit(values, step)
     except BaseException:
         new.discard()
         raise
-
-
-def filled(values: Mapping[str, Mapping[str, torch.Tensor]], step: int) -> Fill:
-    """Fill from ``values``, by key and name."""
-
-    def fill(tensors: Tensors) -> tuple[Mapping[str, Container[str]], int]:
-        for key, found in tensors.items():
-            for name, tensor in found.items():
-                if name in values[key]:
-                    tensor.copy_(values[key][name])
-        return values, step
-
-    return fill

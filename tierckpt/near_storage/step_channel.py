@@ -64,7 +64,7 @@ class StepChannel:
     def settle(self) -> None:
         """Return when the process is the caller's alone, and nothing is on its way but what it has been sent."""
 
-    def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
+    def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
         """Send ``message`` behind ``step``. The future is its answer."""
         raise NotImplementedError
 
@@ -107,11 +107,11 @@ class OffloadChannel(StepChannel):
                 hint="Its log of gradients is damaged. Call resume() and go on there, or restore a checkpoint",
             )
 
-    def ask(self, message: Mapping[str, Any], payload: bytes, step: int) -> Future[dict[str, Any]]:
+    def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
         if not self.process.is_alive:
             self.process.start()
             self.check_step(step)
-        return self.process.ask(message, payload)
+        return self.process.ask(message)
 
     def make(self, step: int, head: bytes) -> set[str]:
         """Have the process make a step, and take its parameters. One that was interrupted is made as it was begun.

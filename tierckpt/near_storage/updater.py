@@ -1,4 +1,4 @@
-"""The process that owns an optimizer's state: steps its blocks, logs the gradients, writes checkpoints.
+"""The process that owns an optimizer's state: steps its blocks, logs the gradients, holds a state that is saved.
 
 A step of the trainer's, on several threads:
     main        hears that gradients of a block are in shared memory, and hands the block to its worker
@@ -15,12 +15,10 @@ Whatever fails ends the process: it says why, and the next one begins from the f
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,11 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..arena.memory import Kind, Memory
-from ..config import Settings
-from ..dcp.writer import TierStorageWriter
 from ..disk.priority import BACKGROUND_NICE, lower_this_thread
 from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, StateMismatchError
 from ..replay.apply import Replay
@@ -160,7 +155,6 @@ class Updater:
     def __init__(self, order: Mapping[str, Any], connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._settings = Settings.received(order["settings"])
         self._is_offload = order["mode"] == "offload"
         self._persist_every = max(1, int(order["persist_every"]))
         self._members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
@@ -213,7 +207,7 @@ class Updater:
         if reached < last_step:
             raise IntegrityError(
                 f"the gradients in {directory} lead from step {oldest} to {reached}, and not to {last_step}",
-                hint="Restore the newest checkpoint that all ranks have: restore(uri)",
+                hint="Restore the newest checkpoint that all ranks have",
                 path=directory,
             )
         self._file.forget_after(last_step)
@@ -236,7 +230,7 @@ class Updater:
             raise IntegrityError(
                 f"block {late[0].block.index} of the optimizer's state in {directory} is of step {late[0].step}, and "
                 f"the gradients lead to step {newest}",
-                hint="The log of gradients is damaged. Build it over an empty directory, and restore(uri) a checkpoint",
+                hint="The log of gradients is damaged. Build it over an empty directory, and restore a checkpoint",
                 path=directory,
             )
         return newest
@@ -325,11 +319,18 @@ class Updater:
         if live.reader is None or live.reader.done():
             self._record(live)
 
-    # --- a checkpoint -----------------------------------------------------------------------------------------------
+    # --- a save -----------------------------------------------------------------------------------------------------
 
     def hold(self, number: int, fingerprints: Mapping[str, int]) -> None:
         """Record every block at this step, and say where. They are left so until ``release``. Steps go on meanwhile."""
-        recorded, answer = self._recorded(number), dict[str, Any](number=number, step=self.step, pid=os.getpid())
+        released = self._holds[number] = Future()
+
+        def record(live: LiveBlock) -> None:
+            self._record(live)
+            live.reader = released
+
+        recorded = [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+        answer = dict[str, Any](number=number, step=self.step, pid=os.getpid())
 
         def answer_with_places() -> None:
             for one in recorded:
@@ -349,39 +350,6 @@ class Updater:
         if (released := self._holds.pop(hold, None)) is not None:
             released.set_result(None)
 
-    def checkpoint(self, number: int, uri: str, payload: bytes) -> None:
-        """Record every block at this step, then write what is recorded. Steps go on meanwhile."""
-        told = torch.load(io.BytesIO(payload), weights_only=True)
-        recorded, step = self._recorded(number), self.step
-
-        def write() -> None:
-            answer: dict[str, Any] = {"number": number, "step": step}
-            try:
-                for one in recorded:
-                    one.result(WAIT_SECONDS)
-                self._check(told["fingerprints"])
-                writer = TierStorageWriter(uri, settings=self._settings)
-                save(self._state_dict(told, step), storage_writer=writer, no_dist=True)
-            except Exception as error:  # of the checkpoint alone: the state is as it was
-                log.warning("%s: %s", uri, error)
-                cause = next(iter(getattr(error, "failures", {}).values()), [error])[0]
-                answer |= to_message(cause)
-            finally:
-                self.release(number)
-            self.tell(answer)
-
-        self._do(self._writer, write)
-
-    def _recorded(self, hold: int) -> list[Future[None]]:
-        """Have every block recorded at this step, and left so until the future of ``hold`` is done."""
-        released = self._holds[hold] = Future()
-
-        def record(live: LiveBlock) -> None:
-            self._record(live)
-            live.reader = released
-
-        return [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
-
     def _check(self, fingerprints: Mapping[str, int]) -> None:
         for live in self._blocks if fingerprints else ():
             for key, found in live.recorded_tensors().items():
@@ -392,22 +360,6 @@ class Updater:
                         hint="Save a whole checkpoint, or give its state to load_state_dict, from where the shadow "
                         "goes on",
                     )
-
-    def _state_dict(self, told: Mapping[str, Any], step: int) -> dict[str, Any]:
-        tensors: dict[str, dict[str, torch.Tensor]] = {}
-        for live in self._blocks:
-            tensors |= live.recorded_tensors()
-        model: dict[str, Any] = dict(told["state"].get("model", {}))
-        masters, states = {}, {}
-        for one in self._members:
-            master = tensors[one.key].pop(MASTER)
-            model[one.name] = master.to(DTYPES[one.dtype])
-            masters[one.name], states[one.name] = master, tensors[one.key]
-        names = [[one.name for one in self._members if one.group == number] for number in range(len(told["groups"]))]
-        groups = [{**group, "params": found} for group, found in zip(told["groups"], names, strict=True)]
-        made = {**told["state"], "model": model, "optimizer": {"state": states, "param_groups": groups}}
-        made["near_storage"] = {"steps": step}
-        return made | ({"master": masters} if self._is_offload else {})
 
     # --- the trainer ------------------------------------------------------------------------------------------------
 
@@ -426,8 +378,6 @@ class Updater:
                     self._settle(message["number"])
                 elif verb == "begin_step":
                     self.begin_step(payload)
-                elif verb == "checkpoint":
-                    self.checkpoint(payload=payload, **message)
                 elif verb == "hold":
                     self.hold(**message)
                 elif verb == "release":
@@ -498,7 +448,6 @@ def main() -> None:
     torch.set_num_threads(1)  # a worker is a thread
     order = json.loads(sys.stdin.read())
     connection = Connection(order["connection"])
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a rank's process is alone
     try:
         with held(Path(order["directory"]), order["trainer"]):
             Updater(order, connection).serve(order["trainer"])

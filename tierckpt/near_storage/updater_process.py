@@ -140,14 +140,14 @@ class UpdaterProcess:
                 self.changed.wait_for(lambda: self._failure is not None, 1.0)
             raise self._failure or self.lost() from None
 
-    def ask(self, message: Mapping[str, Any], payload: bytes = b"") -> Future[dict[str, Any]]:
+    def ask(self, message: Mapping[str, Any]) -> Future[dict[str, Any]]:
         """Send ``message``; the future is its answer, or why there is none."""
         with self.changed:
             self._count += 1
             number = self._count
             answer: Future[dict[str, Any]] = Future()
             self._answers[number] = answer
-        self.send({**message, "number": number}, payload)
+        self.send({**message, "number": number})
         return answer
 
     def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
