@@ -27,7 +27,11 @@ from tierckpt.errors import (
 )
 from tierckpt.near_storage import blocks, updater_process
 from tierckpt.near_storage.blocks import Member, Slots
+from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
+from tierckpt.replay.capture import Step
+from tierckpt.replay.frame import Frame
+from tierckpt.save import segments
 from tierckpt.training.codec import near_state
 
 STEPS = 20
@@ -541,3 +545,42 @@ def test_threads_that_look_at_a_slot_at_once_see_all_of_it(monkeypatch: pytest.M
     assert set(slots.tensors(0)) == seen[-1] == {"0.0", "0.1", "0.2"}
     slots.forget()
     memory.close()
+
+
+def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path) -> None:
+    """A torn tail, a new process, a way back to an earlier step, segments that have gone, damage."""
+
+    def frame(number: int, value: float) -> Frame:
+        return Frame(Step(number, [{}], {"0.0": torch.full((3,), float(value))}), "layout", number=number)
+
+    def found(step: int) -> list[tuple[int, float]]:
+        return [(one.number, float(one.step.gradients["0.0"][0])) for one in read_frames(tmp_path, "layout", step)]
+
+    files = GradientFiles(tmp_path, 0)
+    for number in range(1, 6):
+        files.append(frame(number, number))
+        if number == 3:
+            files.begin(number)
+    files.sync()
+    files.close()
+    with segments.paths_in(tmp_path)[-1].open("ab") as torn:
+        torn.write(b"TKGRAD02" + bytes(100))
+    assert found(0) == [(number, number) for number in range(1, 6)] and found(3) == [(4, 4), (5, 5)]
+    again = GradientFiles(tmp_path, 5)
+    again.append(frame(6, 6))
+    again.close()
+    assert found(2) == [(3, 3), (4, 4), (5, 5), (6, 6)]
+    back = GradientFiles(tmp_path, 4)
+    assert found(0)[-1] == (4, 4)
+    back.append(frame(5, 50))
+    back.begin(5)
+    back.append(frame(6, 60))
+    assert found(0)[-3:] == [(4, 4), (5, 50), (6, 60)]
+    back.trim(4)
+    back.close()
+    assert found(4) == [(5, 50), (6, 60)] and found(0) == []
+    newest = segments.paths_in(tmp_path)[-1]
+    data = bytearray(newest.read_bytes())
+    data[data.index(torch.full((3,), 60.0).numpy().tobytes())] ^= 1
+    newest.write_bytes(data)
+    assert found(4) == [(5, 50)] and list(read_frames(tmp_path, "another", 4)) == []

@@ -43,6 +43,8 @@ class StateFile:
         if create:
             make_dirs(directory)
         with translated(path), contextlib.ExitStack() as opened:
+            if create:
+                directory.chmod(0o700)  # of a training state nothing is anybody else's
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
             file = os.open(path, flags, 0o600)
             opened.callback(os.close, file)

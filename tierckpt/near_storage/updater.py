@@ -38,7 +38,7 @@ from ..replay.checksum import Fingerprint
 from ..replay.frame import DTYPES, Frame, decode
 from ..telemetry import log_to, logger
 from .blocks import MASTER, Block, Layout, Member, Slots, kind_of, layout_of
-from .gradient_files import GradientFiles, cut_after, read_frames
+from .gradient_files import GradientFiles, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
 from .states import END_SECONDS, current_state, held
@@ -211,7 +211,7 @@ class Updater:
                 path=directory,
             )
         self._file.forget_after(last_step)
-        cut_after(directory, self._digest, last_step)
+        GradientFiles(directory, last_step).close()
 
     def _roll_forward(self, directory: Path) -> int:
         """Bring every block to the newest step of the log (N3)."""

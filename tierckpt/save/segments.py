@@ -198,7 +198,7 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
 
     The last is '' when no byte follows. Data of frames is not read.
     """
-    found, ended = _segments(directory)
+    found, ended = segments_in(directory)
     called = {base, *base.split(DIGESTS)} - {""}
     first = next((one for one in found if called & {*one.bases, one.previous}), None)
     if first is not None:
@@ -242,7 +242,7 @@ def chains(directory: Path) -> list[Chain]:
     """Return what lies in ``directory``, the oldest first. Data of frames is not read."""
     found: list[Chain] = []
     seen: set[Path] = set()
-    there, wrong = _segments(directory)
+    there, wrong = segments_in(directory)
     for first in there:
         if first.path in seen:
             continue
@@ -269,7 +269,7 @@ def chains(directory: Path) -> list[Chain]:
 def _elsewhere(directory: Path, owner: dict[str, Any]) -> str:
     """Says that ranks of the job ``owner``, whose log is in ``directory``, have theirs on other nodes; '' for none."""
     logs, ranks = matching(directory.parent, "rank-*"), owner.get("world_size", 1)
-    here = sum(any(one.owner.get("job") == owner.get("job") for one in _segments(path)[0]) for path in logs)
+    here = sum(any(one.owner.get("job") == owner.get("job") for one in segments_in(path)[0]) for path in logs)
     away = f"the logs of {ranks - here} of its {ranks} ranks are on other nodes: save more often for a shorter one"
     return away if here < ranks else ""
 
@@ -396,7 +396,7 @@ def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str)
     return Place(segment, fields, digest, head_bytes, read), length
 
 
-def _segments(directory: Path) -> tuple[list[Segment], str]:
+def segments_in(directory: Path) -> tuple[list[Segment], str]:
     """The segments with a whole head, and what is wrong with another."""
     found, wrong = [], ""
     for path in paths_in(directory):
@@ -426,13 +426,18 @@ def _head(file: int, path: Path) -> Segment:
 
 
 class SegmentFile:
-    """A segment that is being written. One thread."""
+    """A segment that is being written. One thread.
 
-    def __init__(self, directory: Path, step: int, fields: dict[str, Any]) -> None:
+    Args:
+        is_cached: through the page cache, so that nothing waits for the disk but ``sync``.
+    """
+
+    def __init__(self, directory: Path, step: int, fields: dict[str, Any], *, is_cached: bool = False) -> None:
         self.path = directory / f"{max(step, 0):012d}-{secrets.token_hex(4)}{SUFFIX}"
         self.size_bytes = 0
         self._request_bytes = REQUEST_BYTES_MAX
-        self._file = DirectFile()
+        self._file = DirectFile(direct=not is_cached)
+        self._is_cached = is_cached
         self._staging = mmap.mmap(-1, STAGING_BYTES)  # begins on a page, as direct I/O wants it
         with translated(self.path):
             make_dirs(directory)
@@ -473,7 +478,7 @@ class SegmentFile:
             wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
             self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
             on_write()
-        if not self._file.direct:  # else all of it would wait for one sync, which shows no progress
+        if not (self._file.direct or self._is_cached):  # else one sync waits for all, which shows no progress
             self.sync()
             on_write()
 
