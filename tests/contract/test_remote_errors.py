@@ -28,6 +28,7 @@ from tierckpt.errors import (
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import credentials, open_store, retry
 from tierckpt.stores.base import Store
+from tierckpt.stores.remote_errors import refused
 from tierckpt.types import ByteRange
 
 SOON_SECONDS = 60.0
@@ -84,6 +85,12 @@ async def test_a_missing_key_in_an_empty_bucket_is_no_missing_bucket(s3_uri: str
     assert not isinstance(caught.value, BucketNotFoundError)
 
 
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch"])
+def test_which_half_of_a_key_pair_is_wrong_is_said(code: str) -> None:
+    variable = {"InvalidAccessKeyId": "AWS_ACCESS_KEY_ID", "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY"}[code]
+    assert variable in refused(parse_uri("s3://bucket/run"), "key", "http://127.0.0.1:9000", code).hint
+
+
 # moto accepts any credentials, so these two ask the servers that do not.
 @pytest.mark.server
 @every_verb
@@ -111,6 +118,47 @@ async def _refused(store: Store, verb: str, endpoint: str) -> None:
         await VERBS[verb](store)
     assert endpoint in str(caught.value)
     assert store.uri.partition("://")[2].partition("/")[0] in str(caught.value)
+
+
+class _Machine(BaseHTTPRequestHandler):
+    """The metadata service of a machine of AWS: it gives out tokens, and has the role ``role`` or none."""
+
+    role = b""
+
+    def do_PUT(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"token")
+
+    def do_GET(self) -> None:
+        allowed = self.role and self.headers["X-aws-ec2-metadata-token"] == "token"
+        self.send_response(200 if allowed else 404)
+        self.send_header("Content-Length", str(len(self.role)))
+        self.end_headers()
+        self.wfile.write(self.role)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("role", [b"", b"trainer"])
+async def test_a_machine_of_aws_with_a_role_and_without(role: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one the client would take the service's 404 for the bucket's: "s3://bucket does not exist"."""
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    handler = type("Handler", (_Machine,), {"role": role})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host, port = "127.0.0.1", server.server_address[1]
+        for name in ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT"):  # boto3's, and the client's
+            monkeypatch.setenv(name, f"http://{host}:{port}/")
+        monkeypatch.setattr(credentials, "METADATA_ADDRESSES", {"s3": (host, port)})
+        if role:
+            assert credentials.s3_access("bucket").keys == ""
+        else:
+            with pytest.raises(PermissionDeniedError, match="no credentials found for s3://bucket"):
+                await open_uri("s3://bucket/run").head("key")
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

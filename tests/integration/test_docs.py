@@ -115,6 +115,12 @@ def test_every_command_line_is_one_that_the_command_takes(page: Path) -> None:
         assert [word for word in unknown if word != "--help"] == [], (where, words)
 
 
+def test_every_verb_is_on_the_page_of_the_command_line() -> None:
+    page = (ROOT / "docs/guide/command-line.md").read_text()
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [verb for verb in verbs if f"| `tierckpt {verb}" not in page] == []
+
+
 def test_there_are_command_lines_to_check() -> None:
     assert sum(1 for page in PAGES for _ in command_lines(page)) > 60
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -58,6 +59,7 @@ import torch, tierckpt, fsspec
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter, load_model, load_safetensors, prefetch
+from tierckpt.integrations.directories import Directories
 
 torch.save({"w": torch.ones(3)}, "model.pt")
 open("text.safetensors", "w").write("These are notes and no tensors, but they have the name.")
@@ -70,6 +72,8 @@ here = Checkpointer("run", overwrite=False)
 """
 MISTAKES = {
     "unknown scheme": ("Checkpointer('s4://bucket/run')", "unknown scheme 's4'"),
+    "one slash": ("Checkpointer('s3:/bucket/run')", "looks like a misspelt URL|Write s3://bucket/run"),
+    "of a framework": ("Directories('s3://no-such-bucket/run').restore('out')", "s3://no-such-bucket does not exist"),
     "misspelt": ("Checkpointer('run', keep_lst=3, local_rot='/x')", "(did you mean keep_last?)|mean local_root?)"),
     "removed": (
         "tierckpt.Settings.load(share_reads_over_group=True)",
@@ -144,6 +148,13 @@ def test_a_mistake_is_told_in_a_few_lines(name: str, told: dict[str, str]) -> No
     text = told[name]
     assert all(part in text.splitlines()[-1] for part in MISTAKES[name][1].split("|")), text
     assert len(text.splitlines()) < 20, text
+
+
+@pytest.mark.slow
+@pytest.mark.server
+@pytest.mark.parametrize("name", ["unknown scheme", "one slash", "misspelt", "of a framework", "no bucket"])
+def test_the_traceback_of_a_mistake_has_no_frames_of_ours_but_one(name: str, told: dict[str, str]) -> None:
+    assert re.findall(r'File ".*/tierckpt/(.+)", line', told[name]) == ["tracebacks.py"]
 
 
 @pytest.mark.slow

@@ -57,6 +57,6 @@ def _refuse_misspelt(text: str) -> None:
     scheme, rest = match["scheme"].lower(), match["rest"]
     meant = f"a path (/{rest}) or file:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
     raise ConfigError(
-        f"{redact(text)} is neither a URL nor a path that anybody means",
+        f"{redact(text)} looks like a misspelt URL",
         hint=f"Write {redact(meant)}, as text (a Path folds its slashes); a directory of that name is ./{redact(text)}",
     )

@@ -21,6 +21,7 @@ from ..format.uris import local_path
 from ..restore.restore import RestoreResult
 from ..stores.schemes import check_location
 from ..telemetry import logger
+from ..tracebacks import short_traceback
 
 log = logger("save")
 
@@ -31,6 +32,7 @@ RESTORE_SECONDS = 600.0
 class Directories:
     """The run at ``uri``: one checkpoint ``uri/NAME`` for each directory ``NAME`` saved. Any thread may save."""
 
+    @short_traceback
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.location = check_location(parse_uri(uri))
         self.settings = Settings.load(settings, **overrides)
@@ -38,6 +40,7 @@ class Directories:
         """Directories by the URI that they were adopted to, while nothing was said of them."""
         self._lock = threading.Lock()
 
+    @short_traceback
     def save(self, directory: str | os.PathLike[str], name: str | None = None) -> Adoption:
         """Adopt ``directory``, which is written once and by name replaced or deleted later. On every rank of a job.
 
@@ -63,6 +66,7 @@ class Directories:
         for uri in {*gone, *(self._saved.keys() - left)}:
             del self._saved[uri]
 
+    @short_traceback
     def restore(self, into: str | os.PathLike[str]) -> Path | None:
         """Restore the newest usable checkpoint to ``into/NAME``; return that directory, None when there is none.
 
@@ -81,6 +85,7 @@ class Directories:
         found = rank_0_finds(self.location.uri, find)
         return self.restore_checkpoint(parse_uri(found), into) if found else None
 
+    @short_traceback
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
         """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that directory."""
         client, target = get_client(self.settings), local_path(into, "into") / found.name

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +26,8 @@ METADATA_ADDRESSES = {
     "gs": ("metadata.google.internal", 80),
 }
 """Where each cloud's machines find their own role."""
+
+_ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
 
 _AWS_HOSTS = ("amazonaws.com", "amazonaws.com.cn")
 
@@ -259,14 +261,28 @@ def gcs_access(bucket: str) -> Access:
 
 
 def _metadata_service_answers(scheme: str) -> bool:
-    """True on a cloud machine, whose role the client can then use. Elsewhere nobody listens there."""
+    """True on a cloud machine, whose role the client can then use. Elsewhere nobody listens there.
+
+    Of AWS the role itself is asked for: on a machine without one the client takes the service's 404 for the bucket's.
+    """
     if _is_true("AWS_EC2_METADATA_DISABLED"):
         return False
+    host, port = METADATA_ADDRESSES[scheme]
+    connection = HTTPConnection(host, port, timeout=METADATA_TIMEOUT_SECONDS)
     try:
-        socket.create_connection(METADATA_ADDRESSES[scheme], timeout=METADATA_TIMEOUT_SECONDS).close()
-    except OSError:
+        connection.connect()
+        if scheme != "s3":
+            return True
+        connection.request("PUT", "/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+        answer = connection.getresponse()
+        token = answer.read().decode("latin-1").strip()
+        headers = {"X-aws-ec2-metadata-token": token} if answer.status == 200 else {}
+        connection.request("GET", _ROLE_PATH, headers=headers)
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException, ValueError):
         return False
-    return True
+    finally:
+        connection.close()
 
 
 def _no_credentials(uri: str, endpoint: str, hint: str) -> PermissionDeniedError:

@@ -75,11 +75,18 @@ def _where_set(location: Location, endpoint: str) -> str:
     return f"Is {variable}={endpoint} right, and does it answer from this node? " if variable and endpoint else ""
 
 
+_REFUSALS = {
+    "InvalidAccessKeyId": "{endpoint} does not know the access key: check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
+    "SignatureDoesNotMatch": "The secret is not that of the access key: check AWS_SECRET_ACCESS_KEY",
+}
+
+
 def refused(location: Location, key: str | None, endpoint: str, code: str) -> PermissionDeniedError:
     target = location.uri if key is None else f"{location.uri}/{key}"
     return PermissionDeniedError(
         f"access to {target} was refused",
-        hint=f"Check the credentials for {endpoint or location.scheme} and their rights on {location.authority!r}",
+        hint=_REFUSALS.get(code, "").format(endpoint=endpoint or location.scheme)
+        or f"Check the credentials for {endpoint or location.scheme} and their rights on {location.authority!r}",
         code=code or None,
         uri=location.uri,
         key=key,

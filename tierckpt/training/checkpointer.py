@@ -122,6 +122,7 @@ class Checkpointer:
         25
     """
 
+    @short_traceback
     def __init__(
         self,
         uri: str | os.PathLike[str],
