@@ -466,13 +466,11 @@ def hub_egress(given: argparse.Namespace, folder: Path) -> list[Row]:
         if is_wrong:
             raise SystemExit("a download has other bytes than the Hub")
         size_bytes = sum(map(len, files.values()))
-        large = sum(size for name, size in hub.sent.items() if name.startswith("model-"))
         return [
             {
                 "nodes": NODES,
                 "size_bytes": size_bytes,
                 "ratio": hub.sent.total() / size_bytes,
-                "ratio_large": large / sum(len(data) for name, data in files.items() if name.startswith("model-")),
                 "api_calls": dict(hub.calls),
                 "seconds": seconds,
                 "cpu_seconds": cpu,

@@ -32,6 +32,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..cache.entry import STALL_SECONDS_MIN, CacheEntry
 from ..cache.node_cache import NodeCache
+from ..cache.partial_entry import incoming_of
 from ..client import Client
 from ..config import Settings
 from ..errors import (
@@ -90,12 +91,13 @@ class HubProxy:
         self._client = Client(settings)
         mover = self._client.mover
         self._hub = hub_of(mover.drainer.retries)
-        self._owners = Owners(settings, live) if live is not None else None
-        self._shared = NodeCache(settings, mover.store, ignore_progress, self._owners)
-        self._from_hub = NodeCache(settings, mover.store, ignore_progress)
+        self._owners = [Owners(settings, live, is_owner=is_owner) for is_owner in (False, True)] if live else [None] * 2
+        self._alone, self._shared, self._owned = (
+            NodeCache(settings, mover.store, ignore_progress, owners) for owners in (None, *self._owners)
+        )
         self._damaged: set[str | None] = set()
         """Etags of files that came with other bytes than the Hub lists."""
-        self._bringing: dict[tuple[str, ByteRange], concurrent.futures.Future[tuple[Path, str]]] = {}
+        self._bringing: dict[tuple[str, ByteRange, bool], concurrent.futures.Future[tuple[Path, str]]] = {}
         """What is on its way for other nodes."""
         self._known: dict[str, tuple[float, Any]] = {}
         self._lock = threading.Lock()
@@ -142,8 +144,9 @@ class HubProxy:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-        if self._owners is not None:
-            self._client.run(self._owners.close())
+        for owners in self._owners:
+            if owners is not None:
+                self._client.run(owners.close())
         self._client.close()
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -243,7 +246,7 @@ class HubProxy:
     def _opened(self, file: _File) -> Iterator[tuple[CacheEntry, str, list[concurrent.futures.Future[None]]]]:
         """The entry that has a file, its path there, and what is being fetched. Where the client has gone, that is
         waited for and kept: it comes again, and the Hub need not send it again."""
-        cache = self._from_hub if file.info.etag in self._damaged else self._shared
+        cache = self._alone if file.info.etag in self._damaged else self._shared
         entry = self._client.run(_open(cache, file.location, file.info))
         coming: list[concurrent.futures.Future[None]] = []
         try:
@@ -260,28 +263,41 @@ class HubProxy:
                 future.cancel()
             self._client.run(entry.close())
 
-    def bring(self, uri: str, at: ByteRange) -> concurrent.futures.Future[tuple[Path, str]]:
+    def bring(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
         """Begin to have a range of a file of a commit here, for another node; comes to the file that has it, and the
-        digest ('': not known). Any thread. Raises TierckptError: closed."""
-        key = uri, at
+        digest ('': not known). Any thread.
+
+        Args:
+            reads: from the Hub, where it is not here; else the future comes to an ObjectNotFoundError then.
+
+        Raises TierckptError: closed.
+        """
+        key = uri, at, reads
         with self._lock:
             future = self._bringing.get(key)
             if future is None:
-                future = self._bringing[key] = self._client.start(self._bring(uri, at))
+                future = self._bringing[key] = self._client.start(self._bring(uri, at, reads))
                 future.add_done_callback(lambda _: self._bringing.pop(key, None))
         return future
 
-    async def _bring(self, uri: str, at: ByteRange) -> tuple[Path, str]:
+    async def _bring(self, uri: str, at: ByteRange, reads: bool) -> tuple[Path, str]:
         location = parse_uri(uri)
         repository = repository_of(location)
         is_file = repository is not None and repository.is_commit and is_safe_path(repository.path)
         if location.scheme != "hf" or not is_file:
             raise ObjectNotFoundError(f"{uri} is no file of a commit of a Hub")
         info = await self._client.mover.store(location.parent).head(location.name)
-        entry = await _open(self._from_hub, location, info)
+        found = await self._owned.freeze(location, kind="object", info=info)
+        target = self._owned.pool.directory(found.frozen.name)
+        if not (reads or target.exists() or incoming_of(target, found.frozen.version).exists()):
+            raise ObjectNotFoundError(f"{uri} is not on this node")
+        entry = await self._owned.open(found)
         try:
             path = _path_in(entry, location)
-            await entry.bring(path, at)
+            if reads:
+                await entry.bring(path, at)
+            elif not entry.landed(path, at):
+                raise ObjectNotFoundError(f"{at} of {uri} is not on this node")
             index, chunk = entry.frozen.index_of(path), at.start // entry.chunk_size_bytes
             digest = entry.digest(index, chunk) if entry.frozen.chunk_range(index, chunk) == at else ""
             places = [directory / path for directory in reversed(entry.directories())]  # it may be published meanwhile

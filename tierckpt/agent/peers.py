@@ -80,7 +80,7 @@ class Peers:
         *,
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
-        hub: Callable[[str, ByteRange], Future[tuple[Path, str]] | None] | None = None,
+        hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
     ) -> None:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)

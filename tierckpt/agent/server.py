@@ -115,7 +115,7 @@ class Agent:
                 options,
                 fresh=self.replicator.fresh,
                 segment=self.replicator.open_segment,
-                hub=lambda uri, at: self._hub_proxy.bring(uri, at) if self._hub_proxy is not None else None,
+                hub=lambda *asked: self._hub_proxy.bring(*asked) if self._hub_proxy is not None else None,
             )
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()

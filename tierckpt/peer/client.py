@@ -125,13 +125,20 @@ class PeerClient:
         await self._range(member, f"/v1/segment/{identity}/{start}/{len(into)}", into)
 
     async def hub_range(
-        self, member: Member, uri: str, start: int, into: memoryview, patience_seconds: float = FIRST_BYTE_SECONDS
+        self,
+        member: Member,
+        uri: str,
+        start: int,
+        into: memoryview,
+        patience_seconds: float = FIRST_BYTE_SECONDS,
+        *,
+        reads: bool = True,
     ) -> str:
-        """Receive a range of a file of a Hub, which the peer reads there if it has to. Returns its digest.
+        """Receive a range of a file of a Hub, which the peer ``reads`` there if it has to. Returns its digest.
 
         Raises as ``chunk``. PeerBusyError: it is at it.
         """
-        return await self._range(member, hub_target(uri, start, len(into)), into, patience_seconds)
+        return await self._range(member, hub_target(uri, start, len(into), reads), into, patience_seconds)
 
     async def _range(
         self, member: Member, target: str, into: memoryview, patience_seconds: float = FIRST_BYTE_SECONDS

@@ -59,7 +59,7 @@ _PATHS = {
     "manifest": re.compile(r"/v1/manifest/(t?[0-9a-f]{32})"),
     "steps": re.compile(r"/v1/steps/(t?[0-9a-f]{32})"),
     "segment": re.compile(r"/v1/segment/([0-9a-f]{32})/(0|[1-9]\d{0,15})/([1-9]\d{0,7})"),
-    "hub": re.compile(r"/v1/hub/(0|[1-9]\d{0,15})/([1-9]\d{0,9})/([A-Za-z0-9%._~-]+)"),
+    "hub": re.compile(r"/v1/hub/(0|[1-9]\d{0,15})/([1-9]\d{0,9})/([A-Za-z0-9%._~-]+)\?reads=([01])"),
     "slow": re.compile(r"/v1/slow/([0-9a-f]{32})"),
 }
 
@@ -159,8 +159,8 @@ def chunk_target(version: str, chunk_size_bytes: int, ordinal: int, after: int, 
     return f"/v1/chunk/{version}/{chunk_size_bytes}/{ordinal}?after={after}&wait={wait:.3f}"
 
 
-def hub_target(uri: str, start: int, size_bytes: int) -> str:
-    return f"/v1/hub/{start}/{size_bytes}/{quote(uri, safe='')}"
+def hub_target(uri: str, start: int, size_bytes: int, reads: bool = True) -> str:
+    return f"/v1/hub/{start}/{size_bytes}/{quote(uri, safe='')}?reads={int(reads)}"
 
 
 def parse_request(data: bytes) -> Request:

@@ -160,12 +160,13 @@ class PeerServer:
         *,
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
-        hub: Callable[[str, ByteRange], Future[tuple[Path, str]] | None] | None = None,
+        hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
         asked: Callable[[str], None] | None = None,
         bytes_per_second: int | None = None,
     ) -> None:
         """``segment`` opens a range of a gradient log of this node. ``hub`` begins to have a range of a file of a Hub
-        here, and comes to the file that has it and its digest; None: this node serves no Hub. ``asked`` is told the
+        here, or looks whether it is, and comes to the file that has it and its digest; None: this node serves no Hub.
+        ``asked`` is told the
         name of each member that asks for something, once it has proven it. ``bytes_per_second``: most that is served to
         all peers together.
 
@@ -317,8 +318,9 @@ class PeerServer:
             at = ByteRange(int(start), int(start) + int(size))
             return await self._range(reply, name, lambda: self._segment and self._segment(identity, at))
         if kind == "hub":
-            start, size, uri = words
-            return await self._from_hub(reply, name, unquote(uri), ByteRange(int(start), int(start) + int(size)))
+            start, size, uri, reads = words
+            at = ByteRange(int(start), int(start) + int(size))
+            return await self._from_hub(reply, name, unquote(uri), at, reads == "1")
         if kind == "held":
             version, size, after, interested = words
             return await reply.json(await self._held(name, version, int(size), int(after), interested == "1"))
@@ -378,9 +380,9 @@ class PeerServer:
         self.counts["missing"] += 1
         return await reply.missing()
 
-    async def _from_hub(self, reply: _Reply, name: str, uri: str, at: ByteRange) -> bool:
+    async def _from_hub(self, reply: _Reply, name: str, uri: str, at: ByteRange, reads: bool) -> bool:
         """Give a range of a file of a Hub, once it is here: it is read there for whoever asks first."""
-        bringing = self._hub(uri, at) if self._hub is not None else None
+        bringing = self._hub(uri, at, reads) if self._hub is not None else None
         if bringing is None:
             return await reply.refuse(HTTPStatus.METHOD_NOT_ALLOWED)
         future = asyncio.wrap_future(bringing)

@@ -6,7 +6,9 @@ hash, and it is asked.
 
 Guarantees:
     O1  While the members are well, and agree on who they are, one of them reads each chunk from the Hub, once.
-    O2  No two nodes wait for each other: what an owner is asked for it reads from the Hub alone.
+        Before it does, it asks those next in rank whether they have it: when members come or go, other nodes own what
+        is somewhere in the cluster already.
+    O2  No two nodes wait for each other: an owner asks nobody to read, and who does not have a chunk says so at once.
     O3  An owner costs time, never the chunk. While it is at it, it says so every ``HUB_WAIT_SECONDS``. One that is
         silent for ``SILENT_SECONDS``, or cannot be reached, is passed over for ``AVOID_SECONDS``: all nodes ask the
         next in rank. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
@@ -41,16 +43,22 @@ SILENT_SECONDS: Final = 15.0
 AVOID_SECONDS: Final = 30.0
 RANKS_MAX: Final = 3
 """So many owners may fail to read a chunk before a node tries itself."""
+HOLDERS_MAX: Final = 8
+"""So many are asked whether they have a chunk before the Hub is."""
 VIEW_SECONDS: Final = 0.25
 GONE_SECONDS: Final = 60.0
 BUSY_SECONDS: Final = 0.05
 
 
 class Owners:
-    """Joins fills of files of a Hub with the owners of their chunks. Runs on one event loop; close it."""
+    """Joins fills of files of a Hub with the owners of their chunks. Runs on one event loop; close it.
 
-    def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]]) -> None:
-        self._settings, self._ask_live = settings, live
+    Args:
+        is_owner: what is read here is read for others, who take this node for the owner.
+    """
+
+    def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]], *, is_owner: bool = False) -> None:
+        self._settings, self._ask_live, self._is_owner = settings, live, is_owner
         self._me, self._look_at = "", 0.0
         self._seen: dict[str, tuple[Member, float]] = {}
         """Members, and when each was live last."""
@@ -65,16 +73,19 @@ class Owners:
             await self._client.close()
 
     async def receive(self, uri: str, key: str, start: int, into: memoryview) -> ReceivedChunk | None:
-        """Fill ``into`` from ``start`` of a file, from the owner of ``key``; None when that is this node."""
-        failed, fits = 0, len(hub_target(uri, start, len(into))) <= TARGET_BYTES_MAX
+        """Fill ``into`` from ``start`` of a file, from the owner of ``key``; None when this node is to read it."""
+        is_mine, failed, fits = self._is_owner, 0, len(hub_target(uri, start, len(into))) <= TARGET_BYTES_MAX
         members = await self._members() if fits else []
         for member in sorted(members, key=lambda member: fraction(f"{key}/{member.name}")):
-            if member.name == self._me or failed == RANKS_MAX:
+            if member.name == self._me:
+                is_mine, failed = True, 0
+                continue
+            if failed == (HOLDERS_MAX if is_mine else RANKS_MAX):
                 return None
             if self._avoided.get(member.name, 0.0) > time.monotonic():
                 continue
             try:
-                digest = await self._ask(member, uri, start, into)
+                digest = await self._ask(member, uri, start, into, is_mine)
             except ObjectNotFoundError:
                 failed += 1
             except (TierckptError, OSError) as error:
@@ -96,12 +107,12 @@ class Owners:
             self._look_at = now + VIEW_SECONDS
         return [member for member, at in self._seen.values() if now - at < GONE_SECONDS]
 
-    async def _ask(self, member: Member, uri: str, start: int, into: memoryview) -> str:
+    async def _ask(self, member: Member, uri: str, start: int, into: memoryview, is_mine: bool) -> str:
         if self._client is None:
             self._client = PeerClient(self._settings, self._me)
         while True:
             with contextlib.suppress(PeerBusyError):
-                return await self._client.hub_range(member, uri, start, into, SILENT_SECONDS)
+                return await self._client.hub_range(member, uri, start, into, SILENT_SECONDS, reads=not is_mine)
             await asyncio.sleep(BUSY_SECONDS)
 
 
