@@ -57,9 +57,9 @@ GAP_BYTES_MAX = 64 << 10
 """Small extents that are this close are read together: the disk reads that much in the time of a request."""
 
 PIECE_GAP_BYTES_MIN = 8 << 10
-"""Pieces of rows that are further apart are read one by one from the page cache: a call costs as much as copying so
-much. Of a 4096 x 14336 matrix of bfloat16 one of 2, 4, 8 ranks takes 62, 40, 27 ms of a processor by pieces, 85, 83, 69
-by whole rows; all of them together, from the disk, 168, 221, 296 and 231, 355, 579."""
+"""Pieces of rows that are further apart are read one by one from the page cache: a call costs no more than copying so
+much. 2, 4, 8 ranks together read the columns of a 4096 x 14336 matrix of bfloat16 from the disk with 293, 495, 947 ms
+of processor time by pieces, and 326, 585, 1159 by whole rows; from the page cache with as much either way."""
 
 FILLERS_MAX = 2
 """Threads that put pages in place. Measured, 2 GiB of 4 KiB pages where the disk takes 0.92 s: within the reads 2.1 s,
