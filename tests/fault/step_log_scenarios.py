@@ -99,6 +99,7 @@ def train(
     with_bug(bug)
     if options.get("drain"):  # what is folded
         logs.CHECK_SHARE = 1e9  # every step has a digest of the parameters, however slow the machine is
+        segments.FOLD_BYTES_MIN = 0  # a segment has one step, or two
     rank = dist.get_rank() if dist.is_initialized() else 0
     job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics, near=near, folder=folder)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -146,7 +147,8 @@ def fold(folder: str, stop_at: str) -> None:
         "committed": (segments, "remove_before", hang),
         "one rank a step behind": (log_fold, "roll_forward", lag),
     }
-    setattr(*stages[stop_at])
+    if stop_at:
+        setattr(*stages[stop_at])
     log_fold.main()
 
 

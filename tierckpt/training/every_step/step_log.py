@@ -261,8 +261,6 @@ class StepLog:
         settings = self._settings
         if not settings.drain:
             why = "the run is not drained, so that nothing would remove them"
-        elif settings.replicas > 1:
-            why = "other nodes have copies of it"
         else:
             try:
                 return {"state": template_of(state), "not_folded": ""}
