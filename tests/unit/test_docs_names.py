@@ -29,6 +29,7 @@ FOREIGN = {
     ),
     *(
         "GradScaler",
+        "ModelCheckpoint",
         "MultiStepLR",
         "Counter",
         "Namespace",
