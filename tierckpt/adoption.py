@@ -223,10 +223,8 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
     told = _told(store, f"{prefix}/attempt", rank, world_size, secrets.token_hex(8), location)
     if ranks is not None:
         return _Part(told[0], rank, world_size)
-    # Now every rank has written. Ranks that see one directory see one inode, last changed at one moment.
-    status = place.stat() if place.is_dir() else None
-    seen = f"{status.st_ino}-{status.st_mtime_ns}" if status is not None else "none"
-    places = _told(store, f"{prefix}/place", rank, world_size, seen, location)
+    # Now every rank has written.
+    places = _told(store, f"{prefix}/place", rank, world_size, source.identity(place) or "none", location)
     first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
     is_idle = rank not in first and bool(first)  # nobody has a directory: each says so
     return _Part(told[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)

@@ -241,6 +241,7 @@ def train_deepspeed(uri: str, folder: Path, log: Log) -> None:
 
     from tierckpt.integrations.deepspeed import TierCheckpointEngine
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile that here, for minutes
     process_group()
     plain = Model()
     batches = my_batches()

@@ -28,6 +28,7 @@ from ..adoption import adopt
 from ..client import latest
 from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
+from ..save.directory import identity
 from ..stores.schemes import check_location
 from .directories import Directories
 from .ray import alive_nodes, on_nodes
@@ -91,7 +92,7 @@ class _Cluster:
 
     def save(self, directory: str) -> None:
         """Adopt ``directory`` of every node into one checkpoint, once where several nodes see the same one."""
-        nodes, attempt = _places(partial(_place, directory)), secrets.token_hex(8)
+        nodes, attempt = _places(partial(identity, Path(directory))), secrets.token_hex(8)
         if not nodes:
             raise ConfigError(f"{directory} is on no node", hint="Is trainer.default_local_dir removed meanwhile?")
         uri = parse_uri(self.uri).child(Path(directory).name).uri
@@ -116,18 +117,10 @@ def _places(look: Callable[[], str | None]) -> list[str]:
     return list(nodes.values())
 
 
-def _place(directory: str) -> str | None:
-    """Nodes that see one directory see one inode, last changed at one moment."""
-    try:
-        status = Path(directory).stat()
-    except FileNotFoundError:
-        return None
-    return f"{status.st_ino}-{status.st_mtime_ns}"
-
-
 def _make_place(directory: str) -> str | None:
     Path(directory).mkdir(parents=True, exist_ok=True)
-    return _place(directory)
+    status = Path(directory).stat()
+    return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
 def _restore(run: str, uri: str, into: str) -> None:

@@ -48,6 +48,17 @@ class SourceFile:
     identity: tuple[int, int]
 
 
+def identity(directory: Path) -> str | None:
+    """What all who see one directory say of it, once all have written: its inode, last changed at one moment.
+
+    None where it has no file: a framework may make it on nodes that write nothing.
+    """
+    if not any(files for _, _, files in os.walk(directory)):
+        return None
+    status = directory.stat()
+    return f"{status.st_ino}-{status.st_mtime_ns}"
+
+
 def look(directory: Path) -> dict[str, SourceFile]:
     """Return the files below ``directory`` by their relative path. Links that stay inside are followed.
 
