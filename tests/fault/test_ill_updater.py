@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +23,15 @@ from typing import Any
 import pytest
 import torch
 
+import tierckpt
 from tests.fault.near_storage_job import NearJob, Reference
-from tierckpt.errors import CheckpointError, OperationTimeoutError
+from tierckpt.errors import CheckpointError, IntegrityError, OperationTimeoutError
 from tierckpt.near_storage import shadow_channel, updater_process
+from tierckpt.near_storage.blocks import Member, layout_of
 from tierckpt.near_storage.mapped_state import Hold
 from tierckpt.near_storage.shadow_channel import ShadowChannel
+from tierckpt.near_storage.state_file import StateFile
+from tierckpt.near_storage.states import begin_state, current_state
 from tierckpt.near_storage.updater_process import UpdaterProcess
 from tierckpt.replay.checksum import checksum
 
@@ -147,9 +152,11 @@ def trained(job: NearJob) -> list[int]:
 def read(saved: tuple[Hold, list[torch.Tensor]]) -> list[int]:
     hold, tensors = saved
     hold.wait(ANSWER_SECONDS)
-    found = checksums(hold.place_of(one) for one in tensors)
+    copies = [torch.empty_like(one) for one in tensors]
+    for one, copy in zip(tensors, copies, strict=True):
+        hold.reader(one)(copy.data_ptr(), 0, one.nbytes)
     hold.release()
-    return found
+    return checksums(copies)
 
 
 def check(job: NearJob) -> None:
@@ -216,6 +223,78 @@ def test_a_seeded_bug_is_found(bug: str, shadow: NearJob, waits: Waits, monkeypa
         monkeypatch.setattr(ShadowChannel, "_is_worth_waiting", is_worth_waiting)  # private: there the bug is
     with pytest.raises(AssertionError, match="training waited"):
         trained_to_the_end(shadow, waits, stop if "hangs" in bug else kill)
+
+
+def test_a_state_that_cannot_be_read_is_an_error_of_the_trainers_call_and_no_signal(tmp_path: Path) -> None:
+    """Where a mapping would end the process (N6): all that the trainer reads, and what a save reads."""
+    weight = torch.randn(3000)
+    layout = layout_of(torch.optim.AdamW, [Member("0.0", "weight", (3000,), "float32")], [{}], master_dtype=None)
+    begin_state(tmp_path, layout, {"0.0": {"": weight}}, 0)
+    found = current_state(tmp_path, layout)
+    assert found is not None
+    file, [block] = StateFile(found, layout), layout.blocks
+    target = torch.zeros(3000)
+    read = file.reader(file.all_tensors()["0.0"][""], [0])
+    read(target.data_ptr(), 4, 8)
+    read(target.data_ptr() + 4, 0, 4)
+    assert target[:3].tolist() == [weight[1].item(), weight[0].item(), 0.0] and file.present(block, 0) == {"0.0": {""}}
+    assert torch.equal(file.read(block, 0)["0.0"][""], weight)
+    os.truncate(found / "state", 0)
+    asked: list[Callable[[], object]] = [
+        lambda: file.present(block, 0),
+        lambda: file.read(block, 0),
+        lambda: read(target.data_ptr(), 0, 4),
+        lambda: file.record(block, 0, 1, is_trainers=True),
+    ]
+    for one in asked:
+        with pytest.raises(IntegrityError, match="cannot be read: it is too short"):
+            one()
+    file.close()
+
+
+def test_a_process_that_its_disk_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended_by_its_disk(_: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 7)"], cwd=tmp_path, **options
+        )
+
+    monkeypatch.setattr(updater_process, "start_python", ended_by_its_disk)
+    with pytest.raises(IntegrityError, match="SIGBUS") as caught:
+        UpdaterProcess({"directory": str(tmp_path)}, (), 5.0).start()
+    assert str(tmp_path) in caught.value.message and "restore the newest checkpoint" in caught.value.hint
+
+
+@pytest.mark.slow
+def test_a_disk_that_cannot_be_read_fails_the_save_and_the_trainer_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state file is cut off when a save is about to read it. The trainer goes on from the checkpoint before."""
+    job = NearJob(tmp_path / "near", "offload")
+    job.train()
+    state = {"model": job.model, "optimizer": job.optimizer}
+    with tierckpt.Checkpointer(tmp_path / "run", local_root=tmp_path / "local") as checkpointer:
+        checkpointer.save(1, state).result(ANSWER_SECONDS)
+        wait, [path] = Hold.wait, list((tmp_path / "near").glob("*/state"))
+
+        def cut_off(self: Hold, seconds: float) -> None:
+            wait(self, seconds)
+            os.truncate(path, 4096)
+
+        monkeypatch.setattr(Hold, "wait", cut_off)
+        job.train()
+        with pytest.raises(IntegrityError, match="cannot be read"):
+            checkpointer.save(2, state).result(ANSWER_SECONDS)
+        monkeypatch.undo()
+        for told in ("SIGBUS", "it is too short"):  # now, and when it has been begun again
+            with pytest.raises(IntegrityError, match=told):
+                job.train()
+        job.optimizer.close()
+        again = NearJob(tmp_path / "another", "offload")
+        assert checkpointer.restore({"model": again.model, "optimizer": again.optimizer}) == 1
+        again.step = 1
+        again.train()
+        assert again.checksum() == Reference("offload").at(2)
+        again.optimizer.close()
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
 from ..quantities import round_up
 from ..save import write_ahead
+from ..save.shard_plan import Fetch
 from . import split
 from .gc_pause import gc_paused
 from .handoff import client
@@ -60,8 +61,8 @@ class TierStager:
 
     Raises (from ``stage``):
         StateMismatchError: a tensor on the meta device, or quantized. CapacityError: staging memory cannot be had.
-        CheckpointSkippedError: all of it is in use (policy "skip"). OperationTimeoutError: still in use after ten
-        minutes (policy "wait").
+        CheckpointSkippedError: all of it is in use (policy "skip"), or the disk that it waits for has not ended a
+        request for 0.4 s. OperationTimeoutError: still in use after ten minutes (policy "wait").
 
     Cost: one copy of the state; the first call also pays for the memory. Not thread-safe.
 
@@ -264,8 +265,8 @@ class Source(Protocol):
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, as it was planned, is theirs."""
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is to be saved in the place of ``tensor``."""
+    def reader(self, tensor: torch.Tensor) -> Fetch:
+        """Return what reads the bytes that are to be saved in the place of those of ``tensor``."""
 
     def release(self) -> None:
         """They need not keep it any more. Raises when they have not."""
@@ -280,6 +281,8 @@ class StagedItems:
         self.in_files: dict[MetadataIndex, torch.Tensor] = {}
         """What is not copied: a source says where it lies."""
         self.sources: list[Source] = []
+        self.readers: dict[MetadataIndex, Fetch] = {}
+        """Of what lies in files: ``data`` says only what it is."""
 
     def resolve_data(self, item: WriteItem) -> Any:
         return self.data[item.index]
@@ -292,7 +295,9 @@ class StagedItems:
         self.copied.result(timeout_seconds)
         for source in self.sources:
             source.wait(timeout_seconds)
-            self.data |= {i: source.place_of(tensor) for i, tensor in self.in_files.items() if source.has(tensor)}
+            found = {i: tensor for i, tensor in self.in_files.items() if source.has(tensor)}
+            self.data |= found
+            self.readers |= {i: source.reader(tensor) for i, tensor in found.items()}
 
     def release(self) -> None:
         """All is read. Raises when a source has changed meanwhile, after all are released."""

@@ -22,6 +22,9 @@ Invariants (a block is a run of parameters with all that belongs to them; a step
     N4  The trainer's gradients of a step stay in shared memory until the frame is in its file: a process that dies
         before is given them again, one that dies after has them. Parameters come back in the same memory after that.
     N5  A state is begun, or replaced, under a new token: ``current.json`` names it when all of it is on the disk.
+    N6  A disk that cannot be read is SIGBUS in a process that reads a mapping. The trainer maps files to say where what
+        is saved lies, and to fill a new state, of which the disk has nothing to give back: it reads with pread, which
+        fails. The process reads its mapping: it ends, and the trainer is told why (``UpdaterProcess``).
 
 Sources: SK hynix's checkpoint-offloading SSD (the optimizer's state at the storage); Smart-Infinity (updates there).
 """

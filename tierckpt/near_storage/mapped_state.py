@@ -18,6 +18,7 @@ import torch
 
 from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
 from ..replay.optimizers import Parameter, local, sharded
+from ..save.shard_plan import Fetch
 from .blocks import MASTER, Layout
 from .state_file import StateFile, Tensors
 from .states import NewState, begin_state, current_state, held
@@ -57,15 +58,15 @@ class MappedState:
     def look(self, versions: Sequence[int]) -> None:
         """See which parameters have a state in the versions that count."""
         with closing(self._opened()) as file:
-            found = [file.tensors(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
-        self.stepped = {key for block in found for key, tensors in block.items() if tensors.keys() - {MASTER}}
+            found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
+        self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
 
     @torch.no_grad()
     def copy_into(self, state: Any, versions: Sequence[int]) -> None:
         """Give the trainer's parameters and its optimizer's ``state`` what the versions that count have."""
         with closing(self._opened()) as file:
             for block, version in zip(self._layout.blocks, versions, strict=True):
-                for key, tensors in file.tensors(block, version).items():
+                for key, tensors in file.read(block, version).items():
                     parameter = self._tensors[key]
                     local(parameter.detach()).copy_(tensors.pop(MASTER))
                     state[parameter] = {name: sharded(one.clone(), parameter) for name, one in tensors.items()}
@@ -185,8 +186,8 @@ class Hold:
                 waited_seconds=timeout_seconds,
             ) from None
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._file.in_version(tensor, self._answer.result(0)["versions"])
+    def reader(self, tensor: torch.Tensor) -> Fetch:
+        return self._file.reader(tensor, self._answer.result(0)["versions"])
 
     def release(self) -> None:
         """Raises UpdaterLostError: another process has been begun meanwhile, and may have written over it."""

@@ -44,7 +44,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     ``mode="shadow"``: the trainer steps an optimizer of its own, on the CPU, and the process makes each step again
     from its gradients: the same bits, a moment later.
 
-    Either way each step is on the SSD, and ``resume`` continues at the newest one. In the state of a ``Checkpointer`` a
+    Either way each step is on the SSD, and ``resume`` continues at the newest one: in offload when ``step`` returns, in
+    shadow two steps later at most, while the process works. One that has ended, or does nothing, has the steps since in
+    memory behind it, as many as fit into 1 GiB or the bytes of the state, whichever is more; a trainer that is killed
+    before that process, or the next, has them loses them. ``logged_steps`` says how far it is.
+
+    In the state of a ``Checkpointer`` a
     save is written from what is there, the shards of all ranks into one checkpoint: nothing of it crosses the link
     between accelerator and host. A process that does nothing (stopped, its disk hangs) costs training in shadow 0.4 s
     once; a shadow that has missed too many steps is given up, and begins again at the next checkpoint.
@@ -207,7 +212,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def logged_steps(self) -> int:
-        """How many of them ``resume`` would find now. A shadow whose process is ill is behind ``steps``."""
+        """How many of them ``resume`` would find, should the trainer and the process be killed now. In shadow ``steps``
+        is two more at most, and further ahead while the process has ended or does nothing."""
         return max(self._process.step, 0)
 
     @property

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import torch
 import xxhash
 
 from ..disk.durable import fsync_dir, make_dirs, translated
-from ..disk.file_io import address_of, allocate, libc
+from ..disk.file_io import address_of, allocate, libc, read_into
 from ..errors import IntegrityError
+from ..save.shard_plan import Fetch
 from .blocks import Block, Layout, view_of
 
 STATE, RECORDS = "state", "records"
@@ -28,6 +30,17 @@ _MS_SYNC = 4
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+DMESG = "Look for errors of its disk (dmesg)"
+LOST = "Build it over an empty directory, and restore the newest checkpoint"
+
+
+class Descriptor:
+    """An open file, closed with the last reference to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number)
 
 
 class StateFile:
@@ -42,14 +55,13 @@ class StateFile:
         path = directory / STATE
         if create:
             make_dirs(directory)
-        with translated(path), contextlib.ExitStack() as opened:
+        with translated(path), contextlib.ExitStack() as failed:
             if create:
                 directory.chmod(0o700)  # of a training state nothing is anybody else's
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-            file = os.open(path, flags, 0o600)
-            opened.callback(os.close, file)
+            self._file = Descriptor(os.open(path, flags, 0o600))
+            file = self._file.number
             self._records = os.open(directory / RECORDS, flags, 0o600)
-            failed = opened.enter_context(contextlib.ExitStack())
             failed.callback(os.close, self._records)
             size_bytes = 2 * layout.size_bytes
             if create:
@@ -59,6 +71,8 @@ class StateFile:
                 os.fsync(file)
                 os.fsync(self._records)
                 fsync_dir(directory)
+            elif os.fstat(file).st_size < size_bytes:
+                raise _unreadable(path, "it is too short")
             self._map = mmap.mmap(file, size_bytes)
             failed.pop_all()
         self._view = memoryview(self._map)
@@ -66,11 +80,20 @@ class StateFile:
 
     def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
         """Return the tensors of a block that are there, by key and name. They share its memory."""
-        view = self.bytes_of(block, version)
-        found: Tensors = {key: {} for key in block.keys}
+        return _tensors_in(self.bytes_of(block, version), block, all_of_them=all_of_them)
+
+    def read(self, block: Block, version: int) -> Tensors:
+        """As ``tensors``, in memory of their own (N6)."""
+        return _tensors_in(self._read_block(block, version), block)
+
+    def present(self, block: Block, version: int) -> dict[str, set[str]]:
+        """Return which tensors are there, by key (N6)."""
+        flags = bytearray(len(block.places))
+        self._read(address_of(flags), len(flags), self._begin_of(block, version))
+        found: dict[str, set[str]] = {key: set() for key in block.keys}
         for place in block.places:
-            if all_of_them or view[place.index]:
-                found[place.key][place.name] = view_of(view, place.offset, place)
+            if flags[place.index]:
+                found[place.key].add(place.name)
         return found
 
     def all_tensors(self) -> Tensors:
@@ -84,8 +107,9 @@ class StateFile:
         """Whether ``tensor`` lies in version 0 of a block."""
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
-    def in_version(self, tensor: torch.Tensor, versions: Sequence[int]) -> torch.Tensor:
-        """Return what lies in the place of ``tensor``, which is contiguous and in version 0, in those of ``versions``.
+    def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
+        """Return what reads the bytes that lie in the place of ``tensor``, which is contiguous and in version 0, in
+        those of ``versions`` (N6). They can be read until it goes.
 
         Args:
             versions: of each block.
@@ -93,18 +117,36 @@ class StateFile:
         at = tensor.data_ptr() - self._address
         block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
         at += versions[block] * self.layout.size_bytes
-        found = torch.frombuffer(self._view, dtype=tensor.dtype, count=tensor.numel(), offset=at)
-        return found.view(tensor.shape)
+        return lambda target, start, count: self._read(target, count, at + start)
 
     def mark(self, block: Block, version: int, present: Mapping[str, Container[str]]) -> None:
         """Say which tensors are there."""
-        view = self.bytes_of(block, version)
-        for place in block.places:
-            view[place.index] = place.name in present.get(place.key, {})
+        flags = bytes(place.name in present.get(place.key, {}) for place in block.places)
+        with translated(self.directory / STATE):
+            os.pwrite(self._file.number, flags, self._begin_of(block, version))
 
     def bytes_of(self, block: Block, version: int) -> memoryview:
-        begin = version * self.layout.size_bytes + block.offset
+        begin = self._begin_of(block, version)
         return self._view[begin : begin + block.size_bytes]
+
+    def _begin_of(self, block: Block, version: int) -> int:
+        return version * self.layout.size_bytes + block.offset
+
+    def _read_block(self, block: Block, version: int) -> memoryview:
+        data = bytearray(block.size_bytes)
+        self._read(address_of(data), len(data), self._begin_of(block, version))
+        return memoryview(data)
+
+    def _read(self, target: int, count: int, offset: int) -> None:
+        """Put bytes of the state at the address ``target``. Raises IntegrityError: the disk does not give them back."""
+        path, into, problem = self.directory / STATE, memoryview((ctypes.c_char * count).from_address(target)), ""
+        try:
+            if read_into(self._file.number, into, offset) < count:
+                problem = "it is too short"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem:
+            raise _unreadable(path, problem)
 
     def copy(self, block: Block, source: int) -> int:
         """Bring the other version to the bytes of ``source``, and return which that is."""
@@ -112,12 +154,12 @@ class StateFile:
         into.copy_(of)
         return 1 - source
 
-    def record(self, block: Block, version: int, step: int) -> None:
-        """Make a version of a block durable, then the record that it counts, at ``step`` (N1)."""
-        data = self.bytes_of(block, version)
+    def record(self, block: Block, version: int, step: int, *, is_trainers: bool = False) -> None:
+        """Make a version of a block durable, then the record that it counts, at ``step`` (N1). ``is_trainers``: N6."""
+        data = self._read_block(block, version) if is_trainers else self.bytes_of(block, version)
         digest = xxhash.xxh3_128_digest(data)
         with translated(self.directory / STATE):
-            begin = self._address + version * self.layout.size_bytes + block.offset
+            begin = self._address + self._begin_of(block, version)
             if libc.msync(begin, block.size_bytes, _MS_SYNC):
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number))
@@ -147,7 +189,7 @@ class StateFile:
         raise IntegrityError(
             f"block {block.index} of the optimizer's state in {self.directory} is damaged, in both versions"
             + (f", or of later steps than {last_step}" if last_step is not None else ""),
-            hint="Build it over an empty directory, and restore the newest checkpoint",
+            hint=LOST,
             path=self.directory / STATE,
         )
 
@@ -162,10 +204,22 @@ class StateFile:
             os.fdatasync(self._records)
 
     def close(self) -> None:
-        """The mapping goes with the last tensor of it. Idempotent."""
+        """The mapping goes with the last tensor of it, the file with the last ``reader``. Idempotent."""
         if self._records >= 0:
             os.close(self._records)
         self._records = -1
 
     def _record_at(self, block: Block, version: int) -> int:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES
+
+
+def _tensors_in(view: memoryview, block: Block, *, all_of_them: bool = False) -> Tensors:
+    found: Tensors = {key: {} for key in block.keys}
+    for place in block.places:
+        if all_of_them or view[place.index]:
+            found[place.key][place.name] = view_of(view, place.offset, place)
+    return found
+
+
+def _unreadable(path: Path, problem: str) -> IntegrityError:
+    return IntegrityError(f"{path} cannot be read: {problem}", hint=f"{DMESG}. {LOST}", path=path)

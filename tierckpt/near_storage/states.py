@@ -103,7 +103,7 @@ class NewState:
         layout = self.file.layout
         for block in layout.blocks:
             self.file.mark(block, 0, present)
-            self.file.record(block, 0, step)
+            self.file.record(block, 0, step, is_trainers=True)
         found = {"token": self._token, "layout": layout.digest, "kind": layout.kind}
         durable_write(self._directory / CURRENT, json.dumps(found).encode())
         self.file.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -15,10 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, OperationTimeoutError, TierckptError, UpdaterLostError
+from ..errors import CheckpointError, IntegrityError, OperationTimeoutError, TierckptError, UpdaterLostError
 from ..ipc.child_process import start_python
 from ..telemetry import logger
 from .messages import receive, send, to_error
+from .state_file import DMESG, LOST
 from .states import END_SECONDS
 
 log = logger("replay")
@@ -26,6 +29,8 @@ log = logger("replay")
 LOOK_SECONDS = 0.1
 IDLE_SECONDS = 5.0
 """Training that has waited so long for a process that does nothing is said to wait."""
+END_OF_PROCESS_SECONDS = 1.0
+"""From the end of its connection to its own."""
 KILL_SECONDS = 20.0
 """A process that is killed ends, unless the kernel has it wait for a disk."""
 
@@ -243,12 +248,25 @@ class UpdaterProcess:
                         self.changed.notify_all()
         except (EOFError, OSError):
             pass
+        if self._has_met_bad_disk():
+            failure = IntegrityError(
+                f"the optimizer's state in {self.order['directory']} cannot be read: its process was ended by SIGBUS",
+                hint=f"{DMESG}. {LOST}",
+                path=self.order["directory"],
+            )
         with self.changed:
             self._failure = failure
             waiting, self._answers = self._answers, {}
             self.changed.notify_all()
         for answer in waiting.values():
             answer.set_exception(failure)
+
+    def _has_met_bad_disk(self) -> bool:
+        """Whether the process that has just ended did so on a page of its files that could not be read (N6)."""
+        process = self._process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process is not None and process.wait(END_OF_PROCESS_SECONDS) == -signal.SIGBUS
+        return False
 
     def _answer(self, message: dict[str, Any]) -> None:
         answer = self._answers.pop(message["number"])

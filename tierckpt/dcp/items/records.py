@@ -56,6 +56,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     like: Any = None
     tensor_of = planner.tensor if isinstance(planner, StagedItems) else partial(split.resolve, planner)
     plain = _looked_up(planner)
+    readers = planner.readers if isinstance(planner, StagedItems) else {}
     objects = getattr(planner, "state_dict", {})
     for item in items:
         if item.type is WriteItemType.BYTE_IO:
@@ -77,8 +78,11 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         dtype, shape = tensor.dtype, tensor.shape
         if frame is None or dtype is not like[0] or shape != like[1]:  # mostly like the one before
             frame, like = item_format.frame(dtype, shape), (dtype, shape)
-        if not _lies_ready(tensor, dtype) and frame.size_bytes:
-            found.tensors.append(Record(0, frame.head, frame, 0, tensor, _Gathered(tensor).fetch, item))
+        fetch = readers.get(item.index)
+        if fetch is None and not _lies_ready(tensor, dtype):
+            fetch = _Gathered(tensor).fetch
+        if fetch is not None and frame.size_bytes:
+            found.tensors.append(Record(0, frame.head, frame, 0, tensor, fetch, item))
             continue
         address = tensor.data_ptr()
         if leases and (lease is None or not lease.covers(address)):
