@@ -14,6 +14,9 @@ Invariants:
         the checkpoint, and from there to the step that it reaches.
     G3  Of a step everything is given back, or nothing: parameters and optimizer state by replay, the rest as the step
         left it (``codec.attachment``).
+    G4  What a restore of a certain step gave up goes with the first frame behind it. Copies on other nodes go when
+        these hear of that; one that does not, and outlives all others, leads on from the checkpoint that was gone back
+        to, and from none that is saved afterwards: so the first step saves.
 """
 
 from __future__ import annotations
@@ -122,6 +125,7 @@ class StepLog:
         self._log: GradientLog | None = None
         self._attachments: Attachments | None = None
         self._named = 0
+        self._has_gone_back = False
 
     @functools.cached_property
     def link(self) -> Link:
@@ -141,8 +145,10 @@ class StepLog:
 
     @property
     def needs_base(self) -> bool:
-        """True until a first checkpoint: nothing can be logged before. The same on all ranks."""
-        return self.is_on and self._log is None
+        """True until a first checkpoint: nothing can be logged before. And from when a restore went back until the next
+        one: a copy of what was given up, on a node that was cut off, leads on from none of a new name (G4). The same on
+        all ranks."""
+        return self.is_on and (self._log is None or self._has_gone_back)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
         """Log ``step``, once all that belongs to it is done. What cannot be logged ends the log.
@@ -150,7 +156,7 @@ class StepLog:
         Raises:
             ConfigError: before the first checkpoint: the state has an optimizer that cannot be replayed, or none.
         """
-        if self.needs_base:
+        if self.is_on and self._log is None:
             _check(_optimizers(state))
         if self._log is None or self._attachments is None:
             return
@@ -166,6 +172,7 @@ class StepLog:
         """The state of now, that of ``step``, is on its way to a checkpoint, which is called ``base``; or it failed."""
         if not self.is_on or failure is not None:
             return
+        self._has_gone_back = False
         is_new = self._log is None or bool(self._log.failure) or not _are_same(self._log.optimizers, _optimizers(state))
         if is_new or self._attachments is None:
             self._begin(state).begin(base, step=step)
@@ -201,6 +208,7 @@ class StepLog:
             return step, 0
         self._owner["job"] = self.new_base()  # what was logged in this life behind ``step`` is another history (G2)
         logged = self._begin(state)
+        self._has_gone_back = not is_newest
         found = self._newest_of_all(base, step, state, restore) if is_newest else Recovered(-1, 0)
         self._attachments = Attachments(state)
         self._bases.append(step)
