@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -50,3 +51,20 @@ def counted() -> Iterator[Waits]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Condition, "wait", lambda one, timeout=None: waits.wait(one, timeout))
         yield waits
+
+
+class Disk:
+    """Hangs in one kind of request, from when it is armed until it is released. Each request takes ``seconds``."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, owner: Any, call: str) -> None:
+        self.hangs, self.in_it = threading.Event(), threading.Event()
+        self.hangs.set()
+        real = getattr(owner, call)
+
+        def asked(*given: Any, **options: Any) -> Any:
+            if not self.hangs.is_set():
+                self.in_it.set()
+                self.hangs.wait(60)
+            return real(*given, **options)
+
+        patched.setattr(owner, call, asked)

@@ -131,8 +131,27 @@ class Mover:
 
     # --- saving ------------------------------------------------------------------------------------------------
 
-    async def attempts_to_replace(self, location: Location, *, overwrite: bool) -> tuple[str, ...]:
+    def standing_here(self, location: Location) -> tuple[bool, set[str]]:
+        """Return whether a checkpoint stands under ``location`` on the local tier, and which attempts the tiers may be
+        at by what lies here. Blocking."""
+        directory = self.directory(location)
+        try:
+            local = local_commit.read_local_manifest(directory)
+        except (ManifestError, StoreError) as error:
+            # Set aside by the commit, no sooner: what the journal still has to drain is known by it.
+            log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
+            return False, self._attempts_in_journal(location)
+        if local is None:
+            return False, set()
+        is_drained = marks.is_drained(directory, local.attempt)
+        return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may be at one of those
+
+    async def attempts_to_replace(
+        self, location: Location, here: tuple[bool, set[str]] | None = None, *, overwrite: bool
+    ) -> tuple[str, ...]:
         """Return the attempts that stand under ``location`` now: a new save is told to replace exactly these.
+
+        ``here``: what ``standing_here`` has returned.
 
         A shared tier that does not answer in time is passed over, because a save must not wait for it; should an
         attempt stand there, the drain will find it. So is one that refuses us, once it has been reached in this
@@ -143,16 +162,7 @@ class Mover:
             StoreError: the shared tier refuses us (missing bucket, credentials) before it was ever reached: better said
                 at the first save.
         """
-        directory = self.directory(location)
-        try:
-            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
-            standing = {local.attempt} if local else set()
-        except (ManifestError, StoreError) as error:
-            # Set aside by the commit, no sooner: what the journal still has to drain is known by it.
-            log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
-            local, standing = None, await asyncio.to_thread(self._attempts_in_journal, location)
-        if local is not None and not await asyncio.to_thread(marks.is_drained, directory, local.attempt):
-            standing |= {*local.replaces}  # the shared tier may still be at one of those
+        is_local, standing = await asyncio.to_thread(self.standing_here, location) if here is None else here
         if self.settings.drain:
             try:
                 is_silent = time.monotonic() < self._silent_until.get(place_of(location), 0.0)
@@ -178,7 +188,7 @@ class Mover:
                 )
         if standing and not overwrite:
             raise shared_commit.already_committed(
-                location, ", ".join(sorted(standing)), Tier.LOCAL if local else Tier.SHARED
+                location, ", ".join(sorted(standing)), Tier.LOCAL if is_local else Tier.SHARED
             )
         return tuple(sorted(standing))
 

@@ -19,7 +19,7 @@ import torch
 from tests.fault.gradient_log_job import BASE, Job
 from tests.open_files import open_files
 from tests.services import ENVIRONMENT, REPOSITORY
-from tests.waits import TooLongError, counted
+from tests.waits import Disk, TooLongError, counted
 from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
 from tierckpt.replay import log as logs
@@ -251,23 +251,6 @@ def test_whoever_waits_for_a_disk_that_fails_is_told(
             log.sync()
         assert log.durable_step == -1
         assert call == "sync" or not (open_files(tmp_path) or paths_in(tmp_path)), "a file without a head is left"
-
-
-class Disk:
-    """Hangs in one kind of request, from when it is armed until it is released. Each request takes ``seconds``."""
-
-    def __init__(self, patched: pytest.MonkeyPatch, owner: Any, call: str) -> None:
-        self.hangs, self.in_it = threading.Event(), threading.Event()
-        self.hangs.set()
-        real = getattr(owner, call)
-
-        def asked(*given: Any, **options: Any) -> Any:
-            if not self.hangs.is_set():
-                self.in_it.set()
-                self.hangs.wait(60)
-            return real(*given, **options)
-
-        patched.setattr(owner, call, asked)
 
 
 CALLS: dict[str, tuple[Any, str]] = {

@@ -135,6 +135,7 @@ def test_records_are_bounded_and_lose_only_their_detail(
     with Checkpointer(file_uri) as checkpointer:
         for step in range(1, 500):
             checkpointer.step(step, {})
+        assert checkpointer._ledger._flush(60)  # private: a thread writes it
         [path] = (local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl")
         assert len(path.read_text().splitlines()) <= 41
     assert report(capsys, file_uri)["kept_steps"] == 499
@@ -146,7 +147,7 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
     with Checkpointer(file_uri) as checkpointer:
         for step in range(1, 20):
             checkpointer.step(step, {})
-        checkpointer.save(20, {"w": torch.zeros(3)})
+        checkpointer.save(20, {"w": torch.zeros(3)}).result(60)
         with monkeypatch.context() as full:
 
             def no_room(*_: Any) -> int:
@@ -154,6 +155,7 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
 
             full.setattr(os, "pwrite", no_room)
             checkpointer._ledger.saved(20)  # private: the disk is full for this line of the log alone
+            checkpointer._ledger._flush(60)  # private: a thread writes it
         checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # training has not noticed
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
         with path.open("a") as stream:

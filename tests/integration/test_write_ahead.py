@@ -192,14 +192,14 @@ def test_a_copy_that_fails_is_not_written(
     assert seen.begun == 0 and given_up(local_root), "A1: nothing is begun before all is copied"
 
 
-def test_nothing_is_begun_where_something_would_have_to_go(
+def test_nothing_is_written_ahead_where_something_would_have_to_go(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     monkeypatch.setattr(eviction, "room_bytes", lambda settings: 100 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
-    assert seen.begun == 0
+    assert seen.taken == 0
 
 
 def test_what_the_disk_has_given_already_is_not_asked_for_again(

@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from ..config import Settings
+from ..disk.illness import ill_disk, requests
 from ..disk.io_tuner import READ_THREADS_MAX, WRITE_THREADS_MAX
 from ..errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from ..poll import BRIEF, Poll
@@ -204,6 +205,7 @@ class Arena:
 
         Raises:
             CapacityError: the slot can never be had: above ``size_bytes_max``, or the node has not got the memory.
+            CheckpointSkippedError: the disk is ill, and no slot comes free before it is well.
             OperationTimeoutError: no slot came free within ``timeout_seconds``.
         """
         size_bytes_kept = whole_huge_pages(size_bytes)
@@ -222,6 +224,8 @@ class Arena:
                 return lease
             if self.policy is Policy.SKIP:
                 return None
+            if requests.is_ill:
+                raise ill_disk("the local root")
             if not collected and time.monotonic() - begun > min(COLLECT_SECONDS, self.timeout_seconds / 2):
                 # The error of a failed save may keep its tensors in a cycle, and who waits makes no garbage.
                 collected = True

@@ -9,6 +9,7 @@ from ..config import Settings
 from ..disk.local_root import use_local_root
 from ..errors import ConfigError
 from ..format.layout import Location, parse_uri
+from ..ownership import roots
 from ..stores.schemes import check_location
 
 
@@ -23,7 +24,8 @@ class Mount:
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         if uri is None:
             raise ConfigError("no URI", hint=f"{type(self).__name__}('s3://bucket/run/step-100')")
-        use_local_root(self.settings)
+        if self.settings.local_root not in roots:  # later, what is used below it is checked where it is used
+            use_local_root(self.settings)
         self.location = check_location(parse_uri(uri))
         self.path = self.location.uri
 

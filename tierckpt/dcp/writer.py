@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from ..checkpoint import in_flight
 from ..config import Settings
+from ..disk.illness import Errands
 from ..disk.local_root import check_local_root
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError
 from ..format.layout import (
@@ -61,7 +62,7 @@ log = logger("save")
 
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_session", "_planned", "_busy", "_stager", "_outcome"}
+_OF_THIS_PROCESS = {"_session", "_planned", "_busy", "_stager", "_errands", "_outcome"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -162,6 +163,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """The shards of a save that has begun before ``write_data``."""
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
+        self._errands: Errands | None = None
         self._outcome: in_flight.Begun | None = None
         """This save, as those see it who wait for it in this process."""
         self._point_to(uri if uri is not None else path)
@@ -202,11 +204,17 @@ class TierStorageWriter(Mount, StorageWriter):
             ConfigError, PermissionDeniedError: this node cannot save there.
             AlreadyCommittedError: the id holds a checkpoint, and ``overwrite`` is False.
         """
-        with self._telling():
+        mover = self._client.mover
+
+        def look() -> tuple[bool, set[str]] | None:
             check_local_root(self.settings)
             self._client.enter(self.location.parent, trains=True)  # what is about to be committed here must be known
-            if self._role.is_coordinator:
-                standing = self._client.mover.attempts_to_replace(self.location, overwrite=self.overwrite)
+            return mover.standing_here(self.location) if self._role.is_coordinator else None
+
+        with self._telling():
+            here = look() if self._errands is None else self._errands.run(look)
+            if here is not None:
+                standing = mover.attempts_to_replace(self.location, here, overwrite=self.overwrite)
                 self._role.replaces = self._client.run(standing)
         if not self._role.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._role.rank}_"))
@@ -342,9 +350,9 @@ class TierStorageWriter(Mount, StorageWriter):
         """The attempts this save was told to replace, on the coordinator."""
         return self._role.replaces
 
-    def hold_back(self) -> None:
-        """Keep this rank's shards from the drain until ``hand_over``."""
-        self._role.holds_back = True
+    def hold_back(self, errands: Errands | None = None) -> None:
+        """Keep this rank's shards from the drain until ``hand_over``. ``errands`` ask the disk while it is planned."""
+        self._role.holds_back, self._errands = True, errands
 
     def keep(self, is_kept: bool) -> None:
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
@@ -493,7 +501,8 @@ class TierStorageWriter(Mount, StorageWriter):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _session=None, _planned=None, _busy=threading.Lock(), _stager=None, _outcome=None)
+        self.__dict__.update(state, _session=None, _planned=None, _busy=threading.Lock())
+        self._stager = self._errands = self._outcome = None
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:

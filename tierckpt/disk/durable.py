@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..ownership import check, mode_of
 from ..types import Buffer, Tier
+from .illness import requests
 from .quarantine import open_regular, set_aside
 from .temporary_names import temporary_of_this_process
 
@@ -90,7 +91,7 @@ def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -
 
 def fsync_dir(path: Path) -> None:
     """Make the names in directory ``path`` durable. Cost: one fsync."""
-    with translated(path):
+    with translated(path), requests.asking():
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
@@ -150,7 +151,8 @@ def _make_missing(path: Path, *, is_durable: bool) -> None:
 def _make_dir(directory: Path) -> None:
     mode = mode_of(directory)
     try:
-        directory.mkdir(mode)
+        with requests.asking():
+            directory.mkdir(mode)
     except FileExistsError:  # another process made it, or it is no directory
         if not directory.is_dir():
             if not set_aside(directory):
@@ -189,7 +191,8 @@ def publish(new: Path, path: Path, file: int | None = None) -> None:
     Raises OSError, or an error of ours.
     """
     if file is not None:
-        os.fsync(file)
+        with requests.asking():
+            os.fsync(file)
     replace_file(new, path)
     fsync_dir(path.parent)
 
@@ -197,7 +200,8 @@ def publish(new: Path, path: Path, file: int | None = None) -> None:
 def replace_file(new: Path, path: Path) -> None:
     """Rename ``new`` over ``path``; a directory of that name below a local root is set aside. Raises OSError."""
     try:
-        new.replace(path)
+        with requests.asking():
+            new.replace(path)
     except IsADirectoryError:
         if not set_aside(path):
             raise
@@ -243,10 +247,12 @@ def create_file(path: Path, mode: int = 0o666) -> int:
 
 
 def write_new(path: Path, data: Buffer, mode: int = 0o666) -> None:
-    file = create_file(path, mode)
+    with requests.asking():
+        file = create_file(path, mode)
     try:
         write_all(file, data)
-        os.fsync(file)
+        with requests.asking():
+            os.fsync(file)
     finally:
         os.close(file)
 
@@ -255,13 +261,15 @@ def write_all(file: int, data: Buffer) -> int:
     view = memoryview(data).cast("B")
     size_bytes = len(view)
     while view:
-        view = view[os.write(file, view) :]
+        with requests.asking():
+            view = view[os.write(file, view) :]
     return size_bytes
 
 
 def fsync_file(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with requests.asking():
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

@@ -16,6 +16,7 @@ from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
 from .durable import translated
+from .illness import requests
 from .quarantine import open_regular
 
 log = logger("disk")
@@ -28,7 +29,8 @@ devices_without: set[int] = set()
 def open_direct(path: Path, flags: int) -> int | None:
     """Open ``path`` for direct I/O; None where the file system has none, said once a device. Raises OSError."""
     try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+        with requests.asking():
+            return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
     except OSError as error:
         if error.errno not in DIRECT_REFUSED:
             raise
@@ -61,7 +63,8 @@ class DirectFile:
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of ``view``. A short direct write goes on from the last whole block."""
         while view:
-            count = os.pwrite(self.fd, view, offset)
+            with requests.asking():
+                count = os.pwrite(self.fd, view, offset)
             if self.direct and count < len(view):
                 count -= count % DISK_BLOCK_BYTES
             if count <= 0:
@@ -70,10 +73,11 @@ class DirectFile:
 
     def cut(self, size_bytes: int, *, durable: bool) -> None:
         """Cut off what pads the last block, and have all bytes on the disk. The name is the caller's to fsync."""
-        if size_bytes % DISK_BLOCK_BYTES:
-            os.ftruncate(self.fd, size_bytes)
-        if durable:
-            os.fsync(self.fd)
+        with requests.asking():
+            if size_bytes % DISK_BLOCK_BYTES:
+                os.ftruncate(self.fd, size_bytes)
+            if durable:
+                os.fsync(self.fd)
 
     def close(self) -> None:
         if self.fd >= 0:

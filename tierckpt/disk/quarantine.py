@@ -20,6 +20,7 @@ from ..errors import StoreError
 from ..ownership import check, check_owner, root_of
 from ..telemetry import QUARANTINES, logger
 from ..types import Tier
+from .illness import requests
 
 log = logger("disk")
 
@@ -50,7 +51,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_state else 0)
     for _ in range(2):
         try:
-            file = os.open(path, flags, mode)
+            with requests.asking():
+                file = os.open(path, flags, mode)
         except OSError as error:
             if error.errno not in _OTHER_KIND:
                 raise

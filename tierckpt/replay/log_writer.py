@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..disk.durable import translated
+from ..disk.illness import HINT, ILL_SECONDS
 from ..errors import CheckpointError
 from ..save import segments
 from ..save.segments import SegmentFile
@@ -36,10 +37,7 @@ log = logger("replay")
 FRAMES_AHEAD, FRAMES_AHEAD_MAX, AHEAD_BYTES = 2, 256, 64 << 20
 """Steps whose gradients wait in memory to be written: two, or as many as so much holds. Then a step waits too."""
 COPY_SECONDS = 600.0
-ILL_SECONDS = 0.4
-"""Of the half second that training may wait for a disk that is ill."""
 JOIN_SECONDS = 0.05
-HINT = "look for a hung disk or mount (dmesg)"
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,9 +102,16 @@ class TempFile:
 class WriteAhead:
     """The files of one staged checkpoint, and the threads that write them. Thread-safe."""
 
-    def __init__(self, directory: Path, memory: Memory, spans: Sequence[Span], unit_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        memory: Memory,
+        spans: Sequence[Span],
+        unit_bytes: int,
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.unit_bytes = unit_bytes
-        self._directory = directory
+        self._directory, self._has_room = directory, has_room
         self._memory = memory
         self._files = [TempFile(self, span) for span in spans]
         self._queue = deque((file, offset) for file in self._files for offset in file.span.units(unit_bytes))
@@ -197,6 +204,8 @@ class WriteAhead:
             self._leave()
 
     def _open_files(self) -> None:
+        if not self._has_room():  # asked here, and not where training waits for the disk; nothing has to go for this
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for file in self._files:
             # Under the directory of the local tier: on its file system, as only there can the file get its name.
             fd = open_direct(self._directory, os.O_TMPFILE | os.O_WRONLY)
@@ -284,8 +293,10 @@ def prepare(
     if last is None or not last.in_place:
         return None
     unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
-    ahead = WriteAhead(settings.local_root, lease.memory, spans, unit)
-    if ahead.planned_bytes < BYTES_MIN or eviction.room_bytes(settings) < size_bytes:
+    ahead = WriteAhead(
+        settings.local_root, lease.memory, spans, unit, lambda: eviction.room_bytes(settings) >= size_bytes
+    )
+    if ahead.planned_bytes < BYTES_MIN:
         return None
     lease.ahead = ahead
     return ahead

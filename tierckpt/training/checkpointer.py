@@ -29,8 +29,10 @@ from ..config import Settings
 from ..dcp.handoff.client import is_wanted
 from ..dcp.stager import Mode, TierStager
 from ..dcp.writer import TierStorageWriter
+from ..disk.illness import Errands
 from ..errors import (
     CheckpointError,
+    CheckpointSkippedError,
     OperationTimeoutError,
     PermissionDeniedError,
     StoreUnavailableError,
@@ -50,7 +52,7 @@ from .drain_decider import DrainDecider, SaveDirective
 from .every_step.redo_log import make_checkpoint
 from .every_step.step_log import StepLog
 from .every_step.window import SaveMode, SaveWindow, check_mode
-from .exchange import Exchange, agree_on_name, all_gather, is_distributed
+from .exchange import Exchange, agree_on_name, is_distributed
 from .final_save import FinalSave, cost_of
 from .interval import Interval, IntervalController, Phase
 from .job import Job, RunningSaves, SaveRecord, describe_wait, kept_records, left_out, note_commits, plan_save, stage
@@ -61,7 +63,6 @@ from .run_log import RunLog
 
 log = logger("checkpointer")
 
-PROMPT_SECONDS = 0.02
 LATEST = 64
 """Saves that are looked at again: what is decided is decided by the latest ones."""
 STATS_MAX = 4096
@@ -161,7 +162,8 @@ class Checkpointer:
         self._handoffs = (
             ThreadPoolExecutor(1, thread_name_prefix="tierckpt-handoff") if is_wanted(self.settings) else None
         )
-        self._running = RunningSaves(timeout_seconds)
+        self._running = RunningSaves(self.settings, timeout_seconds)
+        self._errands = Errands(self.settings.local_root)
         self._saves = 0
         self._closed = False
         self._is_blind = False
@@ -241,7 +243,7 @@ class Checkpointer:
             return "plain"
         if now - self._looked_at > LOOK_SECONDS:
             self._looked_at = now
-            self._note_commits()
+            self._errands.tried(self._note_commits)
         return "draining" if self.settings.drain else "plain"
 
     @short_traceback
@@ -249,7 +251,8 @@ class Checkpointer:
         """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
 
         When ``checkpoints_in_flight_max`` saves are not yet written, ``staging_policy`` decides: wait for the oldest,
-        skip this one (on all ranks; the record's ``error`` and the future say so), or drop the oldest not begun.
+        skip this one (on all ranks; the record's ``error`` and the future say so), or drop the oldest not begun. A disk
+        that has not ended a request for 0.4 s is not waited for: this save is skipped, whatever the policy.
 
         Raises:
             TierckptError: an earlier save failed, or this one cannot start (StateMismatchError, ...).
@@ -283,25 +286,30 @@ class Checkpointer:
     ) -> Future[None]:
         """Save ``state``, or what was collected of it at an earlier step: that is nobody else's."""
         begun, step = time.monotonic(), record.step
-        if self._has_no_room(record.uri):
+        if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
-            return left_out(record, self.settings.checkpoints_in_flight_max)
-        self._note_commits()
+            return left_out(record, refused)
+        ill = self._errands.tried(self._note_commits)
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         record.is_sent, record.is_straight = order.is_sent, order.is_straight
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
-        writer.hold_back()
+        # The first save of a process waits for what others left: it makes what is below the local root.
+        writer.hold_back(self._errands if self._saves else None)
         writer.annotate(self._step_log.notes(record, is_of_now=collected is None))
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)
-        with unwrapped():
-            plan, planner, metadata = plan_save(
-                lambda: states.collect(state) if collected is None else collected,
-                *(writer, self._running, self._raise_failures),
-            )
+        try:
+            with unwrapped():
+                plan, planner, metadata = plan_save(
+                    lambda: states.collect(state) if collected is None else collected,
+                    *(writer, self._running, lambda: self._raise_failures(ill)),
+                )
+        except CheckpointSkippedError as error:
+            self._note(record)
+            return left_out(record, error)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
         if collected is None:
             self._unsaved = None
@@ -318,7 +326,7 @@ class Checkpointer:
             job.handle = self._handoffs.submit(job.offer)
         future = self._pool.submit(self._write, job)
         self._running.add(record, future)
-        if failure is not None:
+        if failure is not None and not isinstance(failure, CheckpointSkippedError):
             self._running.note_reported({record.uri})
             raise failure
         record.blocked_seconds += time.monotonic() - begun
@@ -333,21 +341,6 @@ class Checkpointer:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (order.bytes_per_second is not None or self._is_throttled):
             self._is_throttled = order.bytes_per_second is not None
             self._client.throttle(order.throttle_of_node(), order.throttle_seconds)
-
-    def _has_no_room(self, uri: str) -> bool:
-        """Wait until this save may begin; True when the policy is to leave it out. The same answer on every rank.
-
-        Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
-        """
-        # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
-        self._running.wait(PROMPT_SECONDS, last=True)
-        if uri in self._running.uris:
-            self._running.wait_until_fewer_than(1)  # what it replaces must be known when it is planned
-        if self.settings.staging_policy == "skip":
-            return any(all_gather(len(self._running.unfinished()) >= self.settings.checkpoints_in_flight_max))
-        if self.settings.staging_policy == "wait":
-            self._running.wait_until_fewer_than(self.settings.checkpoints_in_flight_max)
-        return False
 
     def _note(self, record: SaveRecord) -> None:
         self.stats.append(record)
@@ -396,9 +389,11 @@ class Checkpointer:
     def _note_commits(self) -> None:
         note_commits(self.stats[-LATEST:], self.settings, self._client.mover.drains.committed_at)
 
-    def _raise_failures(self) -> None:
-        """Raise the first error since the last call, of saves that have ended and of drains."""
+    def _raise_failures(self, ill: CheckpointSkippedError | None) -> None:
+        """Raise the first error since the last call, of saves that have ended and of drains; else ``ill``."""
         self._running.raise_ended()
+        if ill is not None:
+            raise ill
         uris = {record.uri for record in self.stats}
         for token, (uri, failure) in self._client.mover.drains.take_failures(uris).items():
             if not self._client.mover.drains.may_pass(self.location, failure):

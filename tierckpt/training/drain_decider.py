@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Settings, ranks_of_node
+from ..disk.illness import Errands
+from ..errors import CheckpointSkippedError
 from ..format.layout import MANIFEST, local_dir, parse_uri
 from ..planning import policy
 from ..planning.policy import Decision, Rules, Situation, Version
@@ -72,7 +74,7 @@ class DrainDecider:
     def __init__(self, settings: Settings) -> None:
         self.drains = settings.drain
         self.is_adaptive = settings.drain and settings.exposure_seconds_max is not None
-        self._settings = settings
+        self._settings, self._errands = settings, Errands(settings.local_root)
         self._since_sent = math.inf
         self._state = policy.State()
         self._observed: set[tuple[str, int]] = set()
@@ -89,7 +91,11 @@ class DrainDecider:
         size_bytes = _usual_bytes(records)
         if not self.is_adaptive or not size_bytes:
             return RankView(drain_slowdown=drain_slowdown)
-        return RankView(room_bytes(self._settings) / (size_bytes * _share_of_node()), drain_slowdown)
+        try:
+            room = self._errands.run(lambda: room_bytes(self._settings))
+        except CheckpointSkippedError:  # planning says so next, to all ranks
+            return RankView(drain_slowdown=drain_slowdown)
+        return RankView(room / (size_bytes * _share_of_node()), drain_slowdown)
 
     def decide(
         self,
@@ -123,7 +129,11 @@ class DrainDecider:
             self._observe(number, one)
         self._learn_slowdown(sight.drain_slowdown)
         size_bytes = float(_usual_bytes(records))
-        versions = [self._version(number, one) for number, one in good]
+        try:
+            standing = self._errands.run(lambda: {number for number, one in good if self._stands_here(one)})
+        except CheckpointSkippedError:
+            standing = {number for number, _ in good}
+        versions = [self._version(number, one, number in standing) for number, one in good]
         arrived = max((version.number for version in versions if version.on_shared), default=0)
         under_way = [n for n, one in good if one.is_sent and one.shared_commit_seconds is None and n > arrived]
         flushing = [one for _, one in good if one.local_commit_seconds is None and not one.is_straight]
@@ -185,12 +195,12 @@ class DrainDecider:
             },
         )
 
-    def _version(self, number: int, one: SaveRecord) -> Version:
+    def _version(self, number: int, one: SaveRecord, stands_here: bool) -> Version:
         return Version(
             number,
             float(one.size_bytes),
             -one.age_seconds,
-            on_local=not one.is_straight and one.local_commit_seconds is not None and self._stands_here(one),
+            on_local=not one.is_straight and one.local_commit_seconds is not None and stands_here,
             on_shared=one.shared_commit_seconds is not None,
             skipped=not one.is_sent,
         )

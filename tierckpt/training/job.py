@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -24,16 +26,20 @@ from ..dcp.handoff.client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter
+from ..disk.illness import ill_disk, requests
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
 from ..telemetry import logger
 from .codec import near_state
-from .exchange import Exchange, is_distributed
+from .exchange import Exchange, all_gather, is_distributed
 
 log = logger("checkpointer")
 
 EXTRA_SECONDS = 60.0
 """What a save may take beyond its own deadline for the other ranks."""
+PROMPT_SECONDS = 0.02
+ROUND_SECONDS = 0.1
+"""How often ranks that wait for their oldest saves tell each other how they stand."""
 NAMES_SHOWN = 4
 
 
@@ -174,13 +180,10 @@ class Job:
         self.metadata = None
 
 
-def left_out(record: SaveRecord, in_flight_max: int) -> Future[None]:
-    """Note that the policy has left out a save. Returns the future of it, which has the error that says so."""
-    error = CheckpointSkippedError(
-        f"step {record.step} was left out: {in_flight_max} saves are still being written",
-        hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
-        checkpoint=record.uri,
-    )
+def left_out(record: SaveRecord, why: CheckpointSkippedError) -> Future[None]:
+    """Note that a save is left out. Returns the future of it, which has the error that says so."""
+    context = {"rank": 0, **why.context, "checkpoint": record.uri}
+    error = CheckpointSkippedError(f"step {record.step} was left out: {why.message}", hint=why.hint, **context)
     log.warning("%s", error)
     record.error = f"{type(error).__name__}: {error}"
     skipped: Future[None] = Future()
@@ -236,8 +239,8 @@ def stage(
 class RunningSaves:
     """The saves that have been staged, oldest first, until their outcome has been raised or logged."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, settings: Settings, timeout_seconds: float) -> None:
+        self._settings, self._timeout_seconds = settings, timeout_seconds
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         """Saves whose error another rank's knowledge of it has made a call here raise."""
@@ -265,12 +268,45 @@ class RunningSaves:
         waited = list(self._saves)[-1:] if last else list(self._saves)
         futures.wait([future for _, future in waited], seconds)
 
-    def wait_until_fewer_than(self, count: int) -> None:
-        """Raises OperationTimeoutError when the oldest does not end."""
-        while len(unfinished := self.unfinished()) >= count:
-            record, oldest = unfinished[0]
-            if not futures.wait([oldest], self._timeout_seconds + EXTRA_SECONDS).done:
-                raise self._not_ended(record)
+    def refuses(self, uri: str) -> CheckpointSkippedError | None:
+        """Wait until a save to ``uri`` may begin. Returns why it is left out: by the policy, or as a disk of some rank
+        is ill, and its saves are not waited for. On all ranks together; the same on each.
+
+        Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
+        """
+        # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
+        if not requests.is_ill:
+            self.wait(PROMPT_SECONDS, last=True)
+        policy, most = self._settings.staging_policy, self._settings.checkpoints_in_flight_max
+        deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
+        # What it replaces must be known when it is planned.
+        count = 1 if uri in self.uris else most if policy == "wait" else math.inf
+        told: list[CheckpointSkippedError | bool] = [False]
+        while not all(told):
+            told = all_gather(self._look(count, deadline))
+            if (refused := next((one for one in told if isinstance(one, CheckpointSkippedError)), None)) is not None:
+                return refused
+        if policy == "skip" and any(all_gather(len(self.unfinished()) >= most)):
+            return CheckpointSkippedError(
+                f"{most} saves are still being written",
+                hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
+            )
+        return None
+
+    def _look(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
+        """Whether fewer are under way here, or will be in a moment; why not, where that is not waited for."""
+        if len(unfinished := self.unfinished()) < count:
+            return True
+        record, oldest = unfinished[0]
+        futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
+        if len(self.unfinished()) < count:
+            return True
+        if requests.is_ill:
+            return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
+        if time.monotonic() < deadline:
+            return False
+        late = self._not_ended(record)
+        return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
 
     def raise_ended(self) -> None:
         """Raise the first error of the saves that have ended."""

@@ -4,7 +4,7 @@ Rank 0 appends lines to one small file for each start, below the run's directory
 (``layout.HISTORY_DIR``); now and then, and at the end, the file is put beside the checkpoints on shared storage.
 Nothing there belongs to a checkpoint. Every line carries totals, so a torn or missing line costs only its own news.
 
-    L1  Nothing here fails or delays training: an error ends the records, and is logged once.
+    L1  Nothing here fails or delays training: a thread writes the file; an error ends the records, and is logged once.
     L2  A file has at most ``LINES_MAX`` lines: then every second line of progress goes. Totals lose nothing by it.
 """
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..client import get_client
 from ..config import Settings
 from ..disk.durable import make_dirs
+from ..disk.illness import ILL_SECONDS
 from ..disk.quarantine import open_regular
 from ..format.layout import HISTORY_DIR, Location, local_dir
 from ..mover import Mover
@@ -51,7 +52,7 @@ class RunLog:
 
     def __init__(self, location: Location, settings: Settings, *, is_on: bool = True) -> None:
         self._settings, self._location = settings, location
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._totals = dict.fromkeys(("productive", "blocked", "starting", "loading", "warming"), 0.0)
         self._saves = 0
         self._step: int | None = None
@@ -65,8 +66,9 @@ class RunLog:
         self._lines: list[str] = []
         self._tail = ""
         """The line of the last step, when it is younger than the last line that stays."""
-        self._size_bytes = 0
-        """Of the lines in the file that stay."""
+        self._changes = self._kept = self._thinned = 0
+        """How much has happened, and how much of it the file has; how often lines were left out."""
+        self._thread: threading.Thread | None = None
         now = time.time()
         self._process_at = min(process_started_at(), now)
         name = f"{int(now * 1000):014d}-{os.getpid()}.jsonl"
@@ -75,7 +77,6 @@ class RunLog:
         _own.add(name)
         self._others = OtherJobs(location, self._process_at)
         self._looking: Future[None] | None = None
-        self._file: int | None = None
         self._is_on = is_on
         self._begun_at = time.monotonic()
 
@@ -126,8 +127,7 @@ class RunLog:
         with self._lock:
             if self._has_begun:
                 self._write("durable", step=step, durable_seconds=round(seconds, 6), size_bytes=size_bytes)
-            is_written = self._file is not None
-        if is_written:
+        if self._flush(LAST_SEND_SECONDS):
             _make_durable(self._path)  # here, where no step waits for it
         self.send()
         self._look()
@@ -164,6 +164,7 @@ class RunLog:
                 return
             self._mark = None  # since then the job has waited for its drains, or failed: no step has ended
             self._write("end", reason=reason)
+        self._flush(ILL_SECONDS)
         if wait_seconds > 0:
             self.send(at_once=True)
             if self._sending is not None:
@@ -206,66 +207,83 @@ class RunLog:
         if not self._is_on:
             return
         self._written_at = time.monotonic()
-        text = self._text(what, **more)
-        try:
-            self._lines.append(text)
-            self._tail = ""
-            if not self._trains:
-                return
+        self._lines.append(self._text(what, **more))
+        self._tail = ""
+        if self._trains:
             if len(self._lines) > LINES_MAX:
                 self._thin()
-            elif self._file is None:
-                make_dirs(self._path.parent)
-                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-                self._put("".join(self._lines))
-            else:
-                self._put(text)
-        except Exception as error:  # L1
-            log.warning("the records of %s end here: %s", self._location.uri, error)
-            self._is_on = False
+            self._tell()
 
     def _text(self, what: str, **more: Any) -> str:
         line = {"what": what, "at": round(time.time(), 3), "step": self._step, "saves": self._saves}
         line |= {f"{name}_seconds": round(seconds, 4) for name, seconds in self._totals.items()} | more
         return json.dumps(line) + "\n"
 
-    def _put(self, text: str) -> None:
-        """Add a line that stays, in the place of the tail. What of the tail is longer is blank from now on."""
-        assert self._file is not None
-        data = text.encode()
-        os.pwrite(self._file, data, self._size_bytes)
-        self._size_bytes += len(data)
-        os.ftruncate(self._file, self._size_bytes)
-
     def _write_tail(self) -> None:
         """Note the step that has just ended where the next line overwrites it, so that a kill hides no step.
 
         A kill tears no write of one page. A power cut may: the reader leaves out a line that is none. Cost: 20 us.
         """
-        if not self._is_on or self._file is None:
-            return
-        # Never shorter than the tail before it, of which nothing must be left behind.
-        self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
-        try:
-            os.pwrite(self._file, self._tail.encode(), self._size_bytes)
-        except OSError as error:  # L1
-            log.warning("the records of %s end here: %s", self._location.uri, error)
-            self._is_on = False
+        if self._is_on and self._thread is not None:
+            # Never shorter than the tail before it, of which nothing must be left behind.
+            self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
+            self._tell()
 
     def _thin(self) -> None:
         """L2: leave out every second line of progress, in a file that takes the place of the old one at once."""
         progress = [n for n, text in enumerate(self._lines[:-1]) if json.loads(text)["what"] in PROGRESS]
         gone = set(progress[1::2])
         self._lines = [text for n, text in enumerate(self._lines) if n not in gone]
+        self._thinned += 1
+
+    def _tell(self) -> None:
+        self._changes += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True)
+            self._thread.start()
+        self._lock.notify_all()
+
+    def _flush(self, seconds: float) -> bool:
+        """Whether the file has all that has happened, now or within ``seconds``."""
+        with self._lock:
+            return self._thread is not None and self._lock.wait_for(lambda: self._kept == self._changes, seconds)
+
+    def _keep(self) -> None:
+        """On a thread of its own: bring the file to what has happened, until ``close``."""
+        file, size_bytes, shown, thinned = -1, 0, 0, -1
         beside = self._path.with_suffix(".new")
-        text = "".join(self._lines)
-        beside.write_text(text)
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CLOEXEC)
-        beside.rename(self._path)
-        self._size_bytes = len(text.encode())
-        if self._file is not None:
-            os.close(self._file)
-        self._file = descriptor
+        try:
+            while True:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._kept < self._changes or not self._is_on)
+                    if self._kept == self._changes:
+                        return
+                    changes, tail, is_anew, thinned = self._changes, self._tail, self._thinned != thinned, self._thinned
+                    lines, shown = self._lines[0 if is_anew else shown :], len(self._lines)
+                data = "".join(lines).encode()
+                if is_anew:
+                    if file >= 0:
+                        os.close(file)
+                    make_dirs(beside.parent)
+                    file, size_bytes = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 0
+                if data:  # in the place of the tail: what of that is longer goes
+                    os.pwrite(file, data, size_bytes)
+                    size_bytes += len(data)
+                    os.ftruncate(file, size_bytes)
+                if is_anew:
+                    beside.rename(self._path)
+                if tail:
+                    os.pwrite(file, tail.encode(), size_bytes)
+                with self._lock:
+                    self._kept = changes
+                    self._lock.notify_all()
+        except Exception as error:  # L1
+            log.warning("the records of %s end here: %s", self._location.uri, error)
+            with self._lock:
+                self._is_on, self._kept = False, self._changes
+        finally:
+            if file >= 0:
+                os.close(file)
 
     def send(self, *, at_once: bool = False) -> None:
         """Put a copy beside the checkpoints on shared storage, in the background; one at a time, and not too often."""
@@ -285,9 +303,10 @@ class RunLog:
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-            self._file, self._is_on = None, False
+            self._is_on = False
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join(ILL_SECONDS)
 
 
 def _make_durable(path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Tells a disk that is slow from one that is ill, for training, which waits for the first and not for the second.
+
+A disk is ill when it has ended no request of this process for ``ILL_SECONDS``, while it had one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ..errors import CheckpointSkippedError
+from ..poll import wait_while
+from ..types import Tier
+
+T = TypeVar("T")
+
+ILL_SECONDS = 0.4
+"""Of the half second that training may wait for a disk that is ill."""
+HINT = "look for a hung disk or mount (dmesg)"
+
+
+class Requests:
+    """What this process has asked its local disks for and has not got yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._begun: dict[int, float] = {}
+        self._ended_at = 0.0
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """A disk is asked for one thing. Cost: a microsecond."""
+        number = next(self._numbers)
+        self._begun[number] = time.monotonic()
+        try:
+            yield
+        finally:
+            self._begun.pop(number, None)
+            self._ended_at = time.monotonic()
+
+    def seconds_left(self) -> float:
+        """How long from now the disk is ill, should it end nothing until then: 0 when it is; ``ILL_SECONDS`` when it
+        was asked for nothing."""
+        begun = min(tuple(self._begun.values()), default=None)
+        if begun is None:
+            return ILL_SECONDS
+        return max(0.0, max(begun, self._ended_at) + ILL_SECONDS - time.monotonic())
+
+    @property
+    def is_ill(self) -> bool:
+        return not self.seconds_left()
+
+    def forget(self) -> None:
+        self._begun.clear()
+
+
+requests = Requests()
+os.register_at_fork(after_in_child=requests.forget)  # what threads of the parent have asked for
+
+
+def ill_disk(where: object, **context: object) -> CheckpointSkippedError:
+    """The error of a save that is left out because the disk below ``where`` is ill."""
+    return CheckpointSkippedError(
+        f"the disk below {where} has not ended a request for {ILL_SECONDS:g} s",
+        hint=f"Training goes on, and the next save is tried again. Meanwhile {HINT}",
+        tier=Tier.LOCAL,
+        **context,
+    )
+
+
+class Errands:
+    """Has a thread do what asks the disk below ``where``, so that the caller waits for it no longer than it gets on.
+
+    It does when it takes processor time. While one errand hangs no other is begun: there is one such thread at most.
+    """
+
+    def __init__(self, where: object) -> None:
+        self._where = where
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, or raise what it raises.
+
+        Raises:
+            CheckpointSkippedError: it hangs, or an earlier one does.
+        """
+        if not self._last.done():
+            raise ill_disk(self._where)
+        done: Future[T] = Future()
+        self._last, clocks = done, list[int]()
+
+        def do() -> None:
+            clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        def progress() -> float:
+            with contextlib.suppress(OSError):  # the thread has just ended
+                return sum(map(time.clock_gettime, clocks))
+            return -1.0
+
+        threading.Thread(target=do, name="tierckpt-errand", daemon=True).start()
+        if not wait_while([done], progress):
+            raise ill_disk(self._where)
+        return done.result()
+
+    def tried(self, work: Callable[[], object]) -> CheckpointSkippedError | None:
+        """As ``run``. Returns why it was not done, where that raises."""
+        try:
+            self.run(work)
+        except CheckpointSkippedError as error:
+            return error
+        return None
