@@ -325,6 +325,8 @@ def test_the_hub_sends_each_byte_to_one_node_once(seed: int, hub: FakeHub, tmp_p
     with several(tmp_path, 4) as hubs:
         if seed == 1:
             hub.seconds_per_answer = 0.02
+            assert hubs.get(3, "config.json") == files["config.json"]
+            assert hub.calls["tree"] <= 2, "this node and the owner, and none that has nothing of it"
             assert hubs.get(3, "model-00000.safetensors") == files["model-00000.safetensors"]
         hubs.all_get(range(4), files, seed)
         assert dict(hub.sent) == sizes(files)

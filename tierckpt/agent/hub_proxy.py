@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -32,7 +33,6 @@ from urllib.parse import unquote, urlsplit
 
 from ..cache.entry import STALL_SECONDS_MIN, CacheEntry
 from ..cache.node_cache import NodeCache
-from ..cache.partial_entry import incoming_of
 from ..client import Client
 from ..config import Settings
 from ..errors import (
@@ -286,12 +286,10 @@ class HubProxy:
         is_file = repository is not None and repository.is_commit and is_safe_path(repository.path)
         if location.scheme != "hf" or not is_file:
             raise ObjectNotFoundError(f"{uri} is no file of a commit of a Hub")
+        if not reads and not await asyncio.to_thread(self._owned.pool.rows, location.uri):
+            raise ObjectNotFoundError(f"{uri} is not on this node")  # and the Hub is not asked what it is
         info = await self._client.mover.store(location.parent).head(location.name)
-        found = await self._owned.freeze(location, kind="object", info=info)
-        target = self._owned.pool.directory(found.frozen.name)
-        if not (reads or target.exists() or incoming_of(target, found.frozen.version).exists()):
-            raise ObjectNotFoundError(f"{uri} is not on this node")
-        entry = await self._owned.open(found)
+        entry = await _open(self._owned, location, info)
         try:
             path = _path_in(entry, location)
             if reads:
