@@ -92,10 +92,12 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
         had = near.moved_bytes
         with Checkpointer(directory / "run") as checkpointer:
             begun = time.perf_counter()
-            saved = checkpointer.save(1, {"optimizer": near})
+            saved = checkpointer.save(1, {"model": torch.nn.ParameterList(masters or weights), "optimizer": near})
             asked = time.perf_counter() - begun
             saved.result(300)
         commit = near.moved_bytes - had
+        if mode == "offload":  # a save copies the trainer's parameters, which in shadow lie on the host
+            commit += sum(weight.nbytes for weight in weights)
         near.close()
     else:
         asked = 0.0
