@@ -23,10 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tierckpt.peer.fetch.chunk_owners import ChunkOwners
 from tierckpt.peer.fetch.peer_state import PeerState
-from tierckpt.peer.fetch.placement import Placement
-from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, Schedule, Tuning, WaitUntil
-from tierckpt.peer.members import Member
+from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, FetchScheduler, Tuning, WaitUntil
+from tierckpt.peer.membership import Member
 
 LATENCY_SECONDS = 0.001
 STORE_LATENCY_SECONDS = 0.02
@@ -114,7 +114,7 @@ class Node:
         self.world, self.name = world, name
         self.up, self.down, self.start = Link(up), Link(down), start
         self.member = Member(name, name, 1.0)
-        self.schedule = Schedule(
+        self.schedule = FetchScheduler(
             PeerState(
                 "5" * 32,
                 case.chunks,
@@ -352,7 +352,7 @@ class World:
         self.store_bytes = 0
         self.wrong = self.hedges = 0
         self.reasons: dict[str, int] = {}
-        self._placements: dict[tuple[str, ...], Placement] = {}
+        self._placements: dict[tuple[str, ...], ChunkOwners] = {}
         self._many: dict[tuple[int, bool], tuple[list[Member], list[str]]] = {}
         rng = random.Random(case.seed)
         self.nodes: list[Node] = []
@@ -369,11 +369,11 @@ class World:
         self.left = set(self.nodes)
         self.dead_at = float("inf")
 
-    def placement(self, version: str, members: Sequence[Member]) -> Placement:
+    def placement(self, version: str, members: Sequence[Member]) -> ChunkOwners:
         """All nodes with the same view share the work of one."""
         key = tuple(member.name for member in members)
         if key not in self._placements:
-            found = Placement(version, members)
+            found = ChunkOwners(version, members)
             owners = found.owners(self.case.chunks)
             found.owners = lambda total: owners  # type: ignore[method-assign]
             self._placements[key] = found

@@ -38,7 +38,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tierckpt.planning.transfer import Traffic
+from tierckpt.planning.transfer_times import Traffic
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.frame import Frame, encode

@@ -5,9 +5,8 @@
 Each server is a process of its own, kept to the first processor; who reads is kept to the second, and checks nothing
 (the row ``peer client`` receives and verifies as a node does). Over loopback the server's processor wakes the reader,
 so it matters when it wants to be woken: each server is read by one that waits for as many bytes as a node's client
-does (``stores/http_range.py``), and by one that is woken by each packet, as usual clients are. The file is in the page
-cache. Prints a table, writes bench/out/serve.json. Where there is no nginx it says so.
-"""
+does (``stores/signed_requests.py``), and by one that is woken by each packet, as usual clients are. The file is in the
+page cache. Prints a table, writes bench/out/serve.json. Where there is no nginx it says so."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ from tests.peer_node import secret_file
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
-from tierckpt.peer import server as peer_server
+from tierckpt.peer import peer_server as peer_server
 from tierckpt.peer.auth import Signer, read_secret
-from tierckpt.peer.client import PeerClient
 from tierckpt.peer.inventory import Holdings
-from tierckpt.peer.members import Member
-from tierckpt.peer.messages import chunk_target, encode_head
-from tierckpt.peer.server import PeerServer
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_client import PeerClient
+from tierckpt.peer.peer_http import chunk_target, encode_head
+from tierckpt.peer.peer_server import PeerServer
 from tierckpt.stores.http_client import WAKE_BYTES, Watermark
 from tierckpt.types import Json
 

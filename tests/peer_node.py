@@ -15,10 +15,10 @@ from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.format.layout import METADATA, attempt_metadata, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
-from tierckpt.peer.client import PeerClient
 from tierckpt.peer.inventory import Holdings
-from tierckpt.peer.members import Member
-from tierckpt.peer.server import PeerServer
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_client import PeerClient
+from tierckpt.peer.peer_server import PeerServer
 from tierckpt.types import Json
 
 SECRET = "what all nodes of this test know"

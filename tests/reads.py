@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.stores.remote import RemoteStore
+from tierckpt.stores.obstore_store import RemoteStore
 from tierckpt.telemetry import BYTES, Labels, Metric, listen
 
 

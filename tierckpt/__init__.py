@@ -30,8 +30,8 @@ _HOME = {
     "DataOrder": ".training.data_order",
     "MultiStepStager": ".replay.multi_step",
     "NearStorageOptimizer": ".near_storage.optimizer",
-    "PerRank": ".training.codec.state",
-    "RngState": ".training.codec.state",
+    "PerRank": ".training.codec.job_state",
+    "RngState": ".training.codec.job_state",
     "Settings": ".config",
     "TierSavePlanner": ".dcp.planner",
     "TierStager": ".dcp.stager",
@@ -39,7 +39,7 @@ _HOME = {
     "TierStorageWriter": ".dcp.writer",
     "adopt": ".adoption",
     "latest": ".client",
-    "load_model": ".training.restore",
+    "load_model": ".training.restore_state",
     "load_safetensors": ".loading.safetensors",
     "prefetch": ".client",
     "stream_safetensors": ".loading.safetensors",
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from .near_storage.optimizer import NearStorageOptimizer as NearStorageOptimizer
     from .replay.multi_step import MultiStepStager as MultiStepStager
     from .training.checkpointer import Checkpointer as Checkpointer
-    from .training.codec.state import PerRank as PerRank
-    from .training.codec.state import RngState as RngState
+    from .training.codec.job_state import PerRank as PerRank
+    from .training.codec.job_state import RngState as RngState
     from .training.data_order import DataOrder as DataOrder
-    from .training.restore import load_model as load_model
+    from .training.restore_state import load_model as load_model
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Adoption: a directory that somebody else wrote becomes a committed checkpoint, and drains like any other.
 
     1. the journal entry (J1), then the files are taken into the local tier under names no commit has used (P3)
-    2. they are digested there, and the directory is looked at again: it must be what it was (save/directory.py)
+    2. they are digested there, and the directory is looked at again: it must be what it was (save/adopted_directory.py)
     3. the journal entry with the manifest, then the local commit, then the drain: as a save (docs/internals/commit.md)
 A crash before 3 leaves an entry that the next process works off, and the writer's directory as it was.
 """
@@ -29,7 +29,7 @@ from .errors import AlreadyCommittedError, CheckpointError, ConfigError, Operati
 from .format.layout import Location, adopted_dir, local_dir, parse_uri
 from .format.manifest import FileEntry, Manifest, is_token
 from .format.uris import local_path
-from .save import directory as source
+from .save import adopted_directory as source
 from .save import eviction
 from .stores.schemes import check_location, check_target
 from .telemetry import COMMITS, logger
@@ -192,7 +192,7 @@ def _adopt(
     log.info("adopted %s as %s (%d bytes)", place, location.uri, manifest.size_bytes)
     if settings.drain:
         try:
-            client.submit(token)
+            client.drain_in_background(token)
         except TierckptError as error:  # this process ends: the journal has the entry, for the next one
             log.warning("%s: drained when a process next saves here: %s", location.uri, error)
     return found

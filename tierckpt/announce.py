@@ -1,4 +1,4 @@
-"""Say what is waited for, while it is waited for: a wait of minutes without a word looks like a hang."""
+"""Logs what a call waits for once it has waited a while: a wait of minutes without a word looks like a hang."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from .config import Settings
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .format.layout import Location, parse_uri, step_of
 from .format.uris import local_path
-from .ipc.client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
+from .ipc.agent_client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .mover import Mover
 from .stores.schemes import check_location
 from .telemetry import MetricsRelay, ignore_progress, listen, logger
@@ -128,8 +128,8 @@ class Client:
         if self._is_closed:
             raise TierckptError("tierckpt has been closed in this process, or the process ends", hint="Open it again")
 
-    def submit(self, token: str) -> None:
-        """Have a journal entry drained in the background: by the agent, or by this process.
+    def drain_in_background(self, token: str) -> None:
+        """Have a journal entry drained in the background: by the node's agent, or here where none answers.
 
         Raises TierckptError when this client is closed: the journal has the entry, for the next process.
         """
@@ -146,7 +146,7 @@ class Client:
         """Let the drains of this node take no more than that for ``seconds``; None: as much as the settings say."""
         if self.settings.mover == "agent":
             self._call_soon(lambda: self._telling_agent(self._throttle_agent(bytes_per_second, seconds)))
-        self._call_soon(self.mover.budget.throttle, bytes_per_second, seconds)
+        self._call_soon(self.mover.limiter.throttle, bytes_per_second, seconds)
 
     async def _throttle_agent(self, bytes_per_second: int | None, seconds: float) -> None:
         message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
@@ -186,7 +186,7 @@ class Client:
         if self.settings.mover != "agent":
             self.run(self.mover.drains.recover())
             return
-        self.settle()  # a save that was only staged has no journal entry yet
+        self.wait_for_handoffs()  # a save that was only staged has no journal entry yet
         if any(self.mover.journal.entries()):
             self._call_soon(lambda: self._telling_agent(self._have_recovered()))
 
@@ -210,10 +210,10 @@ class Client:
         if trains:
             self.recover()
         else:
-            self.settle()
+            self.wait_for_handoffs()
         epoch.enter(self.settings.local_root, run, trains=trains and self.settings.mover == "agent")
 
-    def settle(self) -> None:
+    def wait_for_handoffs(self) -> None:
         """Return when the agent, if there is one, has brought to the local tier what ended trainers had staged.
 
         An agent that works on it is waited for, up to ``SETTLE_SECONDS``; one that does not answer, or of whose work

@@ -166,9 +166,9 @@ class Settings(BaseSettings):
 
     exposure_seconds_max: float | None = Field(default=None, gt=0)
     """The oldest that the newest state on shared storage may become; ``inf`` for no bound. If set, each save is
-    decided on by measured throughputs (``planning/policy.py``): what is not drained stays on the SSD until newer ones
-    stand there, and what the SSD has no room for goes straight to shared storage. None: all checkpoints are drained, or
-    every n-th where ``interval="auto"`` says so."""
+    decided on by measured throughputs (``planning/drain_policy.py``): what is not drained stays on the SSD until newer
+    ones stand there, and what the SSD has no room for goes straight to shared storage. None: all checkpoints are
+    drained, or every n-th where ``interval="auto"`` says so."""
 
     drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
     """Most bytes per second that all drains of one mover together send. None: what the store takes."""

@@ -1,10 +1,9 @@
 """The mover: everything that moves the bytes of one process. A limit that is "per mover" holds for one ``Mover``.
 
-Each process has one for its settings (``client.py`` runs it), and so has a node's agent (``agent/server.py``). Where
-``settings.mover`` is "agent" the agent's alone drains, so that all processes of a node share its limits; one whose
-agent does not answer drains for itself, with limits of its own. The limits: files at a time and bytes per second of
-drains (``drain/rate_limiter.py``), retries of requests (``stores/retry.py``).
-"""
+Each process has one for its settings (``client.py`` runs it), and so has a node's agent (``agent/agent_server.py``).
+Where ``settings.mover`` is "agent" the agent's alone drains, so that all processes of a node share its limits; one
+whose agent does not answer drains for itself, with limits of its own. The limits: files at a time and bytes per second
+of drains (``drain/rate_limiter.py``), retries of requests (``stores/retry.py``)."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
 from .disk import read_lease
 from .disk.local_root import use_local_root
-from .drain.background import BackgroundDrains
-from .drain.budget import Budget
-from .drain.drain import Drainer
+from .drain.background_drains import BackgroundDrains
+from .drain.drainer import Drainer
+from .drain.rate_limiter import RateLimiter
 from .errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -49,9 +48,9 @@ from .errors import (
 )
 from .format.layout import MANIFEST, WINDOWS_DIR, Location, local_dir
 from .format.manifest import FileEntry
-from .peer.catalog import Live, cluster_of
 from .peer.fetch.join import PeerJoiner
-from .read.sources import NearestSource
+from .peer.peer_catalog import Live, cluster_of
+from .read.range_sources import NearestSource
 from .restore import fetch_file
 from .restore.drill import DrillReport, choose, drill
 from .restore.restore import RestoreResult, restore
@@ -114,9 +113,9 @@ class Mover:
         return self.drainer.journal
 
     @property
-    def budget(self) -> Budget:
-        """What the drains of this mover may take; it can be changed while they run."""
-        return self.drainer.budget
+    def limiter(self) -> RateLimiter:
+        """Limits the drains of this mover; it can be changed while they run."""
+        return self.drainer.limiter
 
     def store(self, location: Location) -> Store:
         return self.drainer.store(location)

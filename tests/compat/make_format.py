@@ -51,8 +51,8 @@ from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
 from tierckpt.dcp.save_session import told
 from tierckpt.disk.io_tuner import WAYS, read_tuner_for
-from tierckpt.drain.background import BackgroundDrains
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain.background_drains import BackgroundDrains
+from tierckpt.drain.drainer import Drainer
 from tierckpt.format import layout
 from tierckpt.format.manifest import FileEntry, digest_of, digests_of
 from tierckpt.replication import local_index

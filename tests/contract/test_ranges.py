@@ -1,6 +1,6 @@
 """Large ranges of S3 objects on connections of our own: right bytes in the caller's memory, or the usual error.
 
-The server here answers each request as it is told to. Cites tierckpt/stores/http_range.py.
+The server here answers each request as it is told to. Cites tierckpt/stores/signed_requests.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tierckpt.config import Settings
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
-from tierckpt.stores import congestion, retry
+from tierckpt.stores import get_concurrency, retry
 from tierckpt.stores.http_client import IDLE_SECONDS_MAX, Connections
-from tierckpt.stores.http_range import MISSES_MAX, Get
-from tierckpt.stores.remote import DIRECT_BYTES_MIN, RemoteStore
+from tierckpt.stores.obstore_store import DIRECT_BYTES_MIN, RemoteStore
+from tierckpt.stores.signed_requests import MISSES_MAX, Get
 from tierckpt.types import ByteRange
 
 SIZE = 3 * DIRECT_BYTES_MIN
@@ -127,8 +127,8 @@ def served(made: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 async def store(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteStore]:
-    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 0.5)
-    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", 4096)
+    monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 0.5)
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", 4096)
     monkeypatch.setattr(retry, "RETRIES_MAX", 2)
     made = RemoteStore(parse_uri("s3://bucket/run"), Settings.load())
     yield made

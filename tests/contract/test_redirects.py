@@ -15,7 +15,7 @@ from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import bucket, retry
-from tierckpt.stores.remote import RemoteStore
+from tierckpt.stores.obstore_store import RemoteStore
 from tierckpt.types import ByteRange
 
 TOKEN = "canaryToken0123456789"

@@ -28,7 +28,7 @@ from tierckpt.errors import (
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import credentials, open_store, retry
 from tierckpt.stores.base import Store
-from tierckpt.stores.remote_errors import refused
+from tierckpt.stores.obstore_errors import refused
 from tierckpt.types import ByteRange
 
 SOON_SECONDS = 60.0

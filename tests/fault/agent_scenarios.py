@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Dataset
 import tierckpt
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
-from tierckpt.dcp.handoff import client
+from tierckpt.dcp.handoff import handoff_client
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
-from tierckpt.ipc.client import AgentClient
+from tierckpt.ipc.agent_client import AgentClient
 from tierckpt.save import direct_put, flush
 from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 
@@ -175,12 +175,12 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     if point == "not begun":
         _replace(TierStorageWriter, "begin_save", instead)
     elif point == "handed in":
-        _replace(client.HandoffHandle, "hand_in", after)
+        _replace(handoff_client.HandoffHandle, "hand_in", after)
         flush.ShardFile.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         _replace(flush.ShardFile, "finish", lambda real: _first_half(real, reached))
     elif points.rank and way.startswith("async_save") and point == "noted":
-        _replace(client.HandoffHandle, "hand_in_durable", instead)
+        _replace(handoff_client.HandoffHandle, "hand_in_durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
         _replace(SaveSession, "hand_over", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
@@ -224,27 +224,27 @@ def all_die(
     folder: str,
     point: str,
     way: str = "Checkpointer",
-    is_straight: bool = False,
+    is_direct_put: bool = False,
     nodes: int = 1,
     late: int = -1,
     **settings: Any,
 ) -> None:
     """Step 1 is committed, and all ranks are killed at ``point`` of step 2; rank ``late`` before it has staged that.
 
-    ``is_straight``: shards go straight to the shared tier; at the point "handed in" none has arrived there.
+    ``is_direct_put``: shards go straight to the shared tier; at the point "handed in" none has arrived there.
     """
     points = Points(folder)
     _be_on_one_of(nodes, points)
-    if is_straight:
-        DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)  # type: ignore[method-assign]
+    if is_direct_put:
+        DrainDecider.decide = lambda *_, **__: SaveDirective(is_direct_put=True)  # type: ignore[method-assign]
         settings["exposure_seconds_max"] = math.inf
     job = _job(way, uri, **settings)
     job.save(1, state_of(points.rank, 1, points.world_size))
     job.wait("local")
     _arm(points, point, lambda: points.reach("killed"), way)
     if points.rank == late:
-        _replace(client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
-    if is_straight and point == "handed in":
+        _replace(handoff_client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+    if is_direct_put and point == "handed in":
         direct_put.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     job.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
@@ -256,7 +256,7 @@ def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: 
     points = Points(folder)
     _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush.ShardFile.write
-    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
             flush.ShardFile.write = _no_disk  # type: ignore[method-assign]
@@ -289,13 +289,13 @@ def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:
 
 
 def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
-    """All ranks are killed when all but one have handed in their wills of step 2."""
+    """All ranks are killed when all but one have handed in their handoffs of step 2."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     if points.rank == 1:
-        _replace(client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        _replace(handoff_client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     else:
         _arm(points, "handed in", lambda: points.reach("killed"))
     checkpointer.save(2, state_of(points.rank, 2, points.world_size))
@@ -309,7 +309,7 @@ def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) ->
     checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
-    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
     begun = time.monotonic()
@@ -354,7 +354,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
-    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
+    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
     checkpointer.save(3, state_of(0, 3))
     if _allocations() == before:
         points.reach("memory used again")
@@ -375,7 +375,7 @@ def killed_when_a_staged_one_was_dropped(
 ) -> None:
     """The flush of step 2 hangs, step 3 is staged and gives its place to step 4; then the kill.
 
-    Seeded bug: the will of step 3 is not taken back. ``is_deaf``: it is, and the agent does not hear of it.
+    Seeded bug: the handoff of step 3 is not taken back. ``is_deaf``: it is, and the agent does not hear of it.
     """
     points = Points(folder)
     checkpointer = _checkpointer(uri, staging_policy="drop_oldest_unflushed", **settings)
@@ -388,7 +388,7 @@ def killed_when_a_staged_one_was_dropped(
             AgentClient, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k)
         )
     handed: list[int] = []
-    _replace(client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
+    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
     flush.ShardFile.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.peer_node import CHUNK, SECRET, Node, get, publish
 from tierckpt.cache.file_set import FileSet
 from tierckpt.peer.auth import Signer
-from tierckpt.peer.messages import chunk_target
+from tierckpt.peer.peer_http import chunk_target
 
 MARK = b"what nobody else may read"
 ANSWER_SECONDS = 60.0

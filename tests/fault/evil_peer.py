@@ -20,8 +20,8 @@ from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.errors import TierckptError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.auth import prove
-from tierckpt.peer.client import PeerClient
-from tierckpt.peer.members import Member
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_client import PeerClient
 
 HEADERS_MANY = 1_000_000
 SLOW_SECONDS = 0.15

@@ -9,9 +9,9 @@ from typing import Any
 def ownership_ignored() -> None:
     """Every node takes every chunk for its own, begins at the first, and does not care what others fetch just now."""
     from tierckpt.peer.fetch.peer_state import PeerState
-    from tierckpt.peer.fetch.scheduler import Schedule
+    from tierckpt.peer.fetch.scheduler import FetchScheduler
 
-    real_plan, real_hear = Schedule.plan, PeerState.update
+    real_plan, real_hear = FetchScheduler.plan, PeerState.update
 
     def plan(self: Any, now: float = 0.0) -> None:
         self.state.chunk_owners = [self.state.me] * self.state.total
@@ -20,17 +20,17 @@ def ownership_ignored() -> None:
     def hear(self: Any, name: str, now: float, **told: Any) -> None:
         real_hear(self, name, now, **told | {"fetching": None})
 
-    Schedule.plan, PeerState.update = plan, hear  # type: ignore[method-assign]
-    Schedule.order_of = lambda self, name, chunks: chunks  # type: ignore[method-assign]
-    Schedule.store_slots = lambda self: self.state.tuning.slots  # type: ignore[method-assign]
+    FetchScheduler.plan, PeerState.update = plan, hear  # type: ignore[method-assign]
+    FetchScheduler.order_of = lambda self, name, chunks: chunks  # type: ignore[method-assign]
+    FetchScheduler.store_slots = lambda self: self.state.tuning.slots  # type: ignore[method-assign]
 
 
 def nothing_is_verified() -> None:
     """Neither who serves a chunk nor who gets it looks at its digest."""
     from tierckpt.cache import entry, partial_entry
-    from tierckpt.peer import chunk_files, client
+    from tierckpt.peer import chunk_files, peer_client
 
-    for module in (partial_entry, entry, client):
+    for module in (partial_entry, entry, peer_client):
         module.same_digest = lambda *_: True  # type: ignore[attr-defined]
     chunk_files.Source.verify = lambda self, file, index, at, digest: (
         digest

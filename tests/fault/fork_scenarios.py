@@ -30,7 +30,7 @@ from safetensors.torch import save as saved
 from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
-from tierckpt.ipc import client
+from tierckpt.ipc import agent_client
 
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 warnings.simplefilter("ignore")
@@ -222,5 +222,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    client.IDLE_SECONDS = 1.0
+    agent_client.IDLE_SECONDS = 1.0
     main()

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import tierckpt
-from tierckpt.training.restore import unwrapped
+from tierckpt.training.restore_state import unwrapped
 
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 warnings.simplefilter("ignore")

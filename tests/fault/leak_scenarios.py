@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.services import ENVIRONMENT
-from tierckpt.ipc import client
+from tierckpt.ipc import agent_client
 
 WARM_UP = 5
 LOCAL_ROOT = Path(ENVIRONMENT.get("TIERCKPT_LOCAL_ROOT", "."))
@@ -177,5 +177,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    client.IDLE_SECONDS = 1.0
+    agent_client.IDLE_SECONDS = 1.0
     main()

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.servers.nodes import newest_first
-from tierckpt.peer.catalog import PeerWire
+from tierckpt.peer.peer_catalog import PeerWire
 from tierckpt.replication import log_copies
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 
 PIECES = "TIERCKPT_TEST_LOG_PIECES"
 
@@ -34,7 +34,7 @@ def stall() -> None:
 def counted_before_it_is_whole() -> None:
     """The bug: a frame counts when its header is there."""
     stall()
-    original = segments._place  # private: the bug is in it
+    original = log_segments._place  # private: the bug is in it
 
     def place(segment: Any, file: int, at: int, size_bytes: int, previous: str) -> Any:
         return original(segment, file, at, size_bytes + (1 << 30), previous)
@@ -42,7 +42,7 @@ def counted_before_it_is_whole() -> None:
     def pieces(*_: Any, **__: Any) -> Any:
         return iter(())
 
-    segments._place, segments.verified_pieces = place, pieces  # type: ignore[assignment]  # private: seeded
+    log_segments._place, log_segments.verified_pieces = place, pieces  # type: ignore[assignment]  # private: seeded
 
 
 BUGS: dict[str, Callable[[], None]] = {"stall": stall, "counted before it is whole": counted_before_it_is_whole}

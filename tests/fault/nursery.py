@@ -163,10 +163,10 @@ def _run(request: dict[str, Any], scenarios: Any) -> None:
 
     import torch.distributed as dist
 
-    from tierckpt.ipc import client
+    from tierckpt.ipc import agent_client
 
     logging.basicConfig(level=logging.INFO)
-    client.IDLE_SECONDS = request["arguments"].pop("idle_seconds", client.IDLE_SECONDS)
+    agent_client.IDLE_SECONDS = request["arguments"].pop("idle_seconds", agent_client.IDLE_SECONDS)
     if request["world_size"] > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=scenarios.COLLECTIVE_TIMEOUT_SECONDS))
     getattr(scenarios, request["scenario"])(**request["arguments"])

@@ -19,11 +19,11 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.stager import TierStager
 from tierckpt.dcp.writer import TierStorageWriter
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import TierckptError
 from tierckpt.save import flush
 from tierckpt.training import checkpointer as checkpointers
-from tierckpt.training.exchange import Exchange
+from tierckpt.training.rank_exchange import Exchange
 
 COLLECTIVE_TIMEOUT_SECONDS = 10.0
 SAVE_TIMEOUT_SECONDS = 10.0

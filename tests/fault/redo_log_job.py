@@ -19,7 +19,7 @@ from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.replay import redo
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.tree import fill
-from tierckpt.training import restore
+from tierckpt.training import restore_state
 from tierckpt.training.every_step import redo_log, window
 
 POINTS: dict[str, tuple[Any, str]] = {
@@ -30,7 +30,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "read": (TierStorageReader, "read_alone"),
     "replay": (redo.Redo, "fold"),
     "save": (redo_log, "fold"),
-    "load": (restore, "restore_into"),
+    "load": (restore_state, "restore_into"),
 }
 PLAIN, WINDOW, STEPS = 1, 4, 3
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.servers.nodes import newest_first
 from tierckpt.disk import file_io
-from tierckpt.drain import transfer
+from tierckpt.drain import file_transfer
 from tierckpt.replication import replicator
 from tierckpt.stores import verified_read
 
@@ -67,7 +67,7 @@ def names_before_bytes() -> None:
 
     async def fetch(store: Any, entry: Any, path: Path, chunk_size_bytes: int, on_bytes: Any, concurrency: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = transfer.create_file(path, entry.size_bytes)
+        file = file_transfer.create_file(path, entry.size_bytes)
         try:
             for byte_range, digest in entry.chunks(chunk_size_bytes):
                 data = await verified_read.get_checked(store, entry, byte_range, digest)

@@ -15,7 +15,7 @@ import tierckpt
 from tests.states import raises_ours
 from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.dcp.shard_delivery import ShardDelivery
-from tierckpt.drain import drain
+from tierckpt.drain import drainer
 from tierckpt.errors import AlreadyCommittedError
 from tierckpt.format.layout import pending
 from tierckpt.save import flush
@@ -83,13 +83,13 @@ def die_at(uri: str, folder: str, point: str) -> None:
 
 def die_after_the_first_file(uri: str, folder: str) -> None:
     """Killed in the drain."""
-    real = drain.send
+    real = drainer.send
 
     async def send(*arguments: Any) -> None:
         await real(*arguments)
         die()
 
-    drain.send = send
+    drainer.send = send
     state = {f"w{i}": torch.full((10_000,), float(i)) for i in range(6)}
     writer = tierckpt.TierStorageWriter(uri, shard_size_bytes_max=50_000, concurrency=1)
     dcp.save(state, storage_writer=writer, no_dist=True)

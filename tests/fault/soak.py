@@ -26,7 +26,7 @@ from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import moto_server
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.ipc.client import AgentClient
+from tierckpt.ipc.agent_client import AgentClient
 
 SHARE = 0.05
 KIND_SECONDS = 20.0

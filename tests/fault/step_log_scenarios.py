@@ -26,7 +26,7 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.config import Settings
 from tierckpt.replay import log as logs
 from tierckpt.replay.optimizers import local
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 from tierckpt.training import log_fold
 from tierckpt.training.codec.attachment import Attached
 
@@ -99,7 +99,7 @@ def train(
     with_bug(bug)
     if options.get("drain"):  # what is folded
         logs.CHECK_SHARE = 1e9  # every step has a digest of the parameters, however slow the machine is
-        segments.FOLD_BYTES_MIN = 0  # a segment has one step, or two
+        log_segments.FOLD_BYTES_MIN = 0  # a segment has one step, or two
     rank = dist.get_rank() if dist.is_initialized() else 0
     job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics, near=near, folder=folder)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -123,7 +123,7 @@ def train(
 def fold(folder: str, stop_at: str) -> None:
     """Make a checkpoint of the logs, as the process that the agent starts; hang for ever at ``stop_at``, or have that
     bug."""
-    segments.FOLD_BYTES_MIN = 0
+    log_segments.FOLD_BYTES_MIN = 0
     settings = Settings()
     [one] = due(settings.local_root)
     roll_forward = log_fold.roll_forward
@@ -144,7 +144,7 @@ def fold(folder: str, stop_at: str) -> None:
     stages: dict[str, tuple[Any, str, Any]] = {
         "replayed": (Attached, "finish", hang),
         "committing": (local_commit, "commit_local", hang),
-        "committed": (segments, "remove_before", hang),
+        "committed": (log_segments, "remove_before", hang),
         "one rank a step behind": (log_fold, "roll_forward", lag),
     }
     if stop_at:

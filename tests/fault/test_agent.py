@@ -32,11 +32,11 @@ from tierckpt.checkpoint.marks import is_drained
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import try_lock
-from tierckpt.drain.budget import change_control
+from tierckpt.drain.rate_limiter import change_control
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
-from tierckpt.ipc import client as contacts
-from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError
+from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError
 from tierckpt.quantities import human_bytes
 
 pytestmark = pytest.mark.distributed
@@ -372,12 +372,12 @@ def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
 def test_the_agent_keeps_nothing_of_a_save_that_has_ended_though_its_trainers_live_on(
     way: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """Only the coordinator of ``dcp.async_save`` hears how it ends: it takes back the wills of all."""
+    """Only the coordinator of ``dcp.async_save`` hears how it ends: it takes back the handoffs of all."""
     job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way=way, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert not list(job.folder.glob("failed-*"))
     assert len(list(job.folder.glob("handed in.*"))) == 3
-    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 60, "the wills to go")
+    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 60, "the handoffs to go")
     assert (now["memory_held_bytes"], now["processes"], now["wills_executed"]) == (0, 3, 0)
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, 0], job.output()
@@ -412,7 +412,7 @@ def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
     job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
-    until(lambda: not status(local_root)["staged_saves"], 60, "the wills to go")
+    until(lambda: not status(local_root)["staged_saves"], 60, "the handoffs to go")
     assert status(local_root)["wills_executed"] == 0
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, 0], job.output()
@@ -427,7 +427,7 @@ def test_what_was_on_its_way_straight_to_the_shared_tier_is_committed(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Shards that had arrived are taken as they are; those that had not are written from memory, to the SSD."""
-    job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_straight=True, **JOB)
+    job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_direct_put=True, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 2, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 2
     settle(local_root, job)

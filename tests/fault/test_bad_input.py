@@ -252,7 +252,7 @@ def test_damage_is_found_before_the_drain_publishes_it(
 ) -> None:
     uri = f"{s3_uri}/step-1"
     with monkeypatch.context() as patch:
-        patch.setattr("tierckpt.drain.background.BackgroundDrains.submit", lambda *_: None)
+        patch.setattr("tierckpt.drain.background_drains.BackgroundDrains.submit", lambda *_: None)
         dcp.save(small_state(1), storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
     flip(local_shard(local_root, uri))
     with pytest.raises(IntegrityError):

@@ -27,7 +27,7 @@ from tierckpt.disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.cached_view import open_cached
-from tierckpt.read.copies import LocalCopy
+from tierckpt.read.file_copies import LocalCopy
 from tierckpt.telemetry import QUARANTINES, Metric, listen
 
 FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))

@@ -37,7 +37,7 @@ from tierckpt.config import Settings
 from tierckpt.dcp import save_session, shard_delivery
 from tierckpt.dcp import writer as dcp_writer
 from tierckpt.disk import durable, file_io
-from tierckpt.drain import transfer
+from tierckpt.drain import file_transfer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.format import layout
 from tierckpt.format import manifest as manifests
@@ -774,7 +774,7 @@ def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
         os.pwrite(descriptor, b"named later", 1)
         os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor)
         os.close(descriptor)
-        descriptor = transfer.create_file(root / "sized", 5000)
+        descriptor = file_transfer.create_file(root / "sized", 5000)
         file_io.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
         os.ftruncate(descriptor, 4995)
         os.close(descriptor)

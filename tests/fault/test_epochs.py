@@ -28,9 +28,9 @@ from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
-from tierckpt.ipc import client as contacts
-from tierckpt.ipc.circuit_breaker import LOCK
-from tierckpt.ipc.client import SOCKET
+from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc.agent_breaker import LOCK
+from tierckpt.ipc.agent_client import SOCKET
 
 pytestmark = pytest.mark.distributed
 

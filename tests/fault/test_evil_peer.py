@@ -18,19 +18,19 @@ from tests.certificates import Authority
 from tests.fault import evil_client, evil_peer
 from tests.peer_node import CHUNK, begin, freeze, get, land, publish, secret_file, serving, until
 from tierckpt.errors import IntegrityError, PeerError, PermissionDeniedError
-from tierckpt.peer import chunk_files, client, inventory, server
+from tierckpt.peer import chunk_files, inventory, peer_client, peer_server
 from tierckpt.peer.auth import Signer, Verifier
-from tierckpt.peer.messages import chunk_target
-from tierckpt.stores import congestion
+from tierckpt.peer.peer_http import chunk_target
+from tierckpt.stores import get_concurrency
 
 WILES = {wile.__name__ for wile in evil_peer.WILES}
 
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_BYTE_SECONDS", 0.5)
-    monkeypatch.setattr(congestion, "WINDOW_SECONDS", evil_peer.SLOW_SECONDS)
-    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", CHUNK)
+    monkeypatch.setattr(peer_client, "FIRST_BYTE_SECONDS", 0.5)
+    monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", evil_peer.SLOW_SECONDS)
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", CHUNK)
 
 
 # --- a peer that lies ----------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ async def test_where_nobody_knows_the_digests_what_a_peer_gives_is_what_it_says(
 async def test_the_harness_finds_a_client_that_verifies_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "same_digest", lambda *asked: True)
+    monkeypatch.setattr(peer_client, "same_digest", lambda *asked: True)
     monkeypatch.setattr("tierckpt.cache.partial_entry.same_digest", lambda *asked: True)
     report = await evil_peer.run(tmp_path, known=True, wiles=[evil_peer.wrong_bytes, evil_peer.one_bit])
     assert "wrong_bytes: wrong bytes" in report.wrong
@@ -136,7 +136,7 @@ async def _run_on(node: object, frozen: object) -> evil_client.Report:
 async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_SECONDS", 3.0)
+    monkeypatch.setattr(peer_server, "HEAD_SECONDS", 3.0)
     frozen, _ = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))
@@ -151,8 +151,8 @@ async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(
 ) -> None:
     big = {"big": os.urandom(128 * CHUNK)}
     frozen = publish(tmp_path, big, chunk_size_bytes=128 * CHUNK)
-    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 0.2)
-    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", 1 << 30)
+    monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 0.2)
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", 1 << 30)
     async with serving(tmp_path) as node:
         target = chunk_target(frozen.version, 128 * CHUNK, 0, 0, 0.0)
         host, port = node.server.address.split(":")

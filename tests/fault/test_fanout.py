@@ -25,8 +25,8 @@ from tests.services import free_port
 from tierckpt.config import Settings
 from tierckpt.errors import PeerBusyError
 from tierckpt.format.manifest import digest_of
-from tierckpt.peer.client import ChunkAnswer, PeerClient
-from tierckpt.peer.members import Member
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_client import ChunkAnswer, PeerClient
 
 MiB = 1 << 20
 CHUNK_BYTES = MiB

@@ -26,8 +26,8 @@ from tierckpt.replay import log as logs
 from tierckpt.replay import log_writer
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog, roll_forward
-from tierckpt.save import segments
-from tierckpt.save.segments import paths_in
+from tierckpt.save import log_segments
+from tierckpt.save.log_segments import paths_in
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "2"))
 STEPS = 100_000
@@ -219,7 +219,7 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, mon
         def full(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(segments.SegmentFile, "append", full)
+        monkeypatch.setattr(log_segments.SegmentFile, "append", full)
         job.train()
         log.end_of_step(2, job.others())
         with pytest.raises(CheckpointError, match="no room"):
@@ -244,7 +244,7 @@ def test_whoever_waits_for_a_disk_that_fails_is_told(
         def fails(*_: object) -> int:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(segments.SegmentFile, call, fails)
+        monkeypatch.setattr(log_segments.SegmentFile, call, fails)
         job.train()
         log.end_of_step(1)
         with pytest.raises(CheckpointError, match="Input/output error"):
@@ -346,9 +346,9 @@ def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
 ) -> None:
     """A frame takes 8 requests, and each of them three quarters of what a request may take. The clock is the test's."""
     now, ill = [0.0], list[bool]()
-    monkeypatch.setattr(segments, "REQUEST_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(log_segments, "REQUEST_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(log_writer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    real, append = file_io.DirectFile.write, segments.SegmentFile.append
+    real, append = file_io.DirectFile.write, log_segments.SegmentFile.append
 
     def write(*given: Any) -> None:
         now[0] += 0.75 * log_writer.ILL_SECONDS
@@ -357,7 +357,7 @@ def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
 
     monkeypatch.setattr(file_io.DirectFile, "write", write)
     if not shows_progress:
-        monkeypatch.setattr(segments.SegmentFile, "append", lambda one, pieces, *_: append(one, pieces))
+        monkeypatch.setattr(log_segments.SegmentFile, "append", lambda one, pieces, *_: append(one, pieces))
     weight = torch.nn.Parameter(torch.randn(7 << 18))
     optimizer = torch.optim.AdamW([weight])
     with GradientLog(optimizer, tmp_path) as log:

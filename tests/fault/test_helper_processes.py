@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.agent import orphans
-from tierckpt.agent.orphans import OrphanedSave, Owner, Save
+from tierckpt.agent import handoffs
+from tierckpt.agent.handoffs import ClientProcess, HeldHandoff, StagedSave
 from tierckpt.config import Settings
 from tierckpt.format.layout import agent_dir
-from tierckpt.ipc import client as contacts
+from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc.agent_breaker import LOCK
+from tierckpt.ipc.agent_client import AgentClient
 from tierckpt.ipc.child_process import clean_environment, start_python
-from tierckpt.ipc.circuit_breaker import LOCK
-from tierckpt.ipc.client import AgentClient
 
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
 SETTINGS = {"mover": "agent"}
@@ -79,8 +79,8 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
 @pytest.mark.slow
 def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
     """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
-    save = Save("none", 1, True, {0: OrphanedSave(Owner(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
-    process, life = orphans.start_executor(save)
+    save = StagedSave("none", 1, True, {0: HeldHandoff(ClientProcess(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
+    process, life = handoffs.start_executor(save)
     save.close()
     process.wait(120)
     os.close(life)
@@ -112,7 +112,7 @@ def test_of_the_search_path_only_what_is_absolute_and_not_open_to_all_goes_on(tm
     open_to_all.chmod(0o777)
     told = f"{own}:relative:.::{open_to_all}:{tmp_path / 'missing'}"
     cleaned = clean_environment({"PYTHONPATH": told, "PYTHONINSPECT": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"})
-    home = str(Path(orphans.__file__).parents[2])
+    home = str(Path(handoffs.__file__).parents[2])
     assert cleaned.pop("PYTHONPATH").split(":") in ([str(own), home], [str(own)])
     assert cleaned == {"PYTHONSAFEPATH": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"}
 

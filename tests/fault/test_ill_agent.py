@@ -33,12 +33,12 @@ from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.local_root import use_local_root
-from tierckpt.drain.budget import change_control
+from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import agent_dir
-from tierckpt.ipc import circuit_breaker
-from tierckpt.ipc import client as contacts
-from tierckpt.ipc.circuit_breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
-from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError, encode
+from tierckpt.ipc import agent_breaker
+from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc.agent_breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
+from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError, encode
 
 BUDGET_SECONDS = 0.5
 MARGIN = 6.0
@@ -411,7 +411,7 @@ def test_nobody_is_killed_but_the_process_that_has_the_lock_open(local_root: Pat
         for said in ("", "no number", "-1", "0", str(os.getpid()), "4194000", str(bystander.pid)):
             lock.write_text(said)
             with lock.open():  # this process has it open, and is never meant
-                assert circuit_breaker.kill_agent(local_root) is None
+                assert agent_breaker.kill_agent(local_root) is None
         assert bystander.poll() is None
     finally:
         bystander.kill()

@@ -23,7 +23,7 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.disk import illness
 from tierckpt.disk.illness import Errands, Requests, requests
 from tierckpt.errors import CheckpointSkippedError
-from tierckpt.training import job as jobs
+from tierckpt.training import saves as jobs
 from tierckpt.training.run_log import RunLog
 
 Patch = pytest.MonkeyPatch

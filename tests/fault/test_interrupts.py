@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.services import ENVIRONMENT, REPOSITORY, moto_server
-from tierckpt.stores.common import ended, settled
+from tierckpt.stores.common import ended, to_completion
 
 TIMES = int(ENVIRONMENT.get("TIERCKPT_TEST_INTERRUPTS", "1"))
 VERBS = ("sharded", "load", "prefetch", "restore", "save", "close") if TIMES > 1 else ("sharded", "prefetch")
@@ -85,7 +85,7 @@ async def test_work_that_its_caller_closes_has_ended_however_often_it_is_cancell
 
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    task = asyncio.ensure_future(settled(asyncio.to_thread(work)))
+    task = asyncio.ensure_future(to_completion(asyncio.to_thread(work)))
     await asyncio.to_thread(at_work.wait, 30)
     for _ in range(3):
         task.cancel()

@@ -22,8 +22,8 @@ SCENARIOS = {
 LOADS = {"restore", "load"}
 """There ``torch.load`` leaves a class behind for each object."""
 BOUNDED = {
-    "tierckpt.training.job.SaveRecord",  # the latest 4096
-    "tierckpt.stores.remote.RemoteStore",  # the latest 16, with their places
+    "tierckpt.training.saves.SaveRecord",  # the latest 4096
+    "tierckpt.stores.obstore_store.RemoteStore",  # the latest 16, with their places
     "tierckpt.format.layout.Location",
 }
 

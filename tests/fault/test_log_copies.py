@@ -14,7 +14,7 @@ from tests.fault.test_step_log_kills import Seen
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tierckpt.format.layout import GRADIENTS_DIR
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -52,7 +52,7 @@ def copies(node: Node, folder: Path) -> list[Path]:
 
 
 def begins(node: Node, folder: Path) -> list[int]:
-    return [segments.step_of_path(path) for path in copies(node, folder)]
+    return [log_segments.step_of_path(path) for path in copies(node, folder)]
 
 
 def all_copied(nodes: Nodes, folder: Path, step: int) -> None:
@@ -103,7 +103,7 @@ def test_a_frame_counts_when_it_is_whole(nursery: Nursery, fleet: Fleet, tmp_pat
         nodes[1].kill()
         train(nursery, nodes[0], tmp_path, 9)
         [own] = (nodes[0].directory(f"{tmp_path}/run") / GRADIENTS_DIR / "rank-0").glob("*.gradients")
-        frame = (own.stat().st_size - 4096) // own.read_bytes().count(segments.FRAME)
+        frame = (own.stat().st_size - 4096) // own.read_bytes().count(log_segments.FRAME)
         blocks = 1 + 5 * frame // 4096 + frame // 8192  # the head, five frames, and half of one
         nodes[1].env[PIECES], nodes[1].bug = str(blocks), bug
         nodes[1].start()

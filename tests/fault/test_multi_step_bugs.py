@@ -27,7 +27,7 @@ from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Step
 from tierckpt.replay.checksum import Fingerprint
 from tierckpt.replay.link import GRADIENTS, Copy, Link
-from tierckpt.training.codec import state as states
+from tierckpt.training.codec import job_state as states
 from tierckpt.training.every_step import window
 
 WINDOW, BEGUN = 4, 3

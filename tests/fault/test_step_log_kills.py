@@ -18,7 +18,7 @@ from tests.integration.test_log_fold import same, saved_in
 from tests.services import ENVIRONMENT, in_full
 from tierckpt.checkpoint import local_commit
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -168,9 +168,11 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     seen, _ = run(nursery, tmp_path, 2, uri=file_uri, steps=9)
     digests = [dict(seen.said(rank, "trained")) for rank in range(2)]
     root = local_dir(local_root, parse_uri(file_uri)) / GRADIENTS_DIR
-    [path] = segments.paths_in(root / "rank-1")
+    [path] = log_segments.paths_in(root / "rank-1")
     data = path.read_bytes()
-    frame = (len(data) - 4096) // data.count(segments.FRAME)  # the head takes a block; the first step is a checkpoint
+    frame = (len(data) - 4096) // data.count(
+        log_segments.FRAME
+    )  # the head takes a block; the first step is a checkpoint
     path.write_bytes(data[: 4096 + 6 * frame + 5000])
     seen, said = run(nursery, tmp_path, 2, uri=file_uri, steps=0)
     at = seen.resumed()

@@ -29,8 +29,8 @@ from tierckpt.checkpoint import shared_commit
 from tierckpt.config import KiB, MiB
 from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
 from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
-from tierckpt.stores import congestion, retry, store_breaker, verified_read
-from tierckpt.stores.remote import RemoteStore
+from tierckpt.stores import get_concurrency, retry, store_breaker, verified_read
+from tierckpt.stores.obstore_store import RemoteStore
 from tierckpt.types import Tier
 
 pytestmark = pytest.mark.server
@@ -47,8 +47,8 @@ def faults_min(share: float, seconds: float) -> int:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 2.0)
-    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", MiB)
+    monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 2.0)
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", MiB)
     monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 2.0)
 
 

@@ -25,8 +25,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tierckpt import TierStorageReader, TierStorageWriter, latest, ownership, prefetch
+from tierckpt.agent.agent_server import run as run_agent
 from tierckpt.agent.options import AgentOptions
-from tierckpt.agent.server import run as run_agent
 from tierckpt.cli.prune import prune
 from tierckpt.cli.status import status
 from tierckpt.client import Client, close_all

@@ -26,7 +26,7 @@ from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
 from tierckpt.checkpoint import marks, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import AlreadyCommittedError, TierckptError
 from tierckpt.format.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
 from tierckpt.stores import open_store, retry, verified_read

@@ -50,7 +50,7 @@ def save_on_two_nodes(uri: str, roots: str, use_collectives: bool, slow: int) ->
 
 
 def _delay_drain(seconds: float) -> None:
-    from tierckpt.drain.drain import Drainer
+    from tierckpt.drain.drainer import Drainer
 
     real = Drainer.send_files
 

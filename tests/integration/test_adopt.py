@@ -33,7 +33,7 @@ from tierckpt.errors import (
 )
 from tierckpt.format.layout import parse_uri
 from tierckpt.integrations.directories import Directories
-from tierckpt.save import directory as directories
+from tierckpt.save import adopted_directory as directories
 
 SECONDS = 120.0
 
@@ -129,7 +129,7 @@ def test_killed_right_after_adopting_another_process_drains_it(written: Path, tm
     code = (
         "import os, signal, shutil, sys, tierckpt\n"
         "from tierckpt.client import Client\n"
-        "Client.submit = lambda self, token: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Client.drain_in_background = lambda self, token: os.kill(os.getpid(), signal.SIGKILL)\n"
         "tierckpt.adopt(sys.argv[1], sys.argv[2])\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(written), uri], timeout=SECONDS, check=False)
@@ -140,7 +140,7 @@ def test_killed_right_after_adopting_another_process_drains_it(written: Path, tm
     assert restored(tmp_path / "run", tmp_path / "back") == before
 
 
-@pytest.mark.parametrize("where", ["save.directory.digests", "checkpoint.local_commit.commit_local"])
+@pytest.mark.parametrize("where", ["save.adopted_directory.digests", "checkpoint.local_commit.commit_local"])
 def test_killed_before_the_commit_nothing_is_left_and_it_can_be_adopted_again(
     where: str, written: Path, tmp_path: Path
 ) -> None:

@@ -133,7 +133,7 @@ def test_retention_never_removes_what_is_not_drained(
     s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tierckpt.drain.background.BackgroundDrains.submit", lambda self, token: None
+        "tierckpt.drain.background_drains.BackgroundDrains.submit", lambda self, token: None
     )  # the drain is stuck
     checkpointer = Checkpointer(s3_uri, keep_last=1)
     for step in (1, 2, 3):

@@ -110,7 +110,7 @@ def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
     location = parse_uri(f"{s3_uri}/step-1")
     directory = local_dir(local_root, location)
     with monkeypatch.context() as patch:
-        patch.setattr("tierckpt.client.Client.submit", lambda *_: None)
+        patch.setattr("tierckpt.client.Client.drain_in_background", lambda *_: None)
         checkpointer = Checkpointer(s3_uri)
         checkpointer.save(1, small_state(1)).result(60)
     assert Journal(local_root).entries()

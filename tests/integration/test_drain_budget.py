@@ -1,4 +1,4 @@
-"""The budget on real drains: bytes per second to a file system and to S3, changed by commands while they run."""
+"""The limiter on real drains: bytes per second to a file system and to S3, changed by commands while they run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, flushing
-from tierckpt.drain.budget import change_control
+from tierckpt.drain.rate_limiter import change_control
 from tierckpt.stores.local import LocalStore
 
 MIB = 1 << 20
@@ -118,7 +118,7 @@ def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
     assert (document["bytes_per_second"], document["concurrency"], document["paused"]) == (1 << 30, 2, False)
     drain.finish()
     assert time.monotonic() - begun < 0.8 * left / (256 << 10), "at the rate it began with it would take 44 s"
-    assert drain.client.mover.budget.concurrency == 2
+    assert drain.client.mover.limiter.concurrency == 2
 
 
 @pytest.mark.slow
@@ -208,6 +208,6 @@ def test_what_no_mover_could_do_is_refused(
 def test_a_mover_begins_with_what_its_settings_say() -> None:
     client = Client(Settings.load(drain_bytes_per_second="3MiB", concurrency=9))
     try:
-        assert (client.mover.budget.bytes_per_second, client.mover.budget.concurrency) == (3 * MIB, 9)
+        assert (client.mover.limiter.bytes_per_second, client.mover.limiter.concurrency) == (3 * MIB, 9)
     finally:
         client.close()

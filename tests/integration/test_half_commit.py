@@ -47,7 +47,7 @@ def go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def straight(self: TierStorageWriter, *arguments: Any, **options: Any) -> None:
         real(self, *arguments, **options)
-        self.route("straight")
+        self.route("direct put")
 
     monkeypatch.setattr(TierStorageWriter, "__init__", straight)
 

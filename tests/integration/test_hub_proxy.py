@@ -32,9 +32,9 @@ from tierckpt.agent.hub_proxy import HubProxy
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
 from tierckpt.errors import ConfigError, ObjectNotFoundError, PeerError
-from tierckpt.peer.catalog import Live
 from tierckpt.peer.fetch import owners
-from tierckpt.peer.members import Member
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_catalog import Live
 
 KIB, MIB = 1 << 10, 1 << 20
 REPO = "org/model-1.5B"

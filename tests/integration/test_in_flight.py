@@ -201,7 +201,7 @@ def test_a_save_that_hangs_is_waited_for_once_and_named(
     file_uri: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither ``wait`` nor ``close`` waits without end, however many saves stand behind the one that hangs."""
-    monkeypatch.setattr("tierckpt.training.job.EXTRA_SECONDS", 0.0)
+    monkeypatch.setattr("tierckpt.training.saves.EXTRA_SECONDS", 0.0)
     checkpointer = Checkpointer(file_uri, timeout_seconds=3.0, checkpoints_in_flight_max=2)
     checkpointer.save(1, state(1.0))
     checkpointer.save(2, state(2.0))

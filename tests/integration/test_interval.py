@@ -97,7 +97,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Shared storage on another device, which takes ``seconds`` for each checkpoint."""
     import asyncio
 
-    from tierckpt.drain.drain import Drainer
+    from tierckpt.drain.drainer import Drainer
 
     real = Drainer.send_files
 
@@ -109,7 +109,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         return False
 
     monkeypatch.setattr(Drainer, "send_files", late)
-    monkeypatch.setattr("tierckpt.drain.background.BackgroundDrains.send_linked", never)
+    monkeypatch.setattr("tierckpt.drain.background_drains.BackgroundDrains.send_linked", never)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def decide_apart() -> None:
 
     interval.all_gather = lambda value: [value]  # type: ignore[assignment]
     interval.broadcast = lambda work: work()  # type: ignore[assignment]
-    interval.tuning.choose = lambda *_, **__: interval.tuning.Choice(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
+    interval.interval_tuning.choose = lambda *_, **__: interval.interval_tuning.Choice(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
 
 
 def decide_apart_and_tell(uri: str) -> list[Any]:
@@ -224,8 +224,8 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     import asyncio
     import threading
 
-    from tierckpt.drain.background import BackgroundDrains
-    from tierckpt.drain.drain import Drainer
+    from tierckpt.drain.background_drains import BackgroundDrains
+    from tierckpt.drain.drainer import Drainer
 
     real, is_up = Drainer.send_files, threading.Event()
 

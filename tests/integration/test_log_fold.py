@@ -26,14 +26,14 @@ from tierckpt.checkpoint.local_commit import read_local_manifest, remove_local
 from tierckpt.cli import info
 from tierckpt.cli.ui.app import run as main
 from tierckpt.config import Settings
-from tierckpt.drain.budget import Budget
+from tierckpt.drain.rate_limiter import RateLimiter
 from tierckpt.errors import CommitAbandonedError, IntegrityError, StateMismatchError, TierckptError
 from tierckpt.format.layout import GRADIENTS_DIR, epoch_file, local_dir, parse_uri
 from tierckpt.poll import Poll
 from tierckpt.replay import log as logs
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Step
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 from tierckpt.training import log_fold
 from tierckpt.training.codec.template import template_of
 from tierckpt.training.log_fold import fold
@@ -49,7 +49,7 @@ def settings(local_root: Path) -> Settings:
 
 @pytest.fixture
 def run(file_uri: str, settings: Settings, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    monkeypatch.setattr(segments, "FOLD_BYTES_MIN", 70_000)  # a segment has two steps
+    monkeypatch.setattr(log_segments, "FOLD_BYTES_MIN", 70_000)  # a segment has two steps
     monkeypatch.setattr(logs, "CHECK_SHARE", 1e9)  # every step has a digest of the parameters
 
     def opened(uri: str = file_uri, **options: Any) -> Checkpointer:
@@ -116,7 +116,7 @@ def test_the_agent_folds_while_training_goes_on_and_the_job_resumes_behind_it(
 
     async def fold_beside() -> None:
         monkeypatch.setattr(log_folds, "LOOK_SECONDS", 0.05)
-        working = asyncio.create_task(LogFolds(settings, Budget(None, 4)).run())
+        working = asyncio.create_task(LogFolds(settings, RateLimiter(None, 4)).run())
         for _ in range(600):
             digests.update(await asyncio.to_thread(train, checkpointer, job, job.state["step"] + 1))
             if not working.done() and is_committed(local_root, f"{file_uri}/step-9"):
@@ -224,7 +224,7 @@ def test_the_log_stays_short_and_the_checkpoint_before_the_newest_leads_to_all(
         one = due_at(local_root, steps - 1)
         fold(settings, one)
         made.append(one)
-        sizes.append(sum(path.stat().st_size for path in segments.paths_in(directory)))
+        sizes.append(sum(path.stat().st_size for path in log_segments.paths_in(directory)))
         assert steps - 1 not in [one.base for one in due(local_root)], "what is folded is not folded again"
     assert [one.base for one in made] == [1, *(one.step for one in made[:-1])]
     assert max(sizes[2:]) < 1.5 * sizes[1] and sizes[-1] < 0.6 * sum(sizes) / 2

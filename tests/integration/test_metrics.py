@@ -23,7 +23,7 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.flush_lock import flushing
-from tierckpt.drain.budget import change_control
+from tierckpt.drain.rate_limiter import change_control
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir
 from tierckpt.telemetry import BLOCKED_SECONDS, ERRORS, METRICS, QUARANTINES, RETRIES, MetricsRelay, emit_rows
@@ -36,7 +36,7 @@ class Page:
     """The metrics of this node, served and scraped."""
 
     def __init__(self, local_root: Path, client: Client | None = None) -> None:
-        self.metrics = Metrics(Settings.load(local_root=local_root), client.mover.budget if client else None)
+        self.metrics = Metrics(Settings.load(local_root=local_root), client.mover.limiter if client else None)
         self.port = self.metrics.serve(0)
 
     def text(self) -> str:
@@ -121,7 +121,7 @@ def test_the_budget_of_the_agents_mover_is_shown_as_it_is_now(
     page = Page(local_root, client)
     try:
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 5 << 20
-        client.mover.budget.update(bytes_per_second=None, paused=True)
+        client.mover.limiter.update(bytes_per_second=None, paused=True)
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 0
         assert page.get("tierckpt_drain_paused") == 1
     finally:

@@ -16,7 +16,7 @@ from tierckpt import Checkpointer
 from tierckpt.errors import CheckpointError, ConfigError
 from tierckpt.replay import multi_step
 from tierckpt.training.every_step.window import MultiStepSave
-from tierckpt.training.job import SaveRecord
+from tierckpt.training.saves import SaveRecord
 
 SECONDS = 60.0
 

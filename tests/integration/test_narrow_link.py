@@ -15,9 +15,9 @@ from tests.services import HttpServer
 from tierckpt.config import Settings
 from tierckpt.errors import StoreUnavailableError
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import congestion, retry
-from tierckpt.stores.congestion import Congestion
-from tierckpt.stores.remote import RemoteStore
+from tierckpt.stores import get_concurrency, retry
+from tierckpt.stores.get_concurrency import GetConcurrency
+from tierckpt.stores.obstore_store import RemoteStore
 from tierckpt.types import ByteRange
 
 RATE = 500_000
@@ -77,8 +77,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setattr(congestion, "WINDOW_SECONDS", 2.0)
-    monkeypatch.setattr(congestion, "BYTES_PER_SECOND_MIN", LEAST)
+    monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 2.0)
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", LEAST)
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)
     yield made
     made.close()
@@ -117,7 +117,7 @@ async def test_gets_by_the_library_too(server: Narrow, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 async def test_otherwise_they_would_be_broken_off_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Congestion, "reduce", lambda *_: None)
+    monkeypatch.setattr(GetConcurrency, "reduce", lambda *_: None)
     failed = [error for error in await get_all(into=True) if error is not None]
     assert failed
     assert all(isinstance(error, StoreUnavailableError) for error in failed)

@@ -28,7 +28,7 @@ from tierckpt.checkpoint.verify import read_checks, record_check
 from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.config import Settings
-from tierckpt.drain.budget import change_control
+from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import HISTORY_DIR, checks_file, local_dir, parse_uri
 from tierckpt.planning.goodput import stalls_of
 

@@ -20,14 +20,14 @@ from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.cache.file_set import FileSet, FileSpec
-from tierckpt.cache.peers import NotNowError
+from tierckpt.cache.peer_fill import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
-from tierckpt.peer.client import ChunkAnswer
+from tierckpt.peer.fetch.fetch_session import ClusterView, FetchSession
 from tierckpt.peer.fetch.peer_state import Tuning
-from tierckpt.peer.fetch.session import ClusterView, FetchSession
-from tierckpt.peer.members import Member
-from tierckpt.peer.messages import ChunkReport
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_client import ChunkAnswer
+from tierckpt.peer.peer_http import ChunkReport
 
 MiB = 1 << 20
 SIZES = {"model-1.safetensors": 9 * MiB + 77, "model-2.safetensors": 7 * MiB, "tokenizer.json": 4000}

@@ -30,9 +30,9 @@ from tierckpt.client import Client, close_all, get_client
 from tierckpt.errors import CheckpointNotFoundError
 from tierckpt.format.layout import parse_uri
 from tierckpt.mover import Mover
-from tierckpt.peer import catalog as cluster_module
-from tierckpt.peer.catalog import PeerReplicas
-from tierckpt.peer.members import Member
+from tierckpt.peer import peer_catalog as cluster_module
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_catalog import PeerReplicas
 from tierckpt.types import Tier
 
 pytestmark = pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""A node asks another one: server, client and files are real (K1 to K3 in tierckpt/peer/server.py)."""
+"""A node asks another one: server, client and files are real (K1 to K3 in tierckpt/peer/peer_server.py)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from tierckpt.errors import (
 )
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import inventory
-from tierckpt.peer import server as module
+from tierckpt.peer import peer_server as module
 from tierckpt.peer.chunk_files import frozen_of
-from tierckpt.peer.members import Member
-from tierckpt.peer.server import Bucket, PeerServer
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_server import PeerServer, TokenBucket
 
 DATA = model()
 FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
@@ -295,11 +295,11 @@ async def test_the_rate_of_all_together_is_bounded(tmp_path: Path) -> None:
 
 
 async def test_a_bucket_lets_through_what_it_may() -> None:
-    bucket, begun = Bucket(1000), time.monotonic()
+    bucket, begun = TokenBucket(1000), time.monotonic()
     for _ in range(10):
         await bucket.take(50)
     assert time.monotonic() - begun >= 0.35
-    await Bucket(None).take(1 << 60)
+    await TokenBucket(None).take(1 << 60)
 
 
 async def test_256_clients_get_every_chunk_and_no_error(tmp_path: Path) -> None:

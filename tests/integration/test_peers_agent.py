@@ -27,9 +27,9 @@ from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.errors import TierckptError
-from tierckpt.ipc.client import AgentClient, AgentUnavailableError
-from tierckpt.peer.client import PeerClient
-from tierckpt.peer.members import member_of
+from tierckpt.ipc.agent_client import AgentClient, AgentUnavailableError
+from tierckpt.peer.membership import member_of
+from tierckpt.peer.peer_client import PeerClient
 from tierckpt.types import Json
 
 SECRET = "canary-4cf1a9d2-known-to-all-nodes"

@@ -19,7 +19,7 @@ from tests.states import raises_ours, save
 from tierckpt.dcp import read_sharing
 from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
-from tierckpt.read.copies import LocalCopy
+from tierckpt.read.file_copies import LocalCopy
 from tierckpt.read.parallel_read import Piece
 from tierckpt.types import ByteRange
 

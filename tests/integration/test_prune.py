@@ -235,7 +235,7 @@ def test_what_is_not_drained_stays_until_it_is(s3_uri: str, monkeypatch: pytest.
     monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
     save_steps(s3_uri, 1)
     with monkeypatch.context() as stuck:
-        stuck.setattr("tierckpt.drain.background.BackgroundDrains.submit", lambda self, token: None)
+        stuck.setattr("tierckpt.drain.background_drains.BackgroundDrains.submit", lambda self, token: None)
         for step in (2, 3):
             save(f"{s3_uri}/step-{step}", small_state(step))
         close_all()

@@ -140,7 +140,7 @@ def test_adaptive_saves_that_were_to_go_straight_stay_here(
     checkpointer = Checkpointer(run, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
     checkpointer.save(1, {"value": 1}).result(timeout=60)
     checkpointer.wait()
-    straight = SaveDirective(is_sent=True, is_straight=True)
+    straight = SaveDirective(is_sent=True, is_direct_put=True)
     monkeypatch.setattr(IntervalController, "before_save", lambda *_, **__: straight)
     refuse(proxy, "403")
     checkpointer.save(2, {"value": torch.ones(5000)}).result(timeout=60)

@@ -27,7 +27,7 @@ from tierckpt import Checkpointer
 from tierckpt.checkpoint import select
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import (
     AlreadyCommittedError,
     CheckpointNotFoundError,

@@ -186,7 +186,7 @@ def test_a_drain_goes_on_in_the_next_process(s3_uri: str, local_root: Path) -> N
     code = (
         "import os, sys, torch, torch.distributed.checkpoint as dcp\n"
         "import tierckpt\n"
-        "from tierckpt.drain.background import BackgroundDrains\n"
+        "from tierckpt.drain.background_drains import BackgroundDrains\n"
         "BackgroundDrains.submit = lambda self, token: None  # the drain never gets to run\n"
         "dcp.save({'w': torch.arange(1000)}, storage_writer=tierckpt.TierStorageWriter(sys.argv[1]), no_dist=True)\n"
         "os.kill(os.getpid(), 9)"
@@ -228,7 +228,7 @@ def test_saving_twice_while_the_store_is_away_drains_the_newer_one(
 ) -> None:
     uri = f"{s3_uri}/step-1"
     with monkeypatch.context() as stuck:
-        stuck.setattr("tierckpt.drain.background.BackgroundDrains.submit", lambda self, token: None)
+        stuck.setattr("tierckpt.drain.background_drains.BackgroundDrains.submit", lambda self, token: None)
         for seed in (1, 2, 3):
             save(uri, small_state(seed))
     assert len(Journal(local_root).entries()) == 3

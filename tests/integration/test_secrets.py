@@ -43,7 +43,7 @@ SAVE = (
     + """
 import torch, torch.distributed.checkpoint as dcp, tierckpt
 from tierckpt.config import Settings
-from tierckpt.drain.budget import change_control
+from tierckpt.drain.rate_limiter import change_control
 for step in (1, 2):
     uri = f"{sys.argv[2]}/step-{step}"
     dcp.save({"w": torch.randn(50_000)}, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)

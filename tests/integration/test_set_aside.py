@@ -19,9 +19,9 @@ from tierckpt.checkpoint.journal import READY, SET_ASIDE, Entry, Journal
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all, wait
 from tierckpt.config import Settings
-from tierckpt.drain import drain
-from tierckpt.drain.background import BackgroundDrains
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain import drainer
+from tierckpt.drain.background_drains import BackgroundDrains
+from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUnavailableError, TierckptError
 from tierckpt.format.layout import CLAIM, local_dir, parse_uri
 from tierckpt.format.manifest import seal
@@ -33,7 +33,7 @@ AGENT = (
     "import sys\n"
     "from pathlib import Path\n"
     "from tierckpt.agent.options import AgentOptions\n"
-    "from tierckpt.agent.server import run\n"
+    "from tierckpt.agent.agent_server import run\n"
     "from tierckpt.config import Settings\n"
     "settings = Settings.load(local_root=Path(sys.argv[1]), commit_timeout_seconds=1.0)\n"
     "sys.exit(run(settings, AgentOptions(idle_seconds=0.5)))\n"
@@ -45,7 +45,7 @@ def saved(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A step that is committed on this node and whose drain has not begun."""
     uri = f"{file_uri}/step-1"
     with monkeypatch.context() as patch:
-        patch.setattr(Client, "submit", lambda *_: None)
+        patch.setattr(Client, "drain_in_background", lambda *_: None)
 
         async def is_no_link(*_: object) -> bool:
             return False
@@ -189,7 +189,7 @@ def test_what_may_pass_gets_a_week(
         raise error("not now")
 
     monkeypatch.setattr(Drainer, "send_files", fails)
-    monkeypatch.setattr(drain, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(drainer, "NOTE_SECONDS", 0.0)
     monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 0.01)
     settings = {"commit_timeout_seconds": 0.01}
     with pytest.raises(asyncio.CancelledError) if error is StoreUnavailableError else _nothing():

@@ -24,7 +24,7 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.disk import read_lease
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CapacityError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.save import eviction
@@ -189,7 +189,7 @@ def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return False
 
     monkeypatch.setattr(Drainer, "send_files", late)
-    monkeypatch.setattr("tierckpt.drain.background.BackgroundDrains.send_linked", cannot)
+    monkeypatch.setattr("tierckpt.drain.background_drains.BackgroundDrains.send_linked", cannot)
     return go
 
 

@@ -24,7 +24,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import log as logs
 from tierckpt.replay.link import GRADIENTS, Copy, Link
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 from tierckpt.training.every_step import step_log, window
 from tierckpt.training.every_step.step_log import agreed_step
 
@@ -158,7 +158,7 @@ def test_info_shows_the_logs_of_a_run_and_those_behind_a_checkpoint(
     assert (log["rank"], log["base_step"], log["newest_step"], log["steps"], log["ended"]) == (0, 5, 7, 2, "")
     assert log["verified_step"] >= 6 and log["size_bytes"] > 4096
     assert [one["base_step"] for one in told(f"{file_uri}/step-5")["gradient_logs"]] == [5]
-    [*_, newest] = segments.paths_in(directory(local_root, file_uri))
+    [*_, newest] = log_segments.paths_in(directory(local_root, file_uri))
     data = newest.read_bytes()
     newest.write_bytes(data[:-4096])
     for step in (5, 6):
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_is_lost_leaves_the_one_before_and_all_steps(
 
 def test_segments_that_no_checkpoint_needs_are_removed(run: Runs, file_uri: str, local_root: Path) -> None:
     train(run(interval=4), Job(), 18)
-    begins = [segments.step_of_path(path) for path in segments.paths_in(directory(local_root, file_uri))]
+    begins = [log_segments.step_of_path(path) for path in log_segments.paths_in(directory(local_root, file_uri))]
     assert begins == [12, 16]
 
 
@@ -218,7 +218,7 @@ def test_a_step_is_of_one_checkpoint_and_not_of_another_with_its_number(
 def test_a_checkpoint_that_is_newer_than_the_log_is_restored_alone(run: Runs, file_uri: str, local_root: Path) -> None:
     train(run(interval=5), Job(), 8)
     logs = directory(local_root, file_uri)
-    [*_, newest] = segments.paths_in(logs)
+    [*_, newest] = log_segments.paths_in(logs)
     newest.unlink()
     job, step = resumed(run())
     assert step == 5 == job.state["step"]
@@ -242,7 +242,7 @@ def test_damage_to_any_frame_leads_to_the_step_before_and_is_said(
     for _ in range(12):
         shutil.rmtree(run_directory)
         shutil.copytree(kept, run_directory)
-        [path] = segments.paths_in(directory(local_root, file_uri))
+        [path] = log_segments.paths_in(directory(local_root, file_uri))
         data = bytearray(path.read_bytes())
         places = [at for at in range(4096, len(data)) if data[at]]  # not what fills the last block of a frame
         data[chosen.choice(places)] ^= 1 << chosen.randrange(8)
@@ -324,7 +324,7 @@ def test_a_loop_that_goes_back_logs_another_history(run: Runs, file_uri: str, lo
             assert checkpointer.restore(job.state, step=5) == 5
             torch.manual_seed(99)
     checkpointer.close()
-    logged = [segments.Tail(path) for path in segments.paths_in(directory(local_root, file_uri))]
+    logged = [log_segments.Tail(path) for path in log_segments.paths_in(directory(local_root, file_uri))]
     for tail in logged:
         tail.look()
     assert len({tail.segment.owner["job"] for tail in logged if tail.segment}) == len(logged) == 2

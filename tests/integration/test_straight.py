@@ -1,6 +1,6 @@
 """Saves that go straight to shared storage: when the SSD is full or no faster; whole there, or on the SSD, or an error.
 
-T1 and T2 are in ``tierckpt/save/direct_put.py``, D5 and D7 in ``tierckpt/planning/policy.py``.
+T1 and T2 are in ``tierckpt/save/direct_put.py``, D5 and D7 in ``tierckpt/planning/drain_policy.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
 from tierckpt.checkpoint.journal import Entry, Journal
 from tierckpt.cli.ui.app import run as cli
-from tierckpt.drain.drain import Drainer
+from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CapacityError, StoreUnavailableError
 from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri
 from tierckpt.read import block_digests
@@ -56,7 +56,7 @@ def shared_shards(uri: str) -> list[str]:
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy says at each save: straight."""
-    monkeypatch.setattr(DrainDecider, "decide", lambda *_, **__: SaveDirective(is_straight=True))
+    monkeypatch.setattr(DrainDecider, "decide", lambda *_, **__: SaveDirective(is_direct_put=True))
 
 
 # --- T1 ------------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
         for step in (1, 2):
             checkpointer.save(step, state_of(step, 3)).result(60)
             assert tierckpt.latest(shared_uri) == f"{shared_uri}/step-{step}", "done means that it can be restored"
-        assert [record.is_straight for record in checkpointer.stats] == [True, True]
+        assert [record.is_direct_put for record in checkpointer.stats] == [True, True]
         assert all(record.shared_commit_seconds is not None for record in checkpointer.stats)
     assert local_shards(local_root, shared_uri) == [] and not Journal(local_root).entries()
     for step in (1, 2):
@@ -119,7 +119,7 @@ def test_a_request_that_fails_once_is_made_again_with_the_same_bytes(
     monkeypatch.setattr(straight.Stream, "pieces", fails_first)
     with Checkpointer(s3_uri, exposure_seconds_max=math.inf, chunk_size_bytes=256 * KiB) as checkpointer:
         checkpointer.save(1, state_of(1, 4)).result(60)
-        assert checkpointer.stats[0].is_straight
+        assert checkpointer.stats[0].is_direct_put
     assert tries == 2
     state = zeros_like(state_of(1, 4))
     assert Checkpointer(s3_uri).restore(state) == 1 and same(state, state_of(1, 4))
@@ -148,7 +148,7 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
         1: SaveDirective(),
         2: SaveDirective(is_sent=False),
         3: SaveDirective(is_sent=False),
-        4: SaveDirective(is_straight=True),
+        4: SaveDirective(is_direct_put=True),
     }
     monkeypatch.setattr(DrainDecider, "decide", lambda _, step, *__, **___: orders[step])
     run = local_dir(local_root, parse_uri(file_uri))
@@ -183,7 +183,7 @@ def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, capl
         for step in range(1, 5):
             checkpointer.step(step, state_of(step))
             checkpointer.wait("local")
-        assert [record.is_straight for record in checkpointer.stats] == [True] * 4
+        assert [record.is_direct_put for record in checkpointer.stats] == [True] * 4
     assert "goes straight to the shared tier: the local tier has no room" in caplog.text
     assert "step 2 goes straight to shared storage: the SSD has no room for it" in caplog.text
     assert local_shards(local_root, file_uri) == []
@@ -205,7 +205,7 @@ def test_saves_back_to_back_on_a_full_ssd(
         for future in futures:
             future.result(60)
         assert not any(record.error for record in checkpointer.stats)
-        assert all(record.is_sent for record in checkpointer.stats if record.is_straight)
+        assert all(record.is_sent for record in checkpointer.stats if record.is_direct_put)
     state = zeros_like(state_of(4, 2))
     assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4, 2))
     if mib < 2:
@@ -225,7 +225,7 @@ def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
 def test_it_comes_back_to_the_ssd_when_there_is_room_again(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.planning.policy.vote", lambda state, *_: state)  # here both are the same disk
+    monkeypatch.setattr("tierckpt.planning.drain_policy.vote", lambda state, *_: state)  # here both are the same disk
     other = local_root / "checkpoints" / "somebody" / "else"
     other.mkdir(parents=True)
     (other / "large.bin").write_bytes(bytes(12 * MiB))
@@ -236,7 +236,7 @@ def test_it_comes_back_to_the_ssd_when_there_is_room_again(
                 shutil.rmtree(other)
             checkpointer.step(step, state_of(step))
             checkpointer.wait()
-        assert [record.is_straight for record in checkpointer.stats] == [True] * 3 + [False] * 3
+        assert [record.is_direct_put for record in checkpointer.stats] == [True] * 3 + [False] * 3
 
 
 # --- T2 ------------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
     monkeypatch.setattr(straight, "send", down)
     with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(1)).result(60)
-        assert not checkpointer.stats[0].is_straight
+        assert not checkpointer.stats[0].is_direct_put
     assert "cannot go straight to the shared tier, it goes to the SSD: nobody answers" in caplog.text
     state = zeros_like(state_of(1))
     assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(1))
@@ -298,7 +298,7 @@ def test_an_error_after_the_last_shard_leaves_it_to_the_ssd(
     digests_fail_once(monkeypatch, InterruptedError(errno.EINTR, os.strerror(errno.EINTR)))
     with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(1)).result(60)
-        assert not checkpointer.stats[0].is_straight
+        assert not checkpointer.stats[0].is_direct_put
     assert "cannot go straight to the shared tier, it goes to the SSD" in caplog.text
     assert shared_shards(f"{file_uri}/step-1") == local_shards(local_root, f"{file_uri}/step-1") != []
     state = zeros_like(state_of(1))
@@ -327,7 +327,7 @@ from tierckpt import Checkpointer
 from tierckpt.save import direct_put as straight
 from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 uri, when = sys.argv[1:]
-DrainDecider.decide = lambda *_, **__: SaveDirective(is_straight=True)
+DrainDecider.decide = lambda *_, **__: SaveDirective(is_direct_put=True)
 checkpointer = Checkpointer(uri, exposure_seconds_max=float('inf'), shard_size_bytes_max=1 << 20)
 checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
 real, sent = straight.send_shard, 0
@@ -384,7 +384,7 @@ def one_full_node(uri: str, roots: str) -> dict[str, Any]:
         checkpointer.save(1, state).result(60)
         first = tierckpt.latest(uri, local_root=root)
         checkpointer.save(2, state).result(60)
-        straight = [record.is_straight for record in checkpointer.stats]
+        straight = [record.is_direct_put for record in checkpointer.stats]
     outcome = {"first": first, "straight": straight, "shards": len(local_shards(root, f"{uri}/step-1"))}
     dist.barrier()
     shutil.rmtree(root)

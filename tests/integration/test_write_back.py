@@ -97,7 +97,7 @@ def write_and_die_in(name: str, url: str) -> None:
 
 
 def test_killed_right_after_close_the_file_is_not_lost(top: str, fs: Any) -> None:
-    write_and_die_in("client:Client.submit", f"tierckpt://{top}/kept")
+    write_and_die_in("client:Client.drain_in_background", f"tierckpt://{top}/kept")
     assert fs.cat_file(f"{top}/kept") == b"kept" * 5_000_000
     assert run_cli(["drain", "--wait"]) == 0
     assert stored(top) == {"kept": b"kept" * 5_000_000}

@@ -183,7 +183,7 @@ class Cluster:
         """Ask a node's agent over its socket. None while there is nobody."""
         from tierckpt.config import Settings
         from tierckpt.errors import TierckptError
-        from tierckpt.ipc.client import AgentClient
+        from tierckpt.ipc.agent_client import AgentClient
 
         contact = AgentClient(Settings.load(local_root=node.local_root, mover="agent"))
         try:

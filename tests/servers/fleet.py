@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PRELOAD = ("obstore.store", "tierckpt.agent.server", "tierckpt.cli.ui.app", "tierckpt.mover")
+PRELOAD = ("obstore.store", "tierckpt.agent.agent_server", "tierckpt.cli.ui.app", "tierckpt.mover")
 OUR_ENV = ("TIERCKPT_", "AWS_", "AZURE_", "GOOGLE_")
 NAMESPACES = Path("/run/netns")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

@@ -16,8 +16,8 @@ from tests.servers.fleet import OUR_ENV, Fleet, Process
 from tests.services import free_port
 from tierckpt.config import Settings
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.ipc.client import AgentClient
-from tierckpt.peer import members
+from tierckpt.ipc.agent_client import AgentClient
+from tierckpt.peer import membership
 from tierckpt.replication import replicator
 
 SECRET = "not a secret: this cluster lives for one test"
@@ -27,7 +27,7 @@ READY_SECONDS = 90.0
 def newest_first() -> None:
     """Run in an agent of a test: rounds are short, and the dead are soon known to be."""
     replicator.ROUND_SECONDS = 0.1
-    members.Pace.__init__.__defaults__ = (0.1, 1.0, 1.0)  # type: ignore[misc]
+    membership.Pace.__init__.__defaults__ = (0.1, 1.0, 1.0)  # type: ignore[misc]
 
 
 BUGS: dict[str, Callable[[], None]] = {"none, but hurry": newest_first}

@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tierckpt.planning import policy
-from tierckpt.planning.policy import Decision, Rules, Situation, Version
+from tierckpt.planning import drain_policy
+from tierckpt.planning.drain_policy import Decision, Rules, Situation, Version
 
 Trace = Callable[[int], float]
-Decide = Callable[[policy.State, Rules, Situation], tuple[policy.State, Decision]]
+Decide = Callable[[drain_policy.State, Rules, Situation], tuple[drain_policy.State, Decision]]
 
 SIZE, INTERVAL = 60.0, 60
 NODE_LOSS = CRASH = 1 / 86400
@@ -40,7 +40,7 @@ class Outcome:
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
 
 
-def run(rules: Rules, seconds: int, shared: Trace, local: Trace, decide: Decide = policy.decide) -> Outcome:
+def run(rules: Rules, seconds: int, shared: Trace, local: Trace, decide: Decide = drain_policy.decide) -> Outcome:
     """One tick is one second. Saves, flushes and drains go on as the policy has it."""
     return _World(rules, shared, local, decide).run(seconds)
 
@@ -48,7 +48,7 @@ def run(rules: Rules, seconds: int, shared: Trace, local: Trace, decide: Decide 
 class _World:
     def __init__(self, rules: Rules, shared: Trace, local: Trace, decide: Decide) -> None:
         self.rules, self.shared, self.local, self.decide = rules, shared, local, decide
-        self.state, self.result = policy.State(), Outcome()
+        self.state, self.result = drain_policy.State(), Outcome()
         self.versions: list[Version] = []
         self.flushing: list[tuple[int, float, int]] = []  # number, bytes left, begun
         self.waiting: int | None = None  # saved straight to shared storage, in host memory until it is there
@@ -89,7 +89,7 @@ class _World:
             self.flushing[0] = (number, left, begun)
             return False
         del self.flushing[0]
-        self.state = policy.observe(self.state, self.rules, "local", SIZE, now + 1 - begun)
+        self.state = drain_policy.observe(self.state, self.rules, "local", SIZE, now + 1 - begun)
         self.change(number, on_local=True)
         if self.flushing:
             self.flushing[0] = (*self.flushing[0][:2], now + 1)
@@ -104,7 +104,7 @@ class _World:
         done = version.sent_bytes + moved >= version.size_bytes
         bytes_, ticks = self.measured[0] + moved, self.measured[1] + 1
         if ticks >= LOOK_EVERY or done:
-            self.state = policy.observe(self.state, self.rules, "shared", bytes_, ticks)
+            self.state = drain_policy.observe(self.state, self.rules, "shared", bytes_, ticks)
             bytes_, ticks = 0.0, 0
         self.measured = (bytes_, ticks)
         if not done:

@@ -22,7 +22,7 @@ from tierckpt.format.shard import Flushed
 from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
 from tierckpt.read.block_digests import BlockDigests
-from tierckpt.read.copies import Copy, LocalCopy, RemoteCopy
+from tierckpt.read.file_copies import Copy, LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
 from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.types import ByteRange, Tier

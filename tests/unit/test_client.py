@@ -72,6 +72,6 @@ def test_what_is_given_to_a_closed_client_is_refused(mover: str, local_root: Pat
     client = Client(Settings.load(local_root=local_root, mover=mover))
     client.close()
     with pytest.raises(TierckptError, match="closed"):
-        client.submit("0123456789abcdef")
+        client.drain_in_background("0123456789abcdef")
     with pytest.raises(TierckptError, match="closed"):
         client.throttle(1 << 20, 1.0)

@@ -22,8 +22,15 @@ from tierckpt.agent.connection import Connection
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from tierckpt.format.layout import agent_dir
-from tierckpt.ipc import client as contacts
-from tierckpt.ipc.client import SOCKET, AgentClient, AgentUnavailableError, encode, private_directory, take_message
+from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc.agent_client import (
+    SOCKET,
+    AgentClient,
+    AgentUnavailableError,
+    encode,
+    private_directory,
+    take_message,
+)
 from tierckpt.types import Json
 
 # --- framing --------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from tierckpt.disk.io_tuner import SHARED_WAYS
 from tierckpt.disk.page_cache import PAGE_BYTES, Resident
 from tierckpt.errors import IntegrityError
 from tierckpt.loading.deferred import Deferral, DeferredTensor
-from tierckpt.loading.parts import Parts
 from tierckpt.loading.safetensors import WantedTensors
+from tierckpt.loading.tensor_parts import Parts
 
 SHAPE = (8, 128, 512)
 WHOLE_BYTES = 2 << 20

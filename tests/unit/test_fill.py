@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
 from tierckpt.cache.fetch_job import FetchJob, FetchStats
-from tierckpt.cache.peers import NotNowError, Work
+from tierckpt.cache.peer_fill import NotNowError, Work
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
 

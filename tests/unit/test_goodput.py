@@ -10,8 +10,8 @@ import pytest
 from tests.unit.test_simulate import BLOCKING, CLUSTER, GB, MTBF, NODES, RATES, failing, with_peers
 from tierckpt.errors import ConfigError
 from tierckpt.planning import Level, ettr, simulator
+from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.goodput import Goodput, analyse, read_start
-from tierckpt.planning.policy import Rules
 from tierckpt.planning.scenario import Cluster, Configuration
 from tierckpt.planning.simulator import Run, simulate
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.services import REPOSITORY
-from tierckpt.ipc.client import LOG
+from tierckpt.ipc.agent_client import LOG
 
 BOUND = 64 << 10
 

@@ -13,12 +13,12 @@ import torch
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, IntegrityError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
-from tierckpt.peer.members import Member
+from tierckpt.peer.membership import Member
 from tierckpt.peer.replica_policy import LogRow
 from tierckpt.replay.log import GradientLog, roll_forward
 from tierckpt.replication import log_copies
 from tierckpt.replication.log_copies import LogIndex, fetch_log
-from tierckpt.save import eviction, segments
+from tierckpt.save import eviction, log_segments
 from tierckpt.types import ByteRange
 
 RUN = "s3://bucket/run"
@@ -81,7 +81,7 @@ class Holder:
 
     @property
     def begins(self) -> list[int]:
-        return [segments.step_of_path(path) for path in segments.paths_in(self.directory)]
+        return [log_segments.step_of_path(path) for path in log_segments.paths_in(self.directory)]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ async def test_a_copy_grows_as_the_log_does(source: Source, holder: Holder, monk
 async def test_half_a_frame_does_not_count_and_is_cut_off(source: Source, holder: Holder) -> None:
     source.step(1, 2, 3)
     await holder.fetch()
-    [path] = segments.paths_in(holder.directory)
+    [path] = log_segments.paths_in(holder.directory)
     data = path.read_bytes()
     for cut in (len(data) - 4096, len(data) // 2, 4000, 0):
         path.write_bytes(data[:cut] + b"left over")
@@ -154,7 +154,7 @@ async def test_what_a_safe_checkpoint_has_goes_and_is_not_fetched_again(source: 
         source.step(base + 1, base + 2)
     await holder.fetch()
     assert holder.begins == [0, 2, 4]
-    segments.remove_before(source.directory, 2)  # the source goes by what is committed: the copy stays
+    log_segments.remove_before(source.directory, 2)  # the source goes by what is committed: the copy stays
     await holder.fetch()
     assert holder.begins == [0, 2, 4]
     holder.index.shorten(holder.row, 4, is_told=True)
@@ -185,12 +185,12 @@ async def test_a_log_goes_on_where_its_copy_was_adopted(source: Source, holder: 
     own = Source(tmp_path / "holder")
     own.log.begin("base-0")
     own.step(1)
-    [copy] = segments.paths_in(holder.directory)
+    [copy] = log_segments.paths_in(holder.directory)
     shutil.copyfile(copy, own.directory / copy.name)
     with (own.directory / copy.name).open("r+b") as file:
         file.truncate(5000)
-    segments.adopt(holder.directory, own.directory)
-    assert [path.name for path in segments.paths_in(own.directory)] == [copy.name]
+    log_segments.adopt(holder.directory, own.directory)
+    assert [path.name for path in log_segments.paths_in(own.directory)] == [copy.name]
     fresh = _optimizer()
     found = roll_forward(fresh, own.directory, "base-0")
     assert found.step == 3
@@ -206,13 +206,13 @@ async def test_a_log_goes_on_where_its_copy_was_adopted(source: Source, holder: 
 def test_a_segment_that_goes_between_two_looks_is_not_told_of(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     source.log.begin("one")
     source.step(1, 2)
-    assert [one.newest_step for one in segments.chains(source.directory)] == [2]
-    walk_from = segments.walk_from
+    assert [one.newest_step for one in log_segments.chains(source.directory)] == [2]
+    walk_from = log_segments.walk_from
 
     def of_removed(*given: Any) -> Any:
-        for path in segments.paths_in(source.directory):
+        for path in log_segments.paths_in(source.directory):
             path.unlink()
         return walk_from(*given)
 
-    monkeypatch.setattr(segments, "walk_from", of_removed)
-    assert segments.chains(source.directory) == []
+    monkeypatch.setattr(log_segments, "walk_from", of_removed)
+    assert log_segments.chains(source.directory) == []

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
-from tierckpt.planning.transfer import Traffic, best_steps
+from tierckpt.planning.transfer_times import Traffic, best_steps
 from tierckpt.replay import link as links
 from tierckpt.replay import multi_step
 from tierckpt.replay.link import GRADIENTS, PARTS, Link

@@ -31,7 +31,7 @@ from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame
-from tierckpt.save import segments
+from tierckpt.save import log_segments
 from tierckpt.training.codec import near_state
 
 STEPS = 20
@@ -563,7 +563,7 @@ def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path)
             files.begin(number)
     files.sync()
     files.close()
-    with segments.paths_in(tmp_path)[-1].open("ab") as torn:
+    with log_segments.paths_in(tmp_path)[-1].open("ab") as torn:
         torn.write(b"TKGRAD02" + bytes(100))
     assert found(0) == [(number, number) for number in range(1, 6)] and found(3) == [(4, 4), (5, 5)]
     again = GradientFiles(tmp_path, 5)
@@ -579,7 +579,7 @@ def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path)
     back.trim(4)
     back.close()
     assert found(4) == [(5, 50), (6, 60)] and found(0) == []
-    newest = segments.paths_in(tmp_path)[-1]
+    newest = log_segments.paths_in(tmp_path)[-1]
     data = bytearray(newest.read_bytes())
     data[data.index(torch.full((3,), 60.0).numpy().tobytes())] ^= 1
     newest.write_bytes(data)

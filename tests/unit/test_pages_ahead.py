@@ -21,10 +21,10 @@ from tierckpt.config import Settings
 from tierckpt.disk.io_tuner import READ_THREADS_MAX
 from tierckpt.errors import StoreError
 from tierckpt.loading import fill
-from tierckpt.loading.model import Directory
-from tierckpt.loading.parts import Parts
+from tierckpt.loading.model_files import Directory
 from tierckpt.loading.safetensors import WantedTensors
-from tierckpt.read.copies import LocalCopy
+from tierckpt.loading.tensor_parts import Parts
+from tierckpt.read.file_copies import LocalCopy
 from tierckpt.types import Buffer, ByteRange
 
 MIB = 1 << 20

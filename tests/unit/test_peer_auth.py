@@ -23,7 +23,7 @@ from tierckpt.peer.auth import (
     read_secret,
     server_tls,
 )
-from tierckpt.peer.messages import DIGEST, HELD, ME, PROOF, WireError, encode_head, parse_request
+from tierckpt.peer.peer_http import DIGEST, HELD, ME, PROOF, WireError, encode_head, parse_request
 
 TARGET = f"/v1/chunk/{'a' * 32}/65536/3?after=0&wait=0.000"
 KEY = SECRET.encode()

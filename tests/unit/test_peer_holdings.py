@@ -20,7 +20,7 @@ from tierckpt.format.manifest import digest_of
 from tierckpt.peer import chunk_files, inventory
 from tierckpt.peer.chunk_files import frozen_of
 from tierckpt.peer.inventory import Holdings
-from tierckpt.peer.messages import ChunkReport
+from tierckpt.peer.peer_http import ChunkReport
 
 DATA = model()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tierckpt.peer.gossip import Gossip
-from tierckpt.peer.members import (
+from tierckpt.peer.membership import (
     BEAT_AHEAD_MAX_MS,
     BUSY_SECONDS_MAX,
     CONTESTED_MAX,

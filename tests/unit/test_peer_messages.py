@@ -1,4 +1,4 @@
-"""What peers say to each other is exactly that, or refused (tierckpt/peer/messages.py)."""
+"""What peers say to each other is exactly that, or refused (tierckpt/peer/peer_http.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.peer.messages import (
+from tierckpt.peer.peer_http import (
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     ChunkReport,

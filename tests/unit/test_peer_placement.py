@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from tierckpt.peer.fetch import placement
-from tierckpt.peer.fetch.placement import Placement, ranked
-from tierckpt.peer.members import Member
+from tierckpt.peer.fetch import chunk_owners
+from tierckpt.peer.fetch.chunk_owners import ChunkOwners, ranked
+from tierckpt.peer.membership import Member
 
 VERSION = "0123456789abcdef" * 2
 CHUNKS = 20_000
@@ -20,7 +20,7 @@ def members(count: int, weight: float = 1.0) -> list[Member]:
 
 
 def owners(known: list[Member], version: str = VERSION) -> list[str]:
-    return Placement(version, known).owners(CHUNKS)
+    return ChunkOwners(version, known).owners(CHUNKS)
 
 
 def test_every_node_places_alike_in_whatever_order_it_has_heard_of_the_others() -> None:
@@ -33,7 +33,7 @@ def test_every_node_places_alike_in_whatever_order_it_has_heard_of_the_others() 
 @pytest.mark.parametrize("weights", [(1.0,) * 5, (1.0, 2.0, 3.0, 0.5, 1.5)])
 def test_owners_of_all_chunks_are_the_first_in_the_ranks_of_each(weights: tuple[float, ...]) -> None:
     known = [Member(f"node-{number}", "", weight) for number, weight in enumerate(weights)]
-    place = Placement(VERSION, known)
+    place = ChunkOwners(VERSION, known)
     found = place.owners(500)
     for chunk in range(500):
         names = [member.name for member in ranked(f"{VERSION}/{chunk}", known)]
@@ -63,8 +63,8 @@ def test_who_joins_takes_its_part_and_nothing_else_moves() -> None:
 
 def test_what_a_member_leaves_goes_to_who_was_next_in_rank() -> None:
     known = members(8)
-    left = Placement(VERSION, known)
-    before, after = left.owners(2000), Placement(VERSION, known[:-1]).owners(2000)
+    left = ChunkOwners(VERSION, known)
+    before, after = left.owners(2000), ChunkOwners(VERSION, known[:-1]).owners(2000)
     for chunk in range(2000):
         if before[chunk] == "node-7":
             assert after[chunk] == left.ranks(chunk)[1]
@@ -83,13 +83,13 @@ def test_a_weight_that_cannot_be_counts_as_the_least() -> None:
 
 
 def test_of_very_many_members_some_share_the_chunks_and_they_hardly_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "OWNERS_MAX", 16)
+    monkeypatch.setattr(chunk_owners, "OWNERS_MAX", 16)
     known = members(100)
-    chosen, without = Placement(VERSION, known), Placement(VERSION, known[1:])
+    chosen, without = ChunkOwners(VERSION, known), ChunkOwners(VERSION, known[1:])
     assert len(chosen.members) == 16
     assert len(set(chosen.members) ^ set(without.members)) <= 2
 
 
 def test_nobody_has_no_chunks() -> None:
     with pytest.raises(ValueError, match="no member"):
-        Placement(VERSION, []).owners(1)
+        ChunkOwners(VERSION, []).owners(1)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from tierckpt.peer.fetch.peer_state import PeerState
-from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, Schedule, Tuning, WaitUntil
-from tierckpt.peer.members import Member
+from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, FetchScheduler, Tuning, WaitUntil
+from tierckpt.peer.membership import Member
 
 VERSION = "0123456789abcdef" * 2
 TOTAL = 64
@@ -21,9 +21,9 @@ def member(name: str) -> Member:
     return Member(name, f"{name}:1")
 
 
-def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True, total: int = TOTAL) -> Schedule:
+def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True, total: int = TOTAL) -> FetchScheduler:
     """Of node ``a``, which has met ``others`` and has let the first moment pass."""
-    made = Schedule(PeerState(VERSION, total, "a", rng=random.Random(3)))
+    made = FetchScheduler(PeerState(VERSION, total, "a", rng=random.Random(3)))
     names = ["a", *others]
     made.state.set_members([member(name) for name in names], names if interested else ["a"], 0.0)
     for name in others:
@@ -31,7 +31,7 @@ def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True
     return made
 
 
-def all_asks(made: Schedule, now: float, most: int = 200) -> list[ChunkRequest]:
+def all_asks(made: FetchScheduler, now: float, most: int = 200) -> list[ChunkRequest]:
     """Everything that it wants to have under way at a time."""
     found: list[ChunkRequest] = []
     while len(found) < most and isinstance(decision := made.choose(now), ChunkRequest):
@@ -43,18 +43,18 @@ def from_store(asks: Iterable[ChunkRequest]) -> list[int]:
     return [ask.chunk for ask in asks if ask.source is SHARED]
 
 
-def owned_later(made: Schedule, name: str) -> list[int]:
+def owned_later(made: FetchScheduler, name: str) -> list[int]:
     """``owned``, once the first moment has passed."""
-    made.state.settle(SETTLED)
+    made.state.assign_owners(SETTLED)
     return owned(made, name)
 
 
-def owned(made: Schedule, name: str) -> list[int]:
+def owned(made: FetchScheduler, name: str) -> list[int]:
     return [chunk for chunk, owner in enumerate(made.state.chunk_owners) if owner == name]
 
 
 def test_alone_everything_comes_from_the_store_at_once_and_in_all_slots() -> None:
-    made = Schedule(PeerState(VERSION, TOTAL, "a", rng=random.Random(3)))
+    made = FetchScheduler(PeerState(VERSION, TOTAL, "a", rng=random.Random(3)))
     made.state.set_members([member("a")], ["a"], 0.0)
     asks = all_asks(made, 0.0)
     assert len(from_store(asks)) == len(asks) == TUNING.slots
@@ -95,7 +95,7 @@ def test_while_all_wait_for_the_store_it_is_asked_for_more_later_but_not_never()
     assert TUNING.stall_seconds_max <= goes_for_others_after(are_fetching=True) <= 5 * TUNING.stall_seconds_max
 
 
-def fetch_all(made: Schedule, others: Iterable[str], now: float = SETTLED) -> list[ChunkRequest]:
+def fetch_all(made: FetchScheduler, others: Iterable[str], now: float = SETTLED) -> list[ChunkRequest]:
     """All that it fetches from the store while the others are there and get nowhere."""
     found: list[ChunkRequest] = []
     while asks := [ask for ask in all_asks(made, now) if ask.source is SHARED]:
@@ -119,7 +119,7 @@ def test_a_node_fetches_its_own_from_the_store_first_and_then_helps_who_is_behin
 def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its_own() -> None:
     taken: list[int] = []
     for name in "bcd":
-        made = Schedule(PeerState(VERSION, TOTAL, name, rng=random.Random(1)))
+        made = FetchScheduler(PeerState(VERSION, TOTAL, name, rng=random.Random(1)))
         made.state.set_members([member(other) for other in "abcd"], "abcd", 0.0)
         made.state.update("a", 0.1)
         for other in "bcd":
@@ -167,7 +167,7 @@ def test_rare_chunks_come_first() -> None:
     asked = [ask.chunk for ask in all_asks(made, SETTLED) if ask.source is not SHARED]
     hits = 0
     for seed in range(20):
-        again = Schedule(PeerState(VERSION, TOTAL, "a", rng=random.Random(seed)))
+        again = FetchScheduler(PeerState(VERSION, TOTAL, "a", rng=random.Random(seed)))
         again.state.set_members([member(name) for name in "abc"], "abc", 0.0)
         again.state.update("b", 0.1, new=[*range(8), 50])
         again.state.update("c", 0.1, new=range(8))
@@ -284,7 +284,7 @@ def test_hedges_under_way_are_few() -> None:
     assert sum(hedge is not None for hedge in hedges) == TUNING.hedges_max
 
 
-def answered_by_all_but_b(made: Schedule) -> float:
+def answered_by_all_but_b(made: FetchScheduler) -> float:
     """Have all but b answer at once, for a while. Returns the time then."""
     now = SETTLED
     for _ in range(12):
@@ -313,7 +313,7 @@ def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for(
     assert sum(ask.source == "b" for ask in asked_again) <= 1
 
 
-def slow_b(made: Schedule) -> float:
+def slow_b(made: FetchScheduler) -> float:
     """Have b owe its answers until it counts as slow. Returns the time then."""
     now = answered_by_all_but_b(made) + 1.0
     made.choose(now)
@@ -419,7 +419,7 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
     made = schedule(others=("b", "c", "d"), total=2048)
     for name in "bcd":
         made.state.update(name, 0.2, new=range(400))
-    made.state.settle(now := SETTLED)
+    made.state.assign_owners(now := SETTLED)
     made._own.clear()  # private: it has nothing of its own to fetch
     for number in range(40):
         ask = made.choose(now)
@@ -511,9 +511,9 @@ def test_many_nodes_have_few_chunks_of_the_store_under_way(nodes: int) -> None:
 
 
 def test_of_far_more_members_than_chunks_it_watches_some_that_own_any() -> None:
-    made = Schedule(PeerState(VERSION, 4, "a", rng=random.Random(3)))
+    made = FetchScheduler(PeerState(VERSION, 4, "a", rng=random.Random(3)))
     names = ["a", *(f"n{number}" for number in range(500))]
     made.state.set_members([member(name) for name in names], names, 0.0)
-    made.state.settle(SETTLED + TUNING.settle_seconds_max)
+    made.state.assign_owners(SETTLED + TUNING.settle_seconds_max)
     assert len(made.state.peers.keys() & set(made.state.chunk_owners)) >= 2
     assert len(made.state.peers) <= TUNING.watched_max + 2

@@ -28,10 +28,10 @@ from tierckpt.planning import (
     size,
     state_of,
 )
+from tierckpt.planning.checked_numbers import parse_bytes, parse_count, parse_rate, parse_seconds
+from tierckpt.planning.components import Tensor, component_of, take_stock
 from tierckpt.planning.ettr import mtbf_seconds
-from tierckpt.planning.inventory import Tensor, component_of, take_stock
-from tierckpt.planning.quantities import parse_bytes, parse_count, parse_rate, parse_seconds
-from tierckpt.planning.transfer import (
+from tierckpt.planning.transfer_times import (
     load_cached_seconds,
     load_direct_seconds,
     load_fanout_seconds,

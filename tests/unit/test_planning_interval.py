@@ -11,7 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.planning import Level, checkfreq_steps, daly, ettr, exact, interval, plan, to_steps, two_level, young
+from tierckpt.planning import (
+    Level,
+    checkfreq_steps,
+    daly,
+    ettr,
+    exact,
+    optimal_interval,
+    plan,
+    to_steps,
+    two_level,
+    young,
+)
 
 stalls = st.floats(1e-3, 1e3)
 ratios = st.floats(3.0, 1e6)
@@ -119,7 +130,7 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(
     best = max(
         ettr.nested(levels, steps * step, (1, every))
         for steps, every in itertools.product(sorted(grid), sorted(grid))
-        if steps * every * step < interval.LONGEST_SECONDS
+        if steps * every * step < optimal_interval.LONGEST_SECONDS
     )
     assert found.ettr >= best - 2e-5
 

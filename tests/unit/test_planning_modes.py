@@ -7,7 +7,7 @@ import pytest
 from tierckpt.planning import Bandwidths, Mesh, Site, Sizing, ettr, from_number, size, state_of
 from tierckpt.planning.scenario import Cluster, FailureKind, configuration_of
 from tierckpt.planning.simulator import Run, simulate
-from tierckpt.planning.transfer import Mode, modes
+from tierckpt.planning.transfer_times import Mode, modes
 
 LINK = 1e9
 RATES = Bandwidths(shared_write=1e11, shared_read=1e11, local_write=1e10, local_read=4e10, nic=25e9, pcie=LINK)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tierckpt.errors import ConfigError
-from tierckpt.planning.placement import group_placement, survival_probability, survives
+from tierckpt.planning.replica_placement import group_placement, survival_probability, survives
 
 
 def brute_force(holders: list[tuple[int, ...]], lost: int) -> float:

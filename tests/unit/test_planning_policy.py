@@ -1,4 +1,4 @@
-"""The drain policy (planning/policy.py, D1 to D7) against traces, an oracle that knows them, and wrong policies."""
+"""The drain policy (planning/drain_policy.py, D1 to D7) against traces, an oracle and wrong policies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.unit.drain_world import EVERY, INTERVAL, SIZE, Outcome, Trace, oracle, run
 from tierckpt.errors import ConfigError
-from tierckpt.planning import policy
-from tierckpt.planning.policy import Decision, Rules, Situation, State, Version
+from tierckpt.planning import drain_policy
+from tierckpt.planning.drain_policy import Decision, Rules, Situation, State, Version
 
 HOURS_2 = 7200
 REGRET_MAX = 0.15
@@ -80,18 +80,18 @@ Decide = Callable[[State, Rules, Situation], tuple[State, Decision]]
 
 
 def oldest_first(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
-    state, decision = policy.decide(state, rules, now)
+    state, decision = drain_policy.decide(state, rules, now)
     pending = [one for one in now.versions if one.on_local and not one.on_shared]
     idle = now.sending is None and pending
     return state, replace(decision, place="local", skip=(), send=pending[0].number if idle else None)
 
 
 def whatever_comes(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
-    return policy.decide(state, replace(rules, every=1), now)
+    return drain_policy.decide(state, replace(rules, every=1), now)
 
 
 def without_a_bound(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
-    return policy.decide(state, replace(rules, every=20, rpo_seconds=math.inf), now)
+    return drain_policy.decide(state, replace(rules, every=20, rpo_seconds=math.inf), now)
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ MEASURED = State(local_rate=10.0, shared_rate=2.0)
 
 
 def test_d1_the_newest_goes_and_the_older_ones_are_skipped() -> None:
-    _, decision = policy.decide(
+    _, decision = drain_policy.decide(
         MEASURED, RULES, situation(version(1, on_shared=True), version(2), version(3), version(4))
     )
     assert (decision.send, decision.skip) == (4, (2, 3))
 
 
 def test_d2_what_is_being_sent_goes_on() -> None:
-    _, decision = policy.decide(
+    _, decision = drain_policy.decide(
         MEASURED, RULES, situation(version(1, sent_bytes=1.0), version(2), version(3), sending=1)
     )
     assert decision.send is None
@@ -173,17 +173,17 @@ def test_d3_waiting_ends_when_the_bound_would_break() -> None:
     rules = replace(RULES, every=100)
     fresh = situation(version(1, on_shared=True), version(2), now=200.0)
     old = situation(version(1, on_shared=True), version(2), now=480.0)
-    assert policy.decide(MEASURED, rules, fresh)[1].send is None
-    decision = policy.decide(MEASURED, rules, old)[1]
+    assert drain_policy.decide(MEASURED, rules, fresh)[1].send is None
+    decision = drain_policy.decide(MEASURED, rules, old)[1]
     assert decision.send == 2
     assert "bound of 900 s" in decision.reason
 
 
 def test_d4_the_oldest_go_first_and_the_newest_two_never() -> None:
     held = (version(1), version(2, on_shared=True), version(3), version(4), version(5), version(6))
-    _, decision = policy.decide(MEASURED, RULES, situation(*held, sending=3))
+    _, decision = drain_policy.decide(MEASURED, RULES, situation(*held, sending=3))
     assert decision.remove == (1,)
-    _, decision = policy.decide(MEASURED, replace(RULES, local_bytes_max=2 * SIZE), situation(*held, sending=3))
+    _, decision = drain_policy.decide(MEASURED, replace(RULES, local_bytes_max=2 * SIZE), situation(*held, sending=3))
     assert decision.remove == (1, 2, 4)
     assert decision.place == "shared"
 
@@ -194,10 +194,10 @@ def test_d5_a_change_of_mind_takes_three_votes_or_a_factor() -> None:
     look = situation(version(1, on_shared=True), now=70.0)
     state, places = close, []
     for _ in range(3):
-        state, decision = policy.decide(state, rules, look)
+        state, decision = drain_policy.decide(state, rules, look)
         places.append(decision.place)
     assert places == ["local", "local", "shared"]
-    assert policy.decide(clear, rules, look)[1].place == "shared"
+    assert drain_policy.decide(clear, rules, look)[1].place == "shared"
 
 
 def test_d7_training_comes_first_until_the_bound_is_near() -> None:
@@ -205,29 +205,29 @@ def test_d7_training_comes_first_until_the_bound_is_near() -> None:
     calm = situation(*held, now=100.0, sending=2, training_bytes_per_second=1.5)
     near = situation(*held, now=500.0, sending=2, training_bytes_per_second=1.5)
     late = situation(*held, now=700.0, sending=2, training_bytes_per_second=1.5)
-    assert policy.decide(MEASURED, RULES, calm)[1].rate_bytes_per_second == pytest.approx(0.5)
-    assert policy.decide(MEASURED, RULES, near)[1].rate_bytes_per_second == pytest.approx(1.0)
-    assert policy.decide(MEASURED, RULES, late)[1].rate_bytes_per_second is None
+    assert drain_policy.decide(MEASURED, RULES, calm)[1].rate_bytes_per_second == pytest.approx(0.5)
+    assert drain_policy.decide(MEASURED, RULES, near)[1].rate_bytes_per_second == pytest.approx(1.0)
+    assert drain_policy.decide(MEASURED, RULES, late)[1].rate_bytes_per_second is None
     starved = replace(calm, training_bytes_per_second=100.0)
     unbound = replace(RULES, rpo_seconds=math.inf)
-    assert policy.decide(MEASURED, unbound, starved)[1].rate_bytes_per_second == pytest.approx(0.1)
+    assert drain_policy.decide(MEASURED, unbound, starved)[1].rate_bytes_per_second == pytest.approx(0.1)
     slowed = replace(calm, training_bytes_per_second=0.0, step_slowdown=0.06)
-    assert policy.decide(MEASURED, RULES, slowed)[1].rate_bytes_per_second == pytest.approx(1.0)
+    assert drain_policy.decide(MEASURED, RULES, slowed)[1].rate_bytes_per_second == pytest.approx(1.0)
     idle = replace(calm, training_bytes_per_second=0.0)
-    assert policy.decide(MEASURED, RULES, idle)[1].rate_bytes_per_second is None
+    assert drain_policy.decide(MEASURED, RULES, idle)[1].rate_bytes_per_second is None
 
 
 def test_every_decision_carries_its_numbers() -> None:
-    _, decision = policy.decide(MEASURED, RULES, situation(version(1, on_shared=True), version(2), now=200.0))
+    _, decision = drain_policy.decide(MEASURED, RULES, situation(version(1, on_shared=True), version(2), now=200.0))
     assert decision.numbers["exposure_seconds"] == 140
     assert decision.numbers["free_bytes"] == 4 * SIZE
     assert decision.reason
 
 
 def test_a_measurement_of_nothing_is_an_outage_and_not_an_error() -> None:
-    state = policy.observe(MEASURED, RULES, "shared", 0.0, 10.0)
+    state = drain_policy.observe(MEASURED, RULES, "shared", 0.0, 10.0)
     assert state.shared_rate == pytest.approx(1.6)
-    assert policy.observe(MEASURED, RULES, "local", 5.0, 0.0) == MEASURED
+    assert drain_policy.observe(MEASURED, RULES, "local", 5.0, 0.0) == MEASURED
 
 
 @pytest.mark.parametrize("field", [{"every": 0}, {"rpo_seconds": 0.0}, {"weight": 2.0}, {"keep_local": 0}])

@@ -16,7 +16,7 @@ from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.page_cache import Resident
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.read.copies import LocalCopy, RemoteCopy
+from tierckpt.read.file_copies import LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import Piece, pull
 from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.types import ByteRange, Tier

@@ -25,7 +25,7 @@ from tierckpt.format.layout import model_read_modes, read_modes
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
 from tierckpt.read import read_benchmark
-from tierckpt.read.copies import LocalCopy
+from tierckpt.read.file_copies import LocalCopy
 from tierckpt.read.parallel_read import Piece, pull
 from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.types import ByteRange

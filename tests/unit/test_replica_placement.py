@@ -17,9 +17,18 @@ from tierckpt.errors import ConfigError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
 from tierckpt.peer.inventory import Holdings
-from tierckpt.peer.members import Member
-from tierckpt.peer.replica_policy import Fresh, LogRow, fresh_of, holders, is_place, logs_of, outdated, sources
-from tierckpt.planning.placement import group_placement, spread_placement, survival_probability, survives
+from tierckpt.peer.membership import Member
+from tierckpt.peer.replica_policy import (
+    FreshCheckpoint,
+    LogRow,
+    fresh_of,
+    holders,
+    is_place,
+    logs_of,
+    outdated,
+    sources,
+)
+from tierckpt.planning.replica_placement import group_placement, spread_placement, survival_probability, survives
 
 
 def brute_force(placed: list[tuple[int, ...]], lost: int) -> float:
@@ -111,7 +120,7 @@ def test_a_small_cluster_has_as_many_copies_as_it_has_nodes() -> None:
 
 # --- what is told --------------------------------------------------------------------------------------------------
 
-ROW = Fresh("s3://bucket/run/step-7", "a" * 16, 7.0, frozenset({"t1", "t2"}), frozenset({"u1"}), True)
+ROW = FreshCheckpoint("s3://bucket/run/step-7", "a" * 16, 7.0, frozenset({"t1", "t2"}), frozenset({"u1"}), True)
 
 
 def test_what_a_node_tells_comes_back_as_it_was() -> None:
@@ -188,15 +197,15 @@ def test_a_place_is_below_the_local_root() -> None:
 # --- two slots -----------------------------------------------------------------------------------------------------
 
 
-def copy_of(step: int, **made_by: str) -> Fresh:
+def copy_of(step: int, **made_by: str) -> FreshCheckpoint:
     """A copy of the saves named, by the members that have made them."""
     uri = f"s3://bucket/run/step-{step}"
-    return Fresh(uri, f"attempt-{step}", float(step), frozenset(), frozenset(made_by), False, made_by)
+    return FreshCheckpoint(uri, f"attempt-{step}", float(step), frozenset(), frozenset(made_by), False, made_by)
 
 
-def told_of(step: int, *, is_safe: bool, run: str = "run") -> Fresh:
+def told_of(step: int, *, is_safe: bool, run: str = "run") -> FreshCheckpoint:
     uri = f"s3://bucket/{run}/step-{step}"
-    return Fresh(uri, f"attempt-{step}", float(step), frozenset({"x"}), frozenset(), is_safe)
+    return FreshCheckpoint(uri, f"attempt-{step}", float(step), frozenset({"x"}), frozenset(), is_safe)
 
 
 def test_a_copy_goes_when_a_newer_one_is_on_all_its_holders() -> None:
@@ -216,7 +225,7 @@ def test_a_copy_goes_when_a_newer_one_is_on_all_its_holders() -> None:
     ],
     ids=["newer not on all", "same step", "another run", "nothing told", "told by another", "its node is gone"],
 )
-def test_a_copy_stays_as_long_as_it_may_be_the_last(told: dict[str, list[Fresh]]) -> None:
+def test_a_copy_stays_as_long_as_it_may_be_the_last(told: dict[str, list[FreshCheckpoint]]) -> None:
     assert outdated([copy_of(1, t="n1")], told) == []
 
 
@@ -228,8 +237,12 @@ def test_copies_of_several_nodes_go_when_all_of_them_are_replaced() -> None:
 
 def test_own_work_and_what_somebody_fetched_for_itself_is_never_outdated() -> None:
     told = {"n1": [told_of(2, is_safe=True)]}
-    own = Fresh("s3://bucket/run/step-1", "attempt-1", 1.0, frozenset({"mine"}), frozenset({"t"}), False, {"t": "n1"})
-    fetched = Fresh("s3://bucket/run/step-1", "attempt-1", 1.0, frozenset(), frozenset({"t", "v"}), False, {"t": "n1"})
+    own = FreshCheckpoint(
+        "s3://bucket/run/step-1", "attempt-1", 1.0, frozenset({"mine"}), frozenset({"t"}), False, {"t": "n1"}
+    )
+    fetched = FreshCheckpoint(
+        "s3://bucket/run/step-1", "attempt-1", 1.0, frozenset(), frozenset({"t", "v"}), False, {"t": "n1"}
+    )
     assert outdated([own, fetched], told) == []
     assert outdated([copy_of(1, t="n1")], told, {"s3://bucket/run/step-1"}) == []
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent.peers import survival
+from tierckpt.agent.peer_service import survival
 from tierckpt.agent.rollout import DRAWN_MAX, Rollout, line
 from tierckpt.cli.ui.output import plain
-from tierckpt.peer.members import Member
-from tierckpt.peer.messages import ChunkReport
+from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_http import ChunkReport
 from tierckpt.peer.replica_policy import holders
-from tierckpt.planning.placement import survival_probability
+from tierckpt.planning.replica_placement import survival_probability
 
 CHUNK, TOTAL = 1 << 20, 40
 SIZE = CHUNK * TOTAL

@@ -16,7 +16,7 @@ from tests.safetensors_files import bytes_of, encode, raw, tensor, write
 from tests.states import same
 from tierckpt.errors import ConfigError, StateMismatchError
 from tierckpt.loading import fill
-from tierckpt.loading.parts import Parts
+from tierckpt.loading.tensor_parts import Parts
 from tierckpt.telemetry import BYTES, Metric, listen
 
 KIB = 1024

@@ -18,8 +18,8 @@ import tierckpt
 from tests.states import small_state
 from tierckpt.client import get_client
 from tierckpt.config import REMOVED, MiB, Settings
-from tierckpt.dcp.handoff import client
 from tierckpt.dcp.handoff import description as descriptions
+from tierckpt.dcp.handoff import handoff_client
 
 OTHER: dict[str, Any] = {
     "local_root": "/elsewhere",
@@ -115,7 +115,7 @@ def test_a_will_has_the_settings_and_the_credentials_and_does_not_show_these(
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
     left: list[descriptions.SaveHandoff] = []
-    monkeypatch.setattr(client, "hand_in", lambda settings, save, handoff, *_: left.append(handoff))
+    monkeypatch.setattr(handoff_client, "hand_in", lambda settings, save, handoff, *_: left.append(handoff))
     with tierckpt.Checkpointer(file_uri, local_root=local_root, mover="agent", staging_memory="shared") as checkpointer:
         checkpointer.save(1, small_state(1)).result(60)
     written = left[0].written()

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.exact import check_same
 from tierckpt.errors import StateMismatchError, UnsafeCheckpointError
-from tierckpt.training.codec import state as states
+from tierckpt.training.codec import job_state as states
 from tierckpt.training.codec.reconstruction import Decoder
 from tierckpt.training.codec.structure import Encoder, text_of
 from tierckpt.training.codec.structure_types import DEPTH_MAX

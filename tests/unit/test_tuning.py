@@ -12,11 +12,22 @@ import pytest
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.planning import ettr, exact, to_steps
-from tierckpt.planning.policy import Rules
-from tierckpt.planning.tuning import CALM_WINDOWS, Choice, Goal, Pace, Profile, Steps, Window, adapt, choose, slowest
+from tierckpt.planning.drain_policy import Rules
+from tierckpt.planning.interval_tuning import (
+    CALM_WINDOWS,
+    Choice,
+    Goal,
+    Pace,
+    Profile,
+    Steps,
+    Window,
+    adapt,
+    choose,
+    slowest,
+)
 from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirective
 from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, IntervalController
-from tierckpt.training.job import SaveRecord
+from tierckpt.training.saves import SaveRecord
 
 STEP = 0.5
 
@@ -270,22 +281,22 @@ def saves(
         order = adaptive.decide(number, records, 1, 10.0, sight=sight)
         orders.append(order)
         one = SaveRecord(number, "", 10**9, 0.1, local, local + shared, is_sent=order.is_sent)
-        if order.is_straight:
-            one.is_straight, one.local_commit_seconds, one.shared_commit_seconds = True, shared, shared
+        if order.is_direct_put:
+            one.is_direct_put, one.local_commit_seconds, one.shared_commit_seconds = True, shared, shared
         records.append(one)
     return orders
 
 
 def test_storage_that_is_as_fast_as_the_ssd_gets_saves_straight() -> None:
     orders = saves(sending(exposure_seconds_max=math.inf), 8, local=4.0, shared=2.0)
-    assert not orders[0].is_straight, "nothing is known yet"
-    assert all(order.is_straight and order.is_sent for order in orders[1:])
+    assert not orders[0].is_direct_put, "nothing is known yet"
+    assert all(order.is_direct_put and order.is_sent for order in orders[1:])
 
 
 def test_storage_that_is_slower_never_does() -> None:
     """The control."""
     assert not any(
-        order.is_straight for order in saves(sending(exposure_seconds_max=math.inf), 20, local=1.0, shared=5.0)
+        order.is_direct_put for order in saves(sending(exposure_seconds_max=math.inf), 20, local=1.0, shared=5.0)
     )
 
 
@@ -293,14 +304,14 @@ def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
     """Nobody knows its own yet, and nothing is not what it takes."""
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
-    assert not adaptive.decide(3, records, 1, 10.0, sight=RankView(2.5)).is_straight
-    assert adaptive.decide(4, records, 1, 10.0, sight=RankView(0.5)).is_straight
+    assert not adaptive.decide(3, records, 1, 10.0, sight=RankView(2.5)).is_direct_put
+    assert adaptive.decide(4, records, 1, 10.0, sight=RankView(0.5)).is_direct_put
 
 
 def test_little_room_is_no_reason_and_none_is() -> None:
     def straight(room: float) -> list[bool]:
         adaptive = sending(exposure_seconds_max=math.inf)
-        return [order.is_straight for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
+        return [order.is_direct_put for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
 
     assert not any(straight(1.0))
     # What is known of earlier saves may go from the SSD, so it is full only when two are kept and no room is left.

@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 
 from ..config import Settings
-from ..ipc.client import IDLE_SECONDS
+from ..ipc.agent_client import IDLE_SECONDS
 from ..telemetry import log_to
+from .agent_server import run
 from .options import AgentOptions
-from .server import run
 
 
 def main(idle_seconds: float = IDLE_SECONDS) -> int:

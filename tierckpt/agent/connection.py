@@ -7,8 +7,8 @@ import os
 import select
 import socket
 
-from ..ipc.client import DESCRIPTORS_MAX
-from .orphans import Owner
+from ..ipc.agent_client import DESCRIPTORS_MAX
+from .handoffs import ClientProcess
 
 _SO_PEERPIDFD = 77
 
@@ -23,7 +23,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self.socket = sock
-        self.owner = Owner(pid)
+        self.owner = ClientProcess(pid)
         self.pidfd = _pidfd_of(sock, pid)
         self.buffer = bytearray()
         self.descriptors: list[int] = []

@@ -45,8 +45,8 @@ from ..errors import (
 )
 from ..format.layout import Location, parse_uri
 from ..format.manifest import is_safe_path
-from ..peer.catalog import Live
 from ..peer.fetch.owners import Owners
+from ..peer.peer_catalog import Live
 from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
 from ..telemetry import ignore_progress, logger
 from ..types import ByteRange, ObjectInfo

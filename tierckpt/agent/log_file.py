@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from ..disk.quarantine import open_regular
-from ..ipc.client import LOG, LOG_BYTES_MAX
+from ..ipc.agent_client import LOG, LOG_BYTES_MAX
 
 OUTPUTS = (1, 2)
 

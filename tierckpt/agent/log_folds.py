@@ -9,7 +9,7 @@ Bytes say how long a restore takes, too: making steps again costs about 6 s of p
 what is never folded, 64 MiB of the smallest frames (8,200 of 8 KiB), 8 s. Time has no trigger of its own.
 
 Nothing is remembered: what is due is seen from the files. Whatever fails is tried again when the log has grown on.
-Its bytes go through the budget of the drains, and no more than ``FOLD_SHARE`` of the time it runs.
+Its bytes go through the rate limit of the drains, and no more than ``FOLD_SHARE`` of the time it runs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..checkpoint.local_commit import read_local_manifest
 from ..checkpoint.retention import marked_directories
 from ..config import Settings
 from ..disk.durable import matching
-from ..drain.budget import Budget
+from ..drain.rate_limiter import RateLimiter
 from ..errors import TierckptError
 from ..format.layout import GRADIENTS_DIR, location_at, step_of
 from ..format.manifest import Manifest
 from ..ipc.child_process import ended, start_with_order
-from ..save import segments
+from ..save import log_segments
 from ..telemetry import logger
 
 log = logger("agent")
@@ -71,7 +71,7 @@ def due(local_root: Path) -> Iterator[Fold]:
             base, manifest = _newest(run)
             if location is None or manifest is None or _size_bytes(logs) < (least := _least(manifest)):
                 continue
-            called = str(manifest.notes.get(segments.BASE_NOTE, ""))
+            called = str(manifest.notes.get(log_segments.BASE_NOTE, ""))
             step, digests, size_bytes = _reach(logs, called) if called else (-1, (), 0)
             if step > base and size_bytes >= least:
                 yield Fold(location.uri, base, called, step, digests, 2 * manifest.size_bytes + size_bytes)
@@ -88,11 +88,11 @@ def _newest(run: Path) -> tuple[int, Manifest | None]:
 
 
 def _least(manifest: Manifest) -> int:
-    return max(segments.FOLD_BYTES_MIN, manifest.size_bytes)
+    return max(log_segments.FOLD_BYTES_MIN, manifest.size_bytes)
 
 
 def _size_bytes(logs: Sequence[Path]) -> int:
-    return sum(path.stat().st_size for directory in logs for path in segments.paths_in(directory))
+    return sum(path.stat().st_size for directory in logs for path in log_segments.paths_in(directory))
 
 
 def _reach(logs: Sequence[Path], called: str) -> tuple[int, Sequence[str], int]:
@@ -109,8 +109,8 @@ def _foldable(directory: Path, called: str) -> dict[tuple[int, str, int], tuple[
     """Of each step that can be folded on one rank, with the job that logged it and its number of ranks: the digest of
     its frame, and the bytes of all up to it."""
     found, size_bytes = dict[tuple[int, str, int], tuple[str, int]](), 0
-    last: segments.Place | None = None
-    for place in segments.walk(directory, called):
+    last: log_segments.Place | None = None
+    for place in log_segments.walk(directory, called):
         if isinstance(place, str) or "state" not in place.segment.owner:
             break
         if last is not None and (place.segment.path == last.segment.path or not place.segment.bases):
@@ -124,8 +124,8 @@ def _foldable(directory: Path, called: str) -> dict[tuple[int, str, int], tuple[
 class LogFolds:
     """Folds the logs of a node, one at a time. On the agent's event loop."""
 
-    def __init__(self, settings: Settings, budget: Budget) -> None:
-        self._settings, self._budget = settings.model_copy(update={"mover": "agent"}), budget
+    def __init__(self, settings: Settings, limiter: RateLimiter) -> None:
+        self._settings, self._limiter = settings.model_copy(update={"mover": "agent"}), limiter
         self._again_at_bytes: dict[str, int] = {}
         """Of runs whose log could not be folded: it is tried again when there is twice as much to do."""
 
@@ -145,7 +145,7 @@ class LogFolds:
 
     async def _fold(self, one: Fold) -> None:
         for at in range(0, one.size_bytes, PIECE_BYTES):
-            await self._budget.spend(min(PIECE_BYTES, one.size_bytes - at))
+            await self._limiter.spend(min(PIECE_BYTES, one.size_bytes - at))
         order = {"settings": self._settings.model_dump_json(), **asdict(one)}
         process, life = await asyncio.to_thread(start_with_order, "tierckpt.training.log_fold", order)
         try:

@@ -32,7 +32,7 @@ from .. import telemetry
 from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..config import Settings
-from ..drain.budget import Budget
+from ..drain.rate_limiter import RateLimiter
 from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
 from ..telemetry import Labels, Metric, logger
@@ -65,15 +65,15 @@ class Metrics:
 
     Args:
         settings: whose local tier is read.
-        budget: of the agent's mover, None when there is none.
+        limiter: of the agent's mover, None when there is none.
     """
 
-    def __init__(self, settings: Settings, budget: Budget | None = None) -> None:
+    def __init__(self, settings: Settings, limiter: RateLimiter | None = None) -> None:
         self.settings = settings
         self.server: WebServer | None = None
         self.registry = CollectorRegistry()
         self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
-        self.registry.register(_State(NodeState(settings.local_root, budget)))
+        self.registry.register(_State(NodeState(settings.local_root, limiter)))
         self._stops: list[Callable[[], None]] = [telemetry.listen(self._record)]
 
     def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
@@ -134,8 +134,8 @@ def _is_loopback(host: str) -> bool:
 class NodeState:
     """What the disk says of a node: lag, queue, last commits, room. Blocking; called from the page's threads."""
 
-    def __init__(self, local_root: Path, budget: Budget | None) -> None:
-        self.local_root, self.budget = local_root, budget
+    def __init__(self, local_root: Path, limiter: RateLimiter | None) -> None:
+        self.local_root, self.limiter = local_root, limiter
         self._known: Known = {}
         self._samples: list[Sample] = []
         self._read_at: float | None = None
@@ -160,9 +160,9 @@ class NodeState:
         disk = shutil.disk_usage(nearest_existing(self.local_root))
         yield "tierckpt_local_free_bytes", {}, disk.free
         yield "tierckpt_local_size_bytes", {}, disk.total
-        if self.budget is not None:
-            yield "tierckpt_drain_limit_bytes_per_second", {}, self.budget.rate or 0
-            yield "tierckpt_drain_paused", {}, float(self.budget.paused)
+        if self.limiter is not None:
+            yield "tierckpt_drain_limit_bytes_per_second", {}, self.limiter.rate or 0
+            yield "tierckpt_drain_paused", {}, float(self.limiter.paused)
 
     def _queue(self) -> Iterator[Sample]:
         entries = Journal(self.local_root).entries()

@@ -21,10 +21,10 @@ from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
-from ..drain.budget import UNCHANGED, read_control
+from ..drain.rate_limiter import UNCHANGED, read_control
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
 from ..format.layout import DRAINED, MANIFEST, REPLICATED, Location, agent_dir, local_dir, parse_uri, step_of
-from ..ipc.client import SOCKET, AgentClient, AgentUnavailableError, NoneRunsError
+from ..ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError, NoneRunsError
 from ..planning.goodput import stalls_of
 from ..telemetry import logger
 from ..types import Json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ipc.client import IDLE_SECONDS
+from ..ipc.agent_client import IDLE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..peer.messages import CHUNKS_MAX, ChunkReport
+from ..peer.peer_http import CHUNKS_MAX, ChunkReport
 from ..quantities import human_bytes, human_seconds
 from ..types import Json
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 from ..cache.pool import Pool
 from ..config import Settings
 from ..errors import TierckptError
-from ..ipc.client import AgentClient
-from ..peer.client import PeerClient
-from ..peer.members import Member, member_of
+from ..ipc.agent_client import AgentClient
+from ..peer.membership import Member, member_of
+from ..peer.peer_client import PeerClient
 from ..types import Json
 from .rollout import Rollout, rows
 

@@ -1,4 +1,4 @@
-"""The arena: host memory that staged checkpoints live in until they are on the SSD, and that the next ones use again.
+"""The arena: staging memory in slots, each for one checkpoint until it is on the SSD, then for the next. What if full.
 
 A slot holds one checkpoint of one rank. There are at most ``slots_max`` of them and they never take more than
 ``size_bytes_max`` together; both bounds hold whatever is asked (P7). A slot is made when it is first needed, grows only

@@ -30,7 +30,7 @@ from ..errors import (
 from ..format.manifest import digest_of
 from ..poll import LOCAL, Poll
 from ..stores.base import RangeSource, ReadsInto
-from ..stores.common import settled
+from ..stores.common import to_completion
 from ..stores.verified_read import corrupt, reread
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
@@ -43,7 +43,7 @@ from .repair import mend
 from .verifier import Checker
 
 if TYPE_CHECKING:
-    from .peers import PeerFill, PeerJoin
+    from .peer_fill import PeerFill, PeerJoin
 
 T = TypeVar("T")
 
@@ -425,7 +425,7 @@ class CacheEntry:
         """Within it a chunk is fetched, or not: what is said to do with it. A claim is released at the end."""
         name = f"{index}-{chunk}"
         try:
-            is_ours = await settled(asyncio.to_thread(filling.claims.take, name))
+            is_ours = await to_completion(asyncio.to_thread(filling.claims.take, name))
         except FileNotFoundError:  # published meanwhile: the claims are gone with the rest, and all has landed
             is_ours = True
         except asyncio.CancelledError:
@@ -438,7 +438,7 @@ class CacheEntry:
             filling.refresh()  # it may have landed before the claim
             yield "landed" if filling.has(index, chunk) else "fetch"
         finally:
-            await settled(asyncio.to_thread(filling.claims.release, name))
+            await to_completion(asyncio.to_thread(filling.claims.release, name))
 
     async def _await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
@@ -483,7 +483,7 @@ class CacheEntry:
             return
         try:
             await self._grant(filling, len(data))
-            await settled(asyncio.to_thread(filling.land, index, chunk, data, digest))
+            await to_completion(asyncio.to_thread(filling.land, index, chunk, data, digest))
         except CapacityError as error:
             if not keep:
                 raise
@@ -502,7 +502,7 @@ class CacheEntry:
             wanted = min(self.frozen.size_bytes, filling.landed_bytes + size_bytes)
             if wanted > self._granted_bytes:
                 ahead = max(GROW_BYTES, 16 * self.chunk_size_bytes)
-                await settled(asyncio.to_thread(self._reserve, min(self.frozen.size_bytes, wanted + ahead)))
+                await to_completion(asyncio.to_thread(self._reserve, min(self.frozen.size_bytes, wanted + ahead)))
 
     async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
         """Read one chunk from the store, verified, into ``into``; return its digest."""
@@ -565,7 +565,7 @@ class CacheEntry:
     async def _publish(self, filling: PartialEntry) -> bool:
         """True when the entry is whole; False when something has to be fetched again."""
         async for _ in Poll(self.stall_seconds):
-            if await settled(asyncio.to_thread(filling.publish)):
+            if await to_completion(asyncio.to_thread(filling.publish)):
                 break
             filling.refresh()
             if not filling.has_all():

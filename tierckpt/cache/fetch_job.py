@@ -16,10 +16,10 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener
 from .file_set import FileSet
 from .partial_entry import PartialEntry
-from .peers import ChunkOrder, NotNowError, PeerFill, Work
+from .peer_fill import ChunkOrder, NotNowError, PeerFill, Work
 
 if TYPE_CHECKING:
-    from .peers import PeerFill
+    from .peer_fill import PeerFill
 
 log = logger("prefetch")
 

@@ -34,7 +34,7 @@ from ..stores.hub.store import HubStore
 from ..types import ProgressListener
 from .file_set import FileSpec
 from .partial_entry import read_receipt
-from .peers import PeerJoin
+from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, prefetch
 
 

@@ -34,7 +34,7 @@ from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
-from .peers import PeerJoin
+from .peer_fill import PeerJoin
 from .pool import Lease, Pool, Row, evict_all
 from .prefetch import PrefetchResult, from_listing, from_manifest, result_of, select
 

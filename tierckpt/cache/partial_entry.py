@@ -44,7 +44,7 @@ from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDiges
 from ..stores.verified_read import corrupt
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
-from .content import check_content
+from .content_digest import check_content
 from .direct_write import write_at
 from .file_set import FileSet, Receipt, decode
 

@@ -1,4 +1,4 @@
-"""The pool: which entries there are, how much room they take, and which may go.
+"""The pool: which entries the node cache has, how much room they take, and which are evicted (least recently used).
 
     <local_root>/cache/NAME-<hex>/                     one entry, whole: real files, and its receipt
     <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (cache/partial_entry.py)

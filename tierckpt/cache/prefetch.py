@@ -34,7 +34,7 @@ from .file_set import FileSpec as FileSpec
 from .file_set import from_manifest as from_manifest
 from .partial_entry import RECEIPT as RECEIPT
 from .partial_entry import incoming_of, remove_abandoned
-from .peers import PeerJoin
+from .peer_fill import PeerJoin
 from .pool import allocated_bytes
 
 log = logger("prefetch")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..stores.base import RangeSource
-from ..stores.common import settled
+from ..stores.common import to_completion
 from ..telemetry import logger
 from ..types import Buffer, Tier
 from .direct_write import write_at
@@ -64,7 +64,7 @@ async def mend(cached: Entry, index: int, chunk: int) -> Buffer:
             entry=cached.target,
             tier=Tier.LOCAL,
         ) from error
-    await settled(asyncio.to_thread(_put_back, cached, index, chunk, data))
+    await to_completion(asyncio.to_thread(_put_back, cached, index, chunk, data))
     return data
 
 

@@ -1,4 +1,4 @@
-"""The catalog: finds a checkpoint on the tiers, lists a run, and picks the newest usable checkpoint."""
+"""The catalog: finds one checkpoint on the tiers, and describes those of a run. select.py chooses the newest usable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..types import Json, Tier
 from . import local_commit, marks, shared_commit
 
 if TYPE_CHECKING:
-    from .peers import PeerCopies, PeerLookup
+    from .peer_copies import PeerCopies, PeerLookup
 
 log = logger("catalog")
 

@@ -35,7 +35,7 @@ from ..disk.durable import make_dirs
 from ..disk.quarantine import open_regular
 from ..errors import CommitAbandonedError, TierckptError
 from ..format.layout import Location, agent_dir, epoch_file
-from ..ipc.circuit_breaker import PATIENCE_SECONDS
+from ..ipc.agent_breaker import PATIENCE_SECONDS
 from ..poll import BRIEF, Poll
 from ..telemetry import logger
 

@@ -1,4 +1,4 @@
-"""The journal: what a mover still has to drain, one small file per rank and save, on the SSD it drains.
+"""The journal: saves that are still to be drained (drainer.py does it), one small file per rank and save, on the SSD.
 
 Invariants (tests cite them):
     J1  An entry exists on disk, fsynced, before the first shard byte of its save is written: whatever a crash leaves

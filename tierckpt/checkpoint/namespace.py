@@ -1,4 +1,4 @@
-"""Files and directories as a file system would show them, honest about checkpoints.
+"""Listings of files and directories for fsspec: committed checkpoints are there, unfinished saves are not.
 
     V1  A checkpoint that is committed on some tier is there, with the files its manifest names: also while it is on the
         local tier only and still drains.

@@ -1,5 +1,6 @@
-"""Prune a run: see what stands on each tier, let the policy judge it, remove what it says. Also works off what a killed
-removal has left. The rules and invariants are in checkpoint/retention.py.
+"""Prunes a run: removes what the rules of retention.py do not keep, on each tier, and what a killed removal has left.
+
+Room for a save is made elsewhere (``save/eviction.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which copies of a run's checkpoints to remove, and removing them. ``Policy.judge`` decides and is pure.
+"""Retention: which copies of a run's checkpoints may go (``Policy.judge``, pure), and removing one. prune.py calls it.
 
 Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
     N1  The newest copy of a tier is never removed; when it is damaged, neither is the newest sound one, nor the newest

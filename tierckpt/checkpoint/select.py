@@ -1,4 +1,4 @@
-"""Choose the checkpoint of a run to go on from: the newest that can be loaded, or the certainty that there is none.
+"""Chooses the checkpoint that a job resumes from: the newest that can be loaded, or the certainty that there is none.
 
 Invariants (tests cite them):
     N1  "None" is said only after a listing of the shared tier that succeeded. A store that refuses, fails, hangs or
@@ -40,7 +40,7 @@ from ..telemetry import logger
 from ..types import Tier
 from . import catalog, local_commit, marks
 from .catalog import Checkpoint
-from .peers import PeerLookup
+from .peer_copies import PeerLookup
 
 log = logger("select")
 

@@ -20,7 +20,7 @@ from ..telemetry import logger
 from ..types import Json, Progress, ProgressListener, Tier
 from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
-from .peers import PeerCopies
+from .peer_copies import PeerCopies
 
 log = logger("verify")
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from ..agent.agent_server import run
 from ..agent.options import AgentOptions
-from ..agent.server import run
 from ..config import Settings
 from ..errors import OperationTimeoutError
-from ..ipc.client import IDLE_SECONDS, AgentClient, AgentUnavailableError
+from ..ipc.agent_client import IDLE_SECONDS, AgentClient, AgentUnavailableError
 from ..poll import LOCAL, Poll
 from ..telemetry import log_to
 from ..types import Json

@@ -12,7 +12,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Entry, Journal
-from ..drain.budget import UNCHANGED, Unchanged, change_control
+from ..drain.rate_limiter import UNCHANGED, Unchanged, change_control
 from ..errors import (
     CheckpointNotFoundError,
     CommitAbandonedError,
@@ -22,7 +22,7 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import control_file, parse_uri
-from ..ipc.client import contact_for
+from ..ipc.agent_client import contact_for
 from ..mover import Mover
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, progress_bar, table
@@ -206,7 +206,7 @@ async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None)
     try:
         async with asyncio.timeout(timeout_seconds):
             await _drain(mover, work, wait)
-            await mover.drains.settle()
+            await mover.drains.drop_superseded()
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise
@@ -223,7 +223,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
     """
     await _look(mover, work)
     await mover.drains.recover()  # with drain=False: only removes what dead processes never finished
-    await mover.drains.release()
+    await mover.drains.promote_newest()
     await _look(mover, work)
     while not work.is_done:
         before = len(work.left)

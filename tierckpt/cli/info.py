@@ -17,7 +17,7 @@ from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCh
 from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover
-from ..save import segments
+from ..save import log_segments
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
@@ -73,7 +73,7 @@ def _logs(mover: Mover, run: Location) -> list[Json]:
     """The gradient logs that this node has of ``run``: of each rank, those that follow each other as one."""
     directory = local_dir(mover.settings.local_root, run) / GRADIENTS_DIR
     logs = sorted((step_of(path.name) or 0, path) for path in matching(directory, "rank-*"))
-    found = [(rank, one) for rank, path in logs for one in segments.chains(path)]
+    found = [(rank, one) for rank, path in logs for one in log_segments.chains(path)]
     why = NO_AGENT if found and agent_status(mover.settings) == (None, None) else ""
     return [{"rank": rank, **dataclasses.asdict(one), "not_folded": one.not_folded or why} for rank, one in found]
 

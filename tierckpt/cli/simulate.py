@@ -14,8 +14,8 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..planning import Sizing
+from ..planning.checked_numbers import parse_seconds, positive, whole
 from ..planning.ettr import DAY_SECONDS
-from ..planning.quantities import parse_seconds, positive, whole
 from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
 from .size import PlotOption, decimal, modes_view, short

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..planning import Sizing
 from ..planning.sizer import TierRow
-from ..planning.transfer import local_aggregate_rate
+from ..planning.transfer_times import local_aggregate_rate
 from ..types import Json
 from .ui.output import Report, facts, human_seconds, table
 from .ui.planning_options import PlanningOptions, taking_options

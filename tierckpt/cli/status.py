@@ -21,7 +21,7 @@ from ..checkpoint.catalog import file_size
 from ..config import Settings
 from ..errors import ConfigError
 from ..format.layout import GRADIENTS_DIR, location_at, step_of
-from ..save import segments
+from ..save import log_segments
 from ..types import Json
 from . import peers as peers_view
 from .ui.output import Report, facts, human_bytes, human_seconds, table
@@ -135,10 +135,10 @@ def _gradient_logs(root: Path, copied: Sequence[Json]) -> Iterator[Json]:
     """What lies behind the checkpoints of this node, of each rank, and up to which step its holders have it."""
     base, peers = root / "checkpoints", {(row["uri"], row["rank"]): row["peers_step"] for row in copied}
     for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
-        sizes = [file_size(path) for path in segments.paths_in(directory)]
+        sizes = [file_size(path) for path in log_segments.paths_in(directory)]
         location = location_at(root, directory.parent.parent)
         if sizes and location is not None:
-            steps = [one.newest_step for one in segments.chains(directory) if one.newest_step is not None]
+            steps = [one.newest_step for one in log_segments.chains(directory) if one.newest_step is not None]
             yield {
                 "uri": location.uri,
                 "rank": step_of(directory.name),

@@ -15,11 +15,11 @@ from ..disk.io_tuner import read_tuner_for
 from ..errors import CheckpointNotFoundError
 from ..format.layout import Location
 from ..format.manifest import FileEntry
-from ..peer.members import Member
+from ..peer.membership import Member
 from ..read import block_digests
-from ..read.copies import Copy, LocalCopy, RemoteCopy
+from ..read.file_copies import Copy, LocalCopy, RemoteCopy
+from ..read.range_sources import PEERS_TRIED_MAX
 from ..read.replicated_file import ReplicatedFile
-from ..read.sources import PEERS_TRIED_MAX
 from ..types import ByteRange, Tier
 
 FINDS_MAX = 5

@@ -1,4 +1,4 @@
-"""Garbage collection, kept out of the way."""
+"""Pauses Python's garbage collector while thousands of objects of a save or load are made."""
 
 from __future__ import annotations
 

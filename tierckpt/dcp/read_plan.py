@@ -1,11 +1,11 @@
-"""From a load plan to pieces of files, and from those back to tensors.
+"""Turns a load plan into the byte ranges of files that are read, and what was read into tensors.
 
 An item of a dense tensor is a *frame* around its raw bytes (``items/item_format.py``), and the frame follows from
-dtype and shape.
-So no item is unpickled to find its bytes: the raw rows that this rank wants go straight to the tensor that wants them,
-and the head of the frame is looked at and compared (which needs no digest: damage makes a difference). What does not
-have the frame that its metadata lets expect (a strided or conjugate tensor, a subclass, an item behind a transform) is
-read whole and parsed by torch. Small tensors that lie side by side are read as one piece and copied from there.
+dtype and shape. So no item is unpickled to find its bytes: the raw rows that this rank wants go straight to the tensor
+that wants them, and the head of the frame is looked at and compared (which needs no digest: damage makes a difference).
+What does not have the frame that its metadata lets expect (a strided or conjugate tensor, a subclass, an item behind a
+transform) is read whole and parsed by torch. Small tensors that lie side by side are read as one piece and copied from
+there.
 
 Source: FastPersist and Universal Checkpointing read by plan in the same way; the frame is PyTorch's own.
 """

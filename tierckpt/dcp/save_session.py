@@ -34,7 +34,7 @@ from ..telemetry import COMMITS, logger
 from ..types import Tier
 from . import split
 from .gc_pause import gc_paused
-from .handoff.client import HandoffHandle
+from .handoff.handoff_client import HandoffHandle
 from .metadata_pickle import encode
 from .shard_delivery import Route, ShardDelivery
 
@@ -77,7 +77,7 @@ class SaveRole:
     """The shards wait for ``hand_over``: the caller tells every rank how the save ends."""
     is_kept: bool | None = None
     """Whether the checkpoint stays on the local tier; None where the caller keeps none."""
-    has_straight_ranks: bool = False
+    has_direct_put_ranks: bool = False
     """Some rank's shards went straight to the shared tier."""
     epoch: str | None = None
     """Of a process that stands in for a rank that has ended: it commits only in this epoch."""
@@ -245,7 +245,7 @@ class SaveSession:
         except BaseException:
             self.abort()
             raise
-        if self.delivery.is_direct_put or self.role.has_straight_ranks:
+        if self.delivery.is_direct_put or self.role.has_direct_put_ranks:
             # What is committed here names shards that lie there: the checkpoint is one when that tier says so too.
             size_bytes = manifest.size_bytes
             log.info("%s (%d bytes) lies on the shared tier; it is committed there next", self.location.uri, size_bytes)
@@ -329,7 +329,7 @@ class SaveSession:
         except (TierckptError, OSError) as error:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
         try:
-            self.client.submit(entry.token)
+            self.client.drain_in_background(entry.token)
         except TierckptError as error:  # this process ends: the journal has the entry, for the next one
             log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 

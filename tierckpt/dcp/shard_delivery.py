@@ -1,7 +1,7 @@
-"""A rank's shards on their way: to the SSD, or from memory straight to the shared tier where that is asked for.
+"""Writes a rank's shards: to the SSD, or by direct put from memory to the shared tier. Decided in drain_decider.py.
 
-T1 and T2 are in docs/internals/commit.md: a shard that went straight is named by the same manifest as any other, and
-one that cannot go straight goes to the SSD.
+T1 and T2 are in docs/internals/commit.md: a shard that was put directly is named by the same manifest as any other, and
+one that cannot be goes to the SSD.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .stager import StagedItems
 
 log = logger("save")
 
-Route: TypeAlias = Literal["local", "straight", "local if it fits"]
+Route: TypeAlias = Literal["local", "direct put", "local if it fits"]
 Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
 """DCP's result for each item, and the manifest's entry for each file."""
 
@@ -86,9 +86,9 @@ class ShardDelivery:
         """Return when the shards are durable, wherever they are; or raise, and take back what was sent straight."""
         if laid_out.streamed:
             route = "local"
-        if route == "straight":
+        if route == "direct put":
             try:
-                return laid_out.results, self._send_straight(laid_out)
+                return laid_out.results, self._direct_put(laid_out)
             except (TierckptError, OSError) as error:
                 log.warning(
                     "%s cannot go straight to the shared tier, it goes to the SSD: %s", self.location.uri, error
@@ -106,7 +106,7 @@ class ShardDelivery:
         for shard in laid_out.shards:
             shard.path.unlink(missing_ok=True)
         try:
-            return laid_out.results, self._send_straight(laid_out)
+            return laid_out.results, self._direct_put(laid_out)
         except BaseException:
             self._take_back(laid_out)
             raise
@@ -128,9 +128,9 @@ class ShardDelivery:
         except TierckptError as error:
             log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.location.uri, error)
 
-    # --- straight -----------------------------------------------------------------------------------------------
+    # --- direct put ---------------------------------------------------------------------------------------------
 
-    def _send_straight(self, laid_out: PlannedShards) -> tuple[FileEntry, ...]:
+    def _direct_put(self, laid_out: PlannedShards) -> tuple[FileEntry, ...]:
         """Send the shards from memory to the shared tier (T1). Only their block digests are written here."""
         chunk, begun = self.settings.chunk_size_bytes, time.monotonic()
         for lease in laid_out.leases:
@@ -144,7 +144,7 @@ class ShardDelivery:
                     laid_out.shards,
                     slot,
                     chunk,
-                    self.client.mover.budget.share(self.entry.created_unix_seconds),
+                    self.client.mover.limiter.flow(self.entry.created_unix_seconds),
                 )
             )
         files = self._entries(flushed)

@@ -1,4 +1,4 @@
-"""Replicated state is written once, by everyone: who writes which rows.
+"""Splits replicated tensors between the ranks that hold them, so that each writes some rows and none is written twice.
 
 DCP's planner leaves each replicated tensor to one rank, so that a data-parallel job writes at the speed of one disk
 queue and the largest tensor sets the pace. Here every rank that holds a tensor may write a part of it (FastPersist,

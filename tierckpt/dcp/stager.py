@@ -34,7 +34,7 @@ from ..save import write_ahead
 from ..save.shard_plan import Fetch
 from . import split
 from .gc_pause import gc_paused
-from .handoff import client
+from .handoff import handoff_client
 from .items import item_format, shard_layout
 from .items.torch_save import resolve_object
 from .staging_copy import Copies
@@ -93,7 +93,7 @@ class TierStager:
         self.mode: Mode = mode
         self._shared = shared
         self._numa_nodes = tuple(numa_nodes)
-        self._outlives = client.is_wanted(self.settings)
+        self._outlives = handoff_client.is_wanted(self.settings)
         self._is_announced = False
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
@@ -245,7 +245,7 @@ class TierStager:
         shared = self._shared or self._outlives
         if self._outlives and not self._is_announced:
             self._is_announced = True
-            client.announce(self.settings)
+            handoff_client.announce(self.settings)
         arena = arena_for(self.settings, shared=shared, read_elsewhere=self._shared, numa_nodes=self._numa_nodes)
         lease = arena.lease(size_bytes)
         if lease is None:

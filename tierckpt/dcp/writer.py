@@ -50,7 +50,7 @@ from ..telemetry import logger
 from ..tracebacks import short_traceback
 from . import split
 from .gc_pause import gc_paused
-from .handoff.client import HandoffHandle, leave_open
+from .handoff.handoff_client import HandoffHandle, leave_open
 from .handoff.offer import is_worth_offering, metadata_of, offer
 from .items import records
 from .save_session import SaveRole, SaveSession
@@ -261,7 +261,7 @@ class TierStorageWriter(Mount, StorageWriter):
                     leave_open(handle)
                 future.set_result([])
         if not (self._role.is_coordinator or self._role.holds_back):
-            self.settle()  # its part is done, and nobody tells this rank how the save ends
+            self.report_outcome()  # its part is done, and nobody tells this rank how the save ends
         return future
 
     def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
@@ -290,13 +290,13 @@ class TierStorageWriter(Mount, StorageWriter):
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
         with self._telling(), self._working():
             self._open_session().commit(metadata, results)
-        self.settle()
+        self.report_outcome()
 
     def storage_meta(self) -> StorageMeta:
         """Return the id and the save's token, which DCP puts into the metadata."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._role.save_id)
 
-    def settle(self, error: BaseException | None = None) -> None:
+    def report_outcome(self, error: BaseException | None = None) -> None:
         """Tell who waits for this save that it is on the local tier, or that it failed with ``error``."""
         if self._outcome is not None:
             self._outcome.ended(error)
@@ -313,7 +313,7 @@ class TierStorageWriter(Mount, StorageWriter):
         try:
             yield
         except BaseException as error:
-            self.settle(error)
+            self.report_outcome(error)
             raise
 
     # --- staging ------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def send_after_all(self) -> None:
         """Some rank's shards went straight to the shared tier: all ranks' follow, whatever was to stay here."""
-        self._role.has_straight_ranks = True
+        self._role.has_direct_put_ranks = True
         self._role.is_kept = False if self._role.is_kept is not None else None
 
     def route(self, route: Route) -> None:
@@ -382,7 +382,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """Give the shards held back to the drain: the coordinator has committed."""
         if self._session is not None:
             self._session.hand_over()
-        self.settle()
+        self.report_outcome()
 
     def let_go(self) -> bool:
         """End a save whose outcome is not known here, as ``SaveSession.let_go`` does."""

@@ -1,4 +1,4 @@
-"""Training comes first (P8): while the node's processors are busy, the flush takes a small share of one and no more.
+"""Throttles the flush to a small share of a processor while the node's processors are busy: training comes first (P8).
 
 A low priority is not enough. It decides who runs when two threads want one processor, but not what two hardware
 threads of one core take from each other, nor the interpreter lock. What is left is to work less per second.

@@ -1,4 +1,4 @@
-"""Leases: a checkpoint, or an entry of the node cache, that a live process of this node uses is not removed.
+"""Read leases: what a live process of this node reads (a checkpoint, a cache entry) is neither evicted nor pruned.
 
 A lease is a shared flock on a small file under the local root; who removes needs the exclusive one. So a lease ends
 with its process, whatever ends it, and there is no pid to compare and nothing to clean up after a crash.

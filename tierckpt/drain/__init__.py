@@ -1,1 +1,1 @@
-"""From the SSD to shared storage, in the background, within a budget."""
+"""From the SSD to shared storage, in the background, within a rate limit."""

@@ -13,7 +13,7 @@ from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
 from ..format.manifest import Manifest
 from ..telemetry import logger
-from .drain import Drainer
+from .drainer import Drainer
 
 log = logger("recovery")
 

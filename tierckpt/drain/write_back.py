@@ -40,8 +40,8 @@ from ..format.manifest import FileEntry, digest_of, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
 from ..stores.base import Store
 from ..types import Progress, ProgressListener
-from .budget import Budget
-from .transfer import send
+from .file_transfer import send
+from .rate_limiter import RateLimiter
 
 METADATA_BYTES_MAX = 1 << 30
 _SHARD = re.compile(rb"__\d+_\d+\.distcp")
@@ -52,7 +52,7 @@ class Mover(Protocol):
 
     settings: Settings
     journal: Journal
-    budget: Budget
+    limiter: RateLimiter
     listener: ProgressListener
 
     def store(self, location: Location) -> Store: ...
@@ -158,7 +158,7 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
             await asyncio.to_thread(_remove_empty, entry)
         elif is_last:
             await _await_shards(mover, entry, place, wait_seconds)
-            share, (file,) = mover.budget.share(entry.created_unix_seconds), entry.files
+            flow, (file,) = mover.limiter.flow(entry.created_unix_seconds), entry.files
             done = 0
 
             def on_bytes(count: int) -> None:
@@ -166,12 +166,12 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
                 done += count
                 mover.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
 
-            async with share.slot():
-                await share.spend(0)  # a drain that is paused has not begun
+            async with flow.slot():
+                await flow.spend(0)  # a drain that is paused has not begun
                 with try_lock(_lock_of(place), remove=True) as idle:
                     if is_last := bool(idle) and place.exists():
                         named = replace(file, path=key)
-                        await send(store, place, named, entry.chunk_size_bytes, on_bytes, share, replaces=True)
+                        await send(store, place, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
         # The entry goes after the bytes: without them it is taken for one that was never whole, and goes too.
         await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
     return "committed" if is_last else "superseded"

@@ -21,7 +21,7 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
 A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads. And
 ``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), laid out and committed as a
 checkpoint is. Nobody takes it for a checkpoint of step n before it was replayed. On the local tier alone
-``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps behind its checkpoints (save/segments.py).
+``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps behind its checkpoints (save/log_segments.py).
 
 The local root holds::
 

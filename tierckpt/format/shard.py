@@ -1,4 +1,4 @@
-"""A shard file that has been written."""
+"""``Flushed``: name, size and digests of a shard file that has been written."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedErro
 from ..format.layout import Location, written_file
 from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
-from ..read.copies import Copy, LocalCopy, RemoteCopy
+from ..read.file_copies import Copy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
 from ..save import eviction
 from ..telemetry import logger
@@ -284,7 +284,7 @@ def put(
     if write_back:
         client.recover()
         eviction.make_room(settings, size_bytes, settings.local_root)
-        client.submit(drained.write(settings, location, stream, size_bytes))
+        client.drain_in_background(drained.write(settings, location, stream, size_bytes))
         return
     if size_bytes <= PIECE_BYTES:
         data = stream.read()

@@ -280,7 +280,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 if entry.state in ASIDE:
                     raise set_aside_error(entry)
             for token in {entry.token for entry in left} - begun:  # of processes that are gone, too
-                get_client(self.settings).submit(token)
+                get_client(self.settings).drain_in_background(token)
                 begun.add(token)
         raise OperationTimeoutError(
             f"{len(left)} files at {path} are on this node only after {timeout_seconds:g} s",
@@ -336,7 +336,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
         is_behind = self.write_back and write_back.can_carry(location) and not self.is_drained(self._parent(path))
         if thing.written is not None or is_behind:
-            get_client(self.settings).submit(write_back.remove(self.settings, location))
+            get_client(self.settings).drain_in_background(write_back.remove(self.settings, location))
             return
         root, key = root_of(location)
         self._run(self._mover.store(root).delete(key))
@@ -350,7 +350,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not write_back.can_carry(location):
             self.rm_file(path)
             return
-        get_client(self.settings).submit(write_back.remove(self.settings, location))
+        get_client(self.settings).drain_in_background(write_back.remove(self.settings, location))
 
     @short_traceback
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
@@ -375,7 +375,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             below.sort(key=lambda thing: thing.location.name != METADATA)  # first what says that it is whole
             for thing in below:
                 if is_behind or thing.written is not None:
-                    get_client(self.settings).submit(write_back.remove(self.settings, thing.location, beside))
+                    get_client(self.settings).drain_in_background(
+                        write_back.remove(self.settings, thing.location, beside)
+                    )
             if is_behind and below:
                 log.warning("%s stays on the store until what was written beside it is there too", location.uri)
                 continue

@@ -24,8 +24,8 @@ from torch import Tensor
 from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS
 from ..loading.cached_view import open_cached
-from ..loading.parts import Parts
 from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
+from ..loading.tensor_parts import Parts
 
 SCHEME = "tierckpt://"
 TARGET = "sglang.srt.connector.create_remote_connector"

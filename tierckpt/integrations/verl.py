@@ -28,7 +28,7 @@ from ..adoption import adopt
 from ..client import latest
 from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
-from ..save.directory import identity
+from ..save.adopted_directory import identity
 from ..stores.schemes import check_location
 from .directories import Directories
 from .ray import alive_nodes, on_nodes

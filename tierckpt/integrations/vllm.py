@@ -32,8 +32,8 @@ from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS, ReadMode
 from ..errors import ConfigError
 from ..loading.deferred import DEFERRED_BYTES_MIN, Deferral
-from ..loading.parts import Parts
 from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
+from ..loading.tensor_parts import Parts
 
 LOAD_FORMAT = "tierckpt"
 _OWN = {"uri": str, "device": str, "bytes_in_flight_max": int}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .fill import Want, fill
-from .parts import Bounds
+from .tensor_parts import Bounds
 
 DEFERRED_BYTES_MIN = 1 << 20
 """Smaller tensors are read together, ahead of their use: a read of its own would cost more than it saves."""

@@ -31,15 +31,15 @@ from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
-from ..read.copies import Copy, LocalCopy
+from ..read.file_copies import Copy, LocalCopy
 from ..read.read_benchmark import opened_disk, tried
 from ..read.read_threads import ReadThreads, Worker
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .dtypes import of_entry
 from .header import Entry
-from .model import ModelFile, Place
-from .parts import Bounds, Parts
+from .model_files import ModelFile, Place
+from .tensor_parts import Bounds, Parts
 
 READ_BYTES = 8 << 20
 """Of one request, and of a buffer."""

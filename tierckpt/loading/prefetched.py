@@ -11,11 +11,11 @@ from ..cache.verifier import Checker
 from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
 from ..errors import IntegrityError, StoreError, TierckptError
-from ..read.copies import LocalCopy
+from ..read.file_copies import LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .cached_view import open_entry
-from .model import Directory
+from .model_files import Directory
 
 log = logger("load")
 

@@ -21,9 +21,9 @@ from ..tracebacks import short_traceback
 from .deferred import Deferral
 from .devices import check_device
 from .fill import Want, fill
-from .model import Model, in_file_order
-from .parts import Parts, Plan, Shard
-from .source import find_model
+from .model_files import Model, in_file_order
+from .model_source import find_model
+from .tensor_parts import Parts, Plan, Shard
 
 BYTES_IN_FLIGHT_MAX = 1 * GiB
 

@@ -7,7 +7,7 @@ behind them. ``updater`` is the process, ``updater_process`` the trainer's end o
     <directory>/current.json             the state that counts, and what it is made of
     <directory>/<token>/state            two versions of each block, mapped
     <directory>/<token>/records          of both versions of each block: step and digest
-    <directory>/<token>/*.gradients      the frames behind them, a gradient log (``save.segments``)
+    <directory>/<token>/*.gradients      the frames behind them, a gradient log (``save.log_segments``)
 
 Invariants (a block is a run of parameters with all that belongs to them; a step is a number that rises by one):
     N1  A version of a block counts when its record is whole and the digest in it fits. Records are written after the

@@ -1,5 +1,5 @@
 """The frames behind the blocks: a gradient log whose segments have some steps each, so that what no block needs can go
-(N3). Going back to an earlier step begins a segment there (S2 of ``save.segments``): nothing is cut off."""
+(N3). Going back to an earlier step begins a segment there (S2 of ``save.log_segments``): nothing is cut off."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from ..disk.durable import fsync_file, translated
 from ..errors import IntegrityError
 from ..replay.frame import Frame, decode, encode
-from ..save import segments
-from ..save.segments import Place, SegmentFile
+from ..save import log_segments
+from ..save.log_segments import Place, SegmentFile
 from ..telemetry import logger
 
 log = logger("replay")
@@ -19,7 +19,7 @@ log = logger("replay")
 
 def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
     """Yield the frames that follow ``step``, each once and in order, to the end of the log or to what is damaged."""
-    if (paths := segments.paths_in(directory)) and segments.step_of_path(paths[0]) > step:
+    if (paths := log_segments.paths_in(directory)) and log_segments.step_of_path(paths[0]) > step:
         log.warning("the gradients of step %d are missing: %s and what follows is of no use", step + 1, paths[0])
     for place in _places(directory, step):
         where, number = str(place.segment.path), place.fields["number"]
@@ -37,9 +37,9 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
 
 def _places(directory: Path, step: int) -> Iterator[Place]:
     """The frames of the newest segment that begins at ``step`` or before, and of those that continue it."""
-    found, ended = segments.segments_in(directory)
+    found, ended = log_segments.segments_in(directory)
     first = next((one for one in reversed(found) if one.step <= step), None)
-    for place in segments.walk_from(found, first, ended):
+    for place in log_segments.walk_from(found, first, ended):
         if isinstance(place, Place):
             yield place
         elif place:
@@ -53,9 +53,9 @@ class GradientFiles:
         self._directory = directory
         self._file: SegmentFile | None = None
         self._previous = next((one.digest for one in _places(directory, step - 1) if one.fields["number"] == step), "")
-        segments.remove_from(directory, step)
+        log_segments.remove_from(directory, step)
         with translated(directory):
-            for path in segments.paths_in(directory):
+            for path in log_segments.paths_in(directory):
                 fsync_file(path)  # a process may have ended before it had (N3)
         self.begin(step)
 
@@ -80,7 +80,7 @@ class GradientFiles:
 
     def trim(self, step: int) -> None:
         """Remove the segments of which no frame is behind ``step``, where every block is or later."""
-        segments.remove_before(self._directory, step)
+        log_segments.remove_before(self._directory, step)
 
     def close(self) -> None:
         if self._file is not None:

@@ -23,7 +23,7 @@ import torch
 
 from ..arena.memory import Memory
 from ..errors import CapacityError, CheckpointError, IntegrityError, UpdaterLostError
-from ..ipc.circuit_breaker import PATIENCE_SECONDS
+from ..ipc.agent_breaker import PATIENCE_SECONDS
 from ..replay.link import halves_without_loss
 from ..telemetry import logger
 from .state_file import Tensors

@@ -28,7 +28,7 @@ from pathlib import Path
 from ..config import Settings
 from ..errors import ConfigError, PermissionDeniedError
 from ..types import Buffer, Tier
-from .messages import DIGEST, HELD, ME, PROOF, TIME, host_and_port
+from .peer_http import DIGEST, HELD, ME, PROOF, TIME, host_and_port
 
 LIFETIME_SECONDS = 30.0
 """What a request is signed for."""

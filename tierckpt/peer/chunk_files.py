@@ -21,7 +21,7 @@ from ..format.layout import MANIFEST
 from ..format.manifest import DIGEST_BLOCK_BYTES, Manifest, block_digest, digest_of_blocks
 from ..format.manifest import decode as decode_manifest
 from ..types import ByteRange
-from .messages import MANIFEST_BYTES_MAX
+from .peer_http import MANIFEST_BYTES_MAX
 
 LOOK_SECONDS = 0.05
 """How long what was seen of claims and owners is taken to be so."""

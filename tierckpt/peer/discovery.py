@@ -3,9 +3,9 @@
     host[:port],...     names, IPv4, [IPv6], ranges as Slurm writes them: ``node[01-08,12]-ib``
     slurm[:port]        the node list of the job
     dns:NAME[:port]     every address of a name, asked again now and then: a headless service of Kubernetes
-    torchrun            what the job's own store says; the training process hands it in (training/peers.py)
+    torchrun            what the job's own store says; the training process hands it in (training/torchrun_peers.py)
 
-These are places to ask first, not the truth: who is there is what the members tell (members.py).
+These are places to ask first, not the truth: who is there is what the members tell (membership.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Literal
 
 from ..errors import ConfigError
 from ..telemetry import logger
-from .members import MEMBERS_MAX, is_forbidden, is_plain_address
+from .membership import MEMBERS_MAX, is_forbidden, is_plain_address
 
 log = logger("peer")
 

@@ -1,4 +1,4 @@
-"""Gossip: asks a few members twice a second for their list of members (members.py).
+"""Gossip: asks a few members twice a second for their list of members (membership.py).
 
 A node asks at most ``members.ASKED`` live members, a few suspects, one of the dead and a few new places in a round,
 however many there are, and each answer is bounded: a few requests per second, and what they hold.
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ..errors import PermissionDeniedError
 from ..telemetry import logger
 from ..types import Json
-from .members import Member, Table
+from .membership import Member, Table
 
 log = logger("peer")
 

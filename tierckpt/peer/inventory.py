@@ -30,7 +30,7 @@ from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
 from .chunk_files import Committed, Incoming, Source, Whole, bring_in, digest_at, is_resident, read_beneath
 from .fetch.chunk_index import ChunkIndex
-from .messages import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, ChunkReport
+from .peer_http import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, ChunkReport
 
 log = logger("peer")
 

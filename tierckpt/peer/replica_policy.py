@@ -1,4 +1,6 @@
-"""Replica policy: which node copies whose fresh checkpoints, and the messages about it. Pure.
+"""Replica policy: which node keeps a replica of whose fresh checkpoints, until when, and the messages about it. Pure.
+
+Carried out by ``replication/replicator.py``; the groups are laid out by ``planning/replica_placement.py``.
 
 Each member's shards are on ``replicas`` members, itself among them: in groups that hold each other's (Gemini, Wang et
 al., SOSP 2023), over the members in an order that all nodes find alike, different failure domains first. Nobody sends:
@@ -27,7 +29,7 @@ from ..checkpoint.select import age_of
 from ..format.layout import Location, local_dir, location_at, parse_uri
 from ..format.manifest import RANKS_MAX, digest_of, is_int, is_token, is_unix_seconds
 from ..types import Json
-from .members import Member, is_member_name
+from .membership import Member, is_member_name
 
 FRESH_MAX = 64
 """Checkpoints that one answer tells of."""
@@ -41,7 +43,7 @@ _SEGMENT = re.compile(r"\d{12,18}-[0-9a-f]{8}\.gradients")
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class FreshCheckpoint:
     """One of the newest checkpoints of a run, as a node tells of it."""
 
     uri: str
@@ -148,14 +150,14 @@ def _log_row(row: Any) -> LogRow | None:
     return LogRow(uri, rank, of, step, segments, bases)
 
 
-def fresh_of(answer: Any) -> list[Fresh]:
+def fresh_of(answer: Any) -> list[FreshCheckpoint]:
     """The rows of an answer of ``/v1/fresh`` that can be (R3). Raises nothing."""
     rows = answer.get("fresh") if isinstance(answer, dict) else None
     found = (_row(row) for row in rows[:FRESH_MAX]) if isinstance(rows, list) else ()
     return [row for row in found if row is not None]
 
 
-def _row(row: Any) -> Fresh | None:
+def _row(row: Any) -> FreshCheckpoint | None:
     if not isinstance(row, dict):
         return None
     uri, attempt, created = row.get("uri"), row.get("attempt"), row.get("created_unix_seconds")
@@ -164,7 +166,9 @@ def _row(row: Any) -> Fresh | None:
         return None
     if not all(isinstance(some, list) and len(some) <= TOKENS_MAX and all(map(is_token, some)) for some in (own, held)):
         return None
-    return Fresh(str(uri), str(attempt), float(str(created)), frozenset(own or ()), frozenset(held or ()), safe)
+    return FreshCheckpoint(
+        str(uri), str(attempt), float(str(created)), frozenset(own or ()), frozenset(held or ()), safe
+    )
 
 
 def is_place(uri: Any) -> bool:
@@ -197,7 +201,7 @@ def _holders(known: tuple[tuple[str, str], ...], replicas: int) -> Mapping[str, 
     if not known:
         return {}
     names = [name for name, _ in known]
-    from ..planning.placement import spread_placement  # planning is a tenth of what a command takes to start
+    from ..planning.replica_placement import spread_placement  # planning is a tenth of what a command takes to start
 
     placed = spread_placement([domain for _, domain in known], min(replicas, len(known)))
     return {names[node]: tuple(names[other] for other in held) for node, held in enumerate(placed)}
@@ -211,7 +215,9 @@ def sources(placed: Mapping[str, Sequence[str]], me: str) -> list[str]:
 # --- what may go -----------------------------------------------------------------------------------------------------
 
 
-def outdated(mine: Sequence[Fresh], told: Mapping[str, Sequence[Fresh]], draining: Collection[str] = ()) -> list[Fresh]:
+def outdated(
+    mine: Sequence[FreshCheckpoint], told: Mapping[str, Sequence[FreshCheckpoint]], draining: Collection[str] = ()
+) -> list[FreshCheckpoint]:
     """Those of ``mine`` that are copies of others' saves and nothing else, and that R2 lets go.
 
     A member that is gone tells nothing, so its last copies stay: that is what they are for.
@@ -221,7 +227,7 @@ def outdated(mine: Sequence[Fresh], told: Mapping[str, Sequence[Fresh]], drainin
         draining: URIs of checkpoints that this node still has to bring somewhere.
     """
 
-    def is_replaced(old: Fresh, name: str) -> bool:
+    def is_replaced(old: FreshCheckpoint, name: str) -> bool:
         rows = told.get(name, ())
         return any(row.is_safe and row.run == old.run and row.age > old.age for row in rows)
 

@@ -1,28 +1,28 @@
-"""Planning: what checkpoints will cost and how often to take them, before there is a cluster to try it on.
+"""Planning: what checkpoints will cost, how often to take them, where replicas go. Pure arithmetic, also of live jobs.
 
-    quantities   numbers as people write them
-    model        parameters: from a number, a config.json, shapes
-    state        bytes per parameter, by component
-    mesh         who holds and writes what
-    transfer     how long bytes take
-    ettr         what share of the time becomes training
-    interval     how often
-    placement    which node holds whose replica
-    policy       which checkpoint to drain, and when
-    sizer        all of it at once
-    simulator    the same, with failures and queues in it
+    checked_numbers    numbers as people write them
+    model_size         parameters: from a number, a config.json, shapes
+    training_state     bytes per parameter, by component
+    mesh               who holds and writes what
+    transfer_times     how long bytes take
+    ettr               what share of the time becomes training
+    optimal_interval   how often, from rates and costs; interval_tuning adapts it while a job runs
+    replica_placement  which node holds whose replica
+    drain_policy       which checkpoint to drain, and when
+    sizer              all of it at once
+    simulator          the same, with failures and queues in it
 
-Pure: no torch, no files, no clock. What the trainer, the mover and the simulator decide, they decide with these same
+No torch, no files, no clock. What the trainer, the mover and the simulator decide, they decide with these same
 functions.
 """
 
 from .ettr import Level
-from .interval import Schedule, checkfreq_steps, daly, exact, plan, to_steps, two_level, young
 from .mesh import Mesh
-from .model import Model, from_config, from_number, from_shapes
+from .model_size import Model, from_config, from_number, from_shapes
+from .optimal_interval import Schedule, checkfreq_steps, daly, exact, plan, to_steps, two_level, young
 from .sizer import Site, Sizing, size
-from .state import State, measured_state, state_of
-from .transfer import Bandwidths
+from .training_state import State, measured_state, state_of
+from .transfer_times import Bandwidths
 
 __all__ = [
     "Bandwidths",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .quantities import not_negative, positive
+from .checked_numbers import not_negative, positive
 
 DAY_SECONDS = 86400.0
 

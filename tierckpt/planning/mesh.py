@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .model import Model
-from .quantities import whole
-from .state import Component, State
+from .checked_numbers import whole
+from .model_size import Model
+from .training_state import Component, State
 
 
 @dataclass(frozen=True, slots=True)

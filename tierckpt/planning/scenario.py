@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from .policy import Rules
-from .quantities import not_negative, positive, whole
+from .checked_numbers import not_negative, positive, whole
+from .drain_policy import Rules
 from .sizer import Sizing, TierRow
-from .transfer import Bandwidths, Mode
+from .transfer_times import Bandwidths, Mode
 
 LOCAL_ONLY = 1 << 60
 """Every how manieth checkpoint goes to shared storage, when none is to."""

@@ -20,9 +20,9 @@ from typing import Any
 from ..errors import ConfigError, MissingExtraError
 from ..telemetry import ignore_progress
 from ..types import Progress, ProgressListener
-from . import placement, policy
-from .policy import Decision, Situation
-from .quantities import positive
+from . import drain_policy, replica_placement
+from .checked_numbers import positive
+from .drain_policy import Decision, Situation
 from .scenario import Cluster, Configuration, FailureKind
 
 try:
@@ -216,8 +216,8 @@ class _Job:
         self.restores: Counter[str] = Counter()
         self.checkpoints = self.drains = 0
         self.exposure_max = self.replaying = 0.0
-        self.policy = policy.State()
-        self.place: policy.Place = "local"
+        self.policy = drain_policy.State()
+        self.place: drain_policy.Place = "local"
         self.versions: list[_Version] = []
         self.wiped: dict[int, float] = {}
         self.drain: _Drain | None = None
@@ -289,7 +289,7 @@ class _Job:
     def _flushed(self, version: _Version) -> None:
         version.local_at = self.env.now
         plan = self.plan
-        self.policy = policy.observe(self.policy, plan.rules, "local", plan.checkpoint_bytes, plan.flush_seconds)
+        self.policy = drain_policy.observe(self.policy, plan.rules, "local", plan.checkpoint_bytes, plan.flush_seconds)
         self._look()
 
     def _move(self, pipe: Pipe, size_bytes: float) -> Steps:
@@ -315,7 +315,7 @@ class _Job:
 
     def _look(self) -> None:
         """Ask the policy, and do what it says."""
-        self.policy, decision = policy.decide(self.policy, self.plan.rules, self._situation())
+        self.policy, decision = drain_policy.decide(self.policy, self.plan.rules, self._situation())
         self._obey(decision)
 
     def _situation(self) -> Situation:
@@ -323,7 +323,7 @@ class _Job:
         return Situation(
             now=self.env.now,
             versions=[
-                policy.Version(
+                drain_policy.Version(
                     one.number,
                     size_bytes,
                     one.taken_at,
@@ -360,7 +360,7 @@ class _Job:
         self.drains += 1
         self.debt += seconds * self.plan.drain_slowdown
         self._on_shared(drain.version)
-        self.policy = policy.observe(self.policy, self.plan.rules, "shared", self.plan.checkpoint_bytes, seconds)
+        self.policy = drain_policy.observe(self.policy, self.plan.rules, "shared", self.plan.checkpoint_bytes, seconds)
         self._look()
 
     def _on_shared(self, version: _Version) -> None:
@@ -444,7 +444,7 @@ class _Job:
     def _from_peers(self, version: _Version) -> bool:
         if math.isinf(version.peer_at) or math.isinf(version.local_at):
             return False
-        return placement.survives(self.world.holders, self._lost_since(min(version.local_at, version.peer_at)))
+        return replica_placement.survives(self.world.holders, self._lost_since(min(version.local_at, version.peer_at)))
 
     def _lost_since(self, when: float) -> set[int]:
         return {node for node, at in self.wiped.items() if at >= when}
@@ -487,4 +487,4 @@ def _holders(configuration: Configuration, nodes: int) -> list[tuple[int, ...]]:
         return []
     if configuration.replicas > nodes:
         raise ConfigError(f"replicas are {configuration.replicas}: a job of {nodes} nodes holds at most {nodes} copies")
-    return placement.group_placement(nodes, configuration.replicas)
+    return replica_placement.group_placement(nodes, configuration.replicas)

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from . import ettr, interval, transfer
+from . import ettr, optimal_interval, transfer_times
+from .checked_numbers import not_negative, positive, share, whole
 from .ettr import DAY_SECONDS, Level
-from .interval import Schedule
 from .mesh import Mesh
-from .model import Model
-from .quantities import not_negative, positive, share, whole
-from .state import State
-from .transfer import Bandwidths, Mode
+from .model_size import Model
+from .optimal_interval import Schedule
+from .training_state import State
+from .transfer_times import Bandwidths, Mode
 
 STALL_BUDGETS_SECONDS = (1.0, 5.0, 10.0, 60.0, 120.0)
 WARRANTY_YEARS = 5.0
@@ -185,7 +185,7 @@ class Sizing:
     def node_update_seconds(self) -> float:
         """What one step of a node's share takes its processors, where the optimizer is near storage."""
         share = self.node_written_bytes / self.checkpoint_bytes
-        return self.model.parameters * share / transfer.UPDATES_PER_SECOND
+        return self.model.parameters * share / transfer_times.UPDATES_PER_SECOND
 
     @property
     def copy_restart_seconds(self) -> float:
@@ -257,7 +257,7 @@ class _Job:
         self.node_written = min(self.rank_written * mesh.ranks_per_node, self.checkpoint_bytes)
         self.mtbf = site.mtbf_seconds or ettr.mtbf_seconds(mesh.nodes, site.failures_per_node_day)
         self.stage_seconds = self.rank_written / site.rates.pcie
-        self.drain_seconds = transfer.write_seconds(self.checkpoint_bytes, self.writing_nodes, site.rates)
+        self.drain_seconds = transfer_times.write_seconds(self.checkpoint_bytes, self.writing_nodes, site.rates)
 
     @property
     def flush_seconds(self) -> float:
@@ -303,12 +303,14 @@ class _Job:
         elsewhere = max(0.0, self.node_held - self.node_written)
         own = max(self.node_written / rates.local_read, elsewhere / rates.nic, to_device)
         return (
-            PathRow("naive", naive, max(transfer.read_seconds(naive, naive / nodes, rates), to_device)),
-            PathRow("sharded", sharded, max(transfer.read_seconds(sharded, self.rank_held * ranks, rates), to_device)),
+            PathRow("naive", naive, max(transfer_times.read_seconds(naive, naive / nodes, rates), to_device)),
+            PathRow(
+                "sharded", sharded, max(transfer_times.read_seconds(sharded, self.rank_held * ranks, rates), to_device)
+            ),
             PathRow(
                 "fanned out",
                 self.checkpoint_bytes,
-                max(transfer.read_seconds(self.checkpoint_bytes, self.node_held, rates), to_device),
+                max(transfer_times.read_seconds(self.checkpoint_bytes, self.node_held, rates), to_device),
             ),
             PathRow("peer", 0.0, max(own, self.node_held / rates.nic)),
             PathRow("local", 0.0, own),
@@ -355,7 +357,7 @@ class _Job:
         """The four ways to take the checkpoints of the first level."""
         part = self.rank_written / self.state.saved_bytes
         gradients = sum(one.bytes_per_parameter for one in self.state.components if not one.is_saved)
-        return transfer.modes(
+        return transfer_times.modes(
             self.rank_written,
             part * gradients,
             part,
@@ -392,9 +394,11 @@ class _Job:
 
     def _row(self, name: str, levels: tuple[Level, ...]) -> TierRow:
         stall = levels[0].stall_seconds
-        optima = [find(stall, self.mtbf) for find in (interval.young, interval.daly, interval.exact)]
+        optima = [
+            find(stall, self.mtbf) for find in (optimal_interval.young, optimal_interval.daly, optimal_interval.exact)
+        ]
         try:
-            schedule: Schedule | None = interval.plan(levels, self.site.step_seconds)
+            schedule: Schedule | None = optimal_interval.plan(levels, self.site.step_seconds)
         except ConfigError:
             schedule = None  # this configuration never gets anywhere; another may
         return TierRow(name, levels, schedule, schedule.ettr if schedule else 0.0, *optima)
@@ -424,9 +428,9 @@ class _Job:
 
 def _loads(model_bytes: float, nodes: int, rates: Bandwidths) -> tuple[PathRow, ...]:
     return (
-        PathRow("direct", nodes * model_bytes, transfer.load_direct_seconds(model_bytes, nodes, rates)),
-        PathRow("fanned out", model_bytes, transfer.load_fanout_seconds(model_bytes, nodes, rates)),
-        PathRow("cached", 0.0, transfer.load_cached_seconds(model_bytes, rates)),
+        PathRow("direct", nodes * model_bytes, transfer_times.load_direct_seconds(model_bytes, nodes, rates)),
+        PathRow("fanned out", model_bytes, transfer_times.load_fanout_seconds(model_bytes, nodes, rates)),
+        PathRow("cached", 0.0, transfer_times.load_cached_seconds(model_bytes, rates)),
     )
 
 

@@ -24,7 +24,7 @@ from ..format.manifest import BLOCK_DIGEST_BYTES, FileEntry, Manifest, block_cou
 from ..format.shard import Flushed
 from ..telemetry import BYTES, logger
 from ..types import ByteRange
-from .copies import Copy
+from .file_copies import Copy
 
 log = logger("restore")
 

@@ -31,7 +31,7 @@ from ..disk.page_cache import PAGE_BYTES
 from ..errors import TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange
-from .copies import LocalCopy
+from .file_copies import LocalCopy
 from .read_benchmark import opened_disk, tried
 from .read_threads import ReadThreads, Worker
 from .replicated_file import ReplicatedFile

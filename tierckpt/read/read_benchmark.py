@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from ..disk.io_tuner import ReadMode, ReadTuner
 from ..errors import TierckptError
-from .copies import LocalCopy
+from .file_copies import LocalCopy
 
 MiB = 1 << 20
 

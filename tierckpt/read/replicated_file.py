@@ -13,7 +13,7 @@ from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
 from .block_digests import BlockDigests
-from .copies import Copy, LocalCopy, RemoteCopy
+from .file_copies import Copy, LocalCopy, RemoteCopy
 
 log = logger("restore")
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from ..save import segments
+from ..save import log_segments
 from .capture import Step
 
 FIRST = "0" * 32
@@ -67,8 +67,8 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     for key, gradient in frame.step.gradients.items():
         stored = gradient.cpu().contiguous()
         view = bytes_of(stored)
-        begins = range(0, len(view), segments.CHUNK_BYTES)
-        digests = [segments.digest_of_piece(view[at : at + segments.CHUNK_BYTES]) for at in begins]
+        begins = range(0, len(view), log_segments.CHUNK_BYTES)
+        digests = [log_segments.digest_of_piece(view[at : at + log_segments.CHUNK_BYTES]) for at in begins]
         dtype = frame.dtypes.get(key, gradient.dtype)
         entries.append([key, dtype_name(dtype), dtype_name(stored.dtype), list(gradient.shape), digests])
         views.append(view)
@@ -83,11 +83,11 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
         "skipped": frame.step.is_skipped,
         "hyperparameters": [to_json(group) for group in frame.step.hyperparameters],
         "gradients": entries,
-        "attachment": [len(frame.attachment), segments.digest_of_piece(frame.attachment)],
+        "attachment": [len(frame.attachment), log_segments.digest_of_piece(frame.attachment)],
         "data_bytes": sum(map(len, views)),
         **({"parameters": frame.parameters} if frame.parameters else {}),
     }
-    header, digest = segments.pack(segments.FRAME, fields)
+    header, digest = log_segments.pack(log_segments.FRAME, fields)
     return header, views, digest
 
 
@@ -104,12 +104,12 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     def part(offset: int, size_bytes: int) -> memoryview:
         found = read(offset, size_bytes)
         if len(found) < size_bytes:
-            raise segments.damaged(where, "it is cut short")
+            raise log_segments.damaged(where, "it is cut short")
         return found
 
-    fields, digest, at = segments.unpack(read, segments.FRAME, where=where)
+    fields, digest, at = log_segments.unpack(read, log_segments.FRAME, where=where)
     gradients: dict[str, torch.Tensor] = {}
-    pieces = segments.verified_pieces(part, fields, at, where=where)
+    pieces = log_segments.verified_pieces(part, fields, at, where=where)
     for key, dtype, stored, shape, digests in fields["gradients"]:
         tensor = torch.empty(shape, dtype=DTYPES[stored])
         view, done = bytes_of(tensor), 0

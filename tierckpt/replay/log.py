@@ -28,7 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, IntegrityError
-from ..save import segments
+from ..save import log_segments
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
@@ -54,7 +54,7 @@ def _named(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
     return {"": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else dict(optimizers)
 
 
-def fits(place: segments.Place, optimizers: Optimizers) -> bool:
+def fits(place: log_segments.Place, optimizers: Optimizers) -> bool:
     """True when the frame at ``place`` is of one of ``optimizers``, as it is sharded here."""
     optimizer = _named(optimizers).get(place.fields["optimizer"])
     return optimizer is not None and layout_digest(optimizer) == place.fields["layout"]
@@ -211,7 +211,7 @@ class GradientLog:
             reserve=self.reserve,
             overwritten=self._waits_for_gradients,
             after=writer,
-            segment_bytes=max(segments.FOLD_BYTES_MIN, SEGMENT_SHARE * size_bytes) if self.is_folded else 0,
+            segment_bytes=max(log_segments.FOLD_BYTES_MIN, SEGMENT_SHARE * size_bytes) if self.is_folded else 0,
         )
 
     def end_of_step(self, number: int, attachment: bytes | Callable[[], bytes] = b"") -> None:
@@ -397,7 +397,7 @@ def roll_forward(
     named = _named(optimizers)
     targets = {name: _Target(one) for name, one in named.items()}
     newest, segment, pending = Recovered(-1, 0), None, list[Frame]()
-    for place in segments.walk(directory, base):
+    for place in log_segments.walk(directory, base):
         if isinstance(place, str):
             newest = replace(newest, ended=place)
             break

@@ -24,8 +24,8 @@ import torch
 from ..disk.durable import translated
 from ..disk.illness import HINT, ILL_SECONDS
 from ..errors import CheckpointError
-from ..save import segments
-from ..save.segments import SegmentFile
+from ..save import log_segments
+from ..save.log_segments import SegmentFile
 from ..telemetry import LOG_BLOCKED_SECONDS, logger
 from .capture import Step
 from .checksum import Marks, digest_of
@@ -344,7 +344,7 @@ class LogWriter:
     def _begin_segment(self) -> SegmentFile:
         with self._asking():
             if self._given_up is not None:
-                segments.remove_from(self._directory, self._given_up)
+                log_segments.remove_from(self._directory, self._given_up)
                 self._given_up = None
             fields = {"bases": self._base.bases, "previous": self._previous, "owner": self._owner}
             self._file = SegmentFile(self._directory, self._base.step, fields)

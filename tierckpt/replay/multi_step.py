@@ -37,7 +37,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError
-from ..planning.transfer import Traffic
+from ..planning.transfer_times import Traffic
 from ..poll import wait_while
 from ..telemetry import logger
 from .apply import Replay

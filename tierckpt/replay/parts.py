@@ -1,10 +1,10 @@
-"""Which parameters move in which step of a window. How many steps and of what size, ``planning.transfer`` decides."""
+"""Which parameters move in which step of a window. ``planning.transfer_times`` decides how many steps, of what size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..planning.transfer import SHARE_MAX, weights_of
+from ..planning.transfer_times import SHARE_MAX, weights_of
 
 
 def split_parts(sizes: Mapping[str, int], steps: int, gradient_share: float) -> list[list[str]]:

@@ -18,7 +18,7 @@ from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import MANIFEST, REPLICA, SHARD_SUFFIX, Location, location_at
 from ..format.manifest import Manifest
-from ..peer.replica_policy import Fresh
+from ..peer.replica_policy import FreshCheckpoint
 from ..telemetry import logger
 
 log = logger("replicas")
@@ -44,9 +44,11 @@ class LocalCheckpoint:
     def key(self) -> tuple[str, str]:
         return self.location.uri, self.manifest.attempt
 
-    def fresh(self, *, is_safe: bool) -> Fresh:
+    def fresh(self, *, is_safe: bool) -> FreshCheckpoint:
         uri, manifest = self.location.uri, self.manifest
-        return Fresh(uri, manifest.attempt, manifest.created_unix_seconds, self.own, self.held, is_safe, self.made_by)
+        return FreshCheckpoint(
+            uri, manifest.attempt, manifest.created_unix_seconds, self.own, self.held, is_safe, self.made_by
+        )
 
 
 class LocalIndex:

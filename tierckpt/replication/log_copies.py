@@ -29,13 +29,13 @@ from ..disk.open_beneath import open_beneath
 from ..disk.quarantine import open_regular
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..format.layout import GRADIENTS_DIR, Location, local_dir, location_at, step_of
-from ..peer.catalog import PeerCatalog, PeerWire
 from ..peer.chunk_files import bring_in, digest_at
 from ..peer.inventory import Opened
-from ..peer.members import Member
+from ..peer.membership import Member
+from ..peer.peer_catalog import PeerCatalog, PeerWire
 from ..peer.replica_policy import BASES_MAX, LogRow
 from ..save import eviction
-from ..save.segments import Tail, paths_in, remove_before, step_of_path
+from ..save.log_segments import Tail, paths_in, remove_before, step_of_path
 from ..types import Buffer, ByteRange, Tier
 
 COPIES = "copies"

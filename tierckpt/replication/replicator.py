@@ -1,4 +1,4 @@
-"""The replicator: copies other nodes' fresh checkpoints to this one, and fetches manifests of their commits.
+"""The replicator: carries out what ``peer/replica_policy.py`` decides, and copies other nodes' checkpoints to this one.
 
 Once a second it looks at the local tier, asks the members whose saves it is to hold, and those that are to hold its
 own, what they have (``/v1/fresh``), and
@@ -14,7 +14,7 @@ Crash safety: the manifest comes first, so every file that a killed agent leaves
 gets its name when it is whole, verified and durable. Nothing here touches the journal, or a file that another writes.
 
 Room is never taken from this node's own work: what a save may evict may go, else there is no copy, which is counted.
-Bytes are spent from the budget of the drains, so training comes first here too.
+Bytes are spent from the rate limit of the drains, so training comes first here too.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import Journal
 from ..config import Settings
 from ..disk import read_lease
-from ..drain.budget import Budget
-from ..drain.transfer import fetch
+from ..drain.file_transfer import fetch
+from ..drain.rate_limiter import RateLimiter
 from ..errors import CapacityError, ManifestError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location, local_dir, location_at, step_of
 from ..format.manifest import FileEntry, Manifest
-from ..peer.catalog import Live, PeerCatalog, PeerReplicas
 from ..peer.inventory import Opened
-from ..peer.members import Member
-from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, Fresh, LogRow, holders, outdated, sources
-from ..read.sources import PeerSource
+from ..peer.membership import Member
+from ..peer.peer_catalog import Live, PeerCatalog, PeerReplicas
+from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, FreshCheckpoint, LogRow, holders, outdated, sources
+from ..read.range_sources import PeerSource
 from ..save import eviction
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
@@ -94,21 +94,21 @@ class Replicator:
         self,
         settings: Settings,
         journal: Journal,
-        budget: Budget,
+        limiter: RateLimiter,
         cluster: PeerCatalog,
         store_at: Callable[[Location], Store],
         listener: ProgressListener,
     ) -> None:
         self.settings = settings
         self.standing = ReplicationStatus()
-        self._journal, self._budget, self._cluster = journal, budget, cluster
+        self._journal, self._limiter, self._cluster = journal, limiter, cluster
         self._store_at, self._listener = store_at, listener
         self._settled_at = time.monotonic()
         self._tier = LocalIndex(settings.local_root)
         self._safe: set[tuple[str, str]] = set()
         """(URI, attempt) of own saves that all holders have told to hold."""
         self._marked: set[tuple[str, str]] = set()
-        self._told: Mapping[str, list[Fresh]] = {}
+        self._told: Mapping[str, list[FreshCheckpoint]] = {}
         self._logs = LogIndex(settings.local_root)
         self._told_logs: Mapping[str, list[LogRow]] = {}
         self._logged_at = float("-inf")
@@ -128,7 +128,7 @@ class Replicator:
         """A range of a gradient log that ``fresh`` tells of. Any thread."""
         return self._logs.open(identity, at)
 
-    def _rows(self) -> list[Fresh]:
+    def _rows(self) -> list[FreshCheckpoint]:
         return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
 
     def status(self) -> Json:
@@ -293,14 +293,14 @@ class Replicator:
         rows = self._told.get(name, ())
         return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
 
-    def _wanted(self, live: Live) -> list[tuple[str, Fresh]]:
+    def _wanted(self, live: Live) -> list[tuple[str, FreshCheckpoint]]:
         """What this node is to hold and lacks, newest first: of each run of each source its newest checkpoint."""
         having: dict[tuple[str, str], Set[str]] = {
             (here.location.uri, here.manifest.attempt): here.own | here.held for here in self._tier.newest
         }
         found = []
         for name in self.standing.sources:
-            newest: dict[str, Fresh] = {}
+            newest: dict[str, FreshCheckpoint] = {}
             for row in sorted((row for row in self._told.get(name, ()) if row.own), key=lambda row: row.age):
                 newest[row.run] = row
             found += [(name, row) for row in newest.values() if row.own - having.get((row.uri, row.attempt), set())]
@@ -308,7 +308,7 @@ class Replicator:
         ready = [(name, row) for name, row in found if now >= self._again_at.get(_key(name, row), 0.0)]
         return sorted(ready, key=lambda item: item[1].created_unix_seconds, reverse=True)
 
-    async def _take_all(self, wanted: Sequence[tuple[str, Fresh]], live: Live) -> None:
+    async def _take_all(self, wanted: Sequence[tuple[str, FreshCheckpoint]], live: Live) -> None:
         members = {member.name: member for member in live.others}
         for name, row in wanted:
             if name not in members:
@@ -338,7 +338,7 @@ class Replicator:
             return size_bytes
         return None
 
-    async def _take(self, member: Member, row: Fresh) -> int:
+    async def _take(self, member: Member, row: FreshCheckpoint) -> int:
         """Bring the saves of ``member`` in one checkpoint to this node. Returns the bytes that were fetched."""
         directory = local_dir(self.settings.local_root, row.location)
         here = next((here for here in self._tier.newest if here.directory == directory), None)
@@ -375,7 +375,7 @@ class Replicator:
         members = {member.name: member for member in live.others}
         for name, row, after in lacking:
             if name in members:
-                spend = self._budget.share(time.time()).spend  # newer than any checkpoint
+                spend = self._limiter.flow(time.time()).spend  # newer than any checkpoint
                 taking = fetch_log(
                     self._logs, self.settings, self._cluster.wire, members[name], row, after=after, spend=spend
                 )
@@ -399,7 +399,7 @@ class Replicator:
         ]
         return max((step_of(uri) or -1 for uri in uris), default=-1)
 
-    async def _manifest_of(self, member: Member, row: Fresh) -> Manifest:
+    async def _manifest_of(self, member: Member, row: FreshCheckpoint) -> Manifest:
         """The manifest of ``row``. Raises ObjectNotFoundError when it has gone meanwhile, or is not as was said."""
         found = await self._cluster.manifest_of(member, row.location)
         if found is None or found.attempt != row.attempt or not row.own <= found.tokens:
@@ -409,8 +409,8 @@ class Replicator:
     async def _fetch(
         self, elsewhere: PeerReplicas, member: Member, directory: Path, lacking: Sequence[FileEntry], created_at: float
     ) -> None:
-        share = self._budget.share(created_at)
-        source = PeerSource(elsewhere, [member], share.spend)
+        flow = self._limiter.flow(created_at)
+        source = PeerSource(elsewhere, [member], flow.spend)
         total, done = sum(entry.size_bytes for entry in lacking), 0
 
         def on_bytes(count: int) -> None:
@@ -419,7 +419,7 @@ class Replicator:
             self._listener(Progress(f"replica {elsewhere.location.uri} of {member.name}", done, total))
 
         for entry in lacking:
-            async with share.slot():
+            async with flow.slot():
                 chunk = elsewhere.frozen.chunk_size_bytes
                 await fetch(source, entry, directory / entry.key, chunk, on_bytes, CONCURRENCY)
 
@@ -475,5 +475,5 @@ def _log_key(name: str, row: LogRow) -> str:
     return f"{name} {row.uri} rank {row.rank}"
 
 
-def _key(name: str, row: Fresh) -> str:
+def _key(name: str, row: FreshCheckpoint) -> str:
     return f"{name} {row.uri} {row.attempt}"

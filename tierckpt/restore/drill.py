@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..disk.durable import make_dirs, translated
 from ..disk.file_lock import try_lock
-from ..drain.transfer import fetch
+from ..drain.file_transfer import fetch
 from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest

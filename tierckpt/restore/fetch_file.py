@@ -14,14 +14,14 @@ from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
 from ..disk.durable import make_dirs, publish, translated
 from ..disk.file_lock import lock_async
-from ..drain.transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
+from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import INCOMING_DIR
 from ..format.manifest import FileEntry, Manifest
 from ..peer.fetch.join import SMALL_BYTES, PeerJoiner
-from ..read.sources import NearestSource
+from ..read.range_sources import NearestSource
 from ..stores.base import RangeSource
-from ..stores.common import settled
+from ..stores.common import to_completion
 from ..stores.verified_read import LocalFiles, get_whole
 from ..telemetry import logger
 from ..types import Progress, Tier
@@ -59,7 +59,7 @@ async def bring(
         try:
             await asyncio.to_thread(lambda: cached.begin(whole=True))
             await cached.fill(listener=counted)
-            await settled(asyncio.to_thread(_put, place, entry, path))
+            await to_completion(asyncio.to_thread(_put, place, entry, path))
         finally:
             await cached.close()
 

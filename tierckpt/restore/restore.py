@@ -14,7 +14,7 @@ from ..checkpoint.catalog import Checkpoint
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest
-from ..read.sources import NearestSource
+from ..read.range_sources import NearestSource
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check, get_checked
 from ..telemetry import logger

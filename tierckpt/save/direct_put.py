@@ -1,7 +1,8 @@
 """Direct put: shards that go from staging memory straight to the store, and not to the SSD.
 
-For a save that the SSD has no room for, or where it is no faster than the shared tier (``planning/policy.py``, D5). The
-commit is the usual one: an object has the name its shard would have had, so the drain finds it there and sends nothing.
+For a save that the SSD has no room for, or where it is no faster than the shared tier (``planning/drain_policy.py``,
+D5). The commit is the usual one: an object has the name its shard would have had, so the drain finds it there and sends
+nothing.
 
 Invariants (tests cite them):
     T1  A rank's results name its shards only when all of them are whole and durable on the shared tier, digests taken
@@ -15,10 +16,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from ..arena.memory import Memory
-from ..drain.budget import Share
+from ..drain.rate_limiter import DrainFlow
 from ..format.shard import Flushed
 from ..stores.base import Store
-from ..stores.common import settled
+from ..stores.common import to_completion
 from ..stores.verified_read import again
 from ..telemetry import BYTES
 from ..types import Buffer, Tier
@@ -27,32 +28,32 @@ from .shard_plan import Shard
 
 
 async def send(
-    store: Store, shards: Sequence[Shard], slot: Memory, chunk_size_bytes: int, share: Share
+    store: Store, shards: Sequence[Shard], slot: Memory, chunk_size_bytes: int, flow: DrainFlow
 ) -> list[Flushed]:
     """Put ``shards`` into ``store``, one after another, each under its file's name. All are whole there on return.
 
     Raises TierckptError: one could not be put; those before it are there.
     Cost: one pass over the data for CRC and digest, and a copy of each chunk, as the store takes several at a time.
     """
-    return [await send_shard(store, shard, slot, chunk_size_bytes, share) for shard in shards]
+    return [await send_shard(store, shard, slot, chunk_size_bytes, flow) for shard in shards]
 
 
-async def send_shard(store: Store, shard: Shard, slot: Memory, chunk_size_bytes: int, share: Share) -> Flushed:
+async def send_shard(store: Store, shard: Shard, slot: Memory, chunk_size_bytes: int, flow: DrainFlow) -> Flushed:
     async def attempt() -> Flushed:
         stream = Stream(shard, slot, chunk_size_bytes)
-        await store.put_stream(shard.path.name, _pieces(stream, share), shard.size_bytes)
+        await store.put_stream(shard.path.name, _pieces(stream, flow), shard.size_bytes)
         return stream.flushed()
 
     return await again(store, attempt)
 
 
-async def _pieces(stream: Stream, share: Share) -> AsyncIterator[Buffer]:
+async def _pieces(stream: Stream, flow: DrainFlow) -> AsyncIterator[Buffer]:
     pieces = stream.pieces()
 
     def copied() -> bytes:
         return bytes(next(pieces, b""))
 
-    while piece := await settled(share.in_background(copied)):
-        await share.spend(len(piece))
+    while piece := await to_completion(flow.in_background(copied)):
+        await flow.spend(len(piece))
         yield piece
         BYTES.emit(len(piece), tier=Tier.SHARED, direction="written")

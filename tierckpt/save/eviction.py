@@ -1,5 +1,7 @@
-"""Room on the local tier. Before a save writes, what the shared tier has committed is evicted as needed; what is left
-is back-pressure by policy, never growth (P7).
+"""Evicts checkpoints from the SSD when a save needs room: drained or superseded ones that nobody uses. Else it waits.
+
+What a retention policy removes, on any tier: ``checkpoint/prune.py``. What is not evictable is back-pressure by policy,
+never growth (P7).
 
 Three limits. Two are hard: what the disk has free, and ``local_bytes_max``. One is a mark, ``local_high_water``: above
 it drained copies go and saves wait for drains; but a disk that other people's files keep above the mark is still used.

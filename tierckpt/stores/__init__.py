@@ -27,7 +27,7 @@ def open_store(location: Location, settings: Settings, retries: Retries | None =
 
         return LocalStore(Path(location.path))
     if location.scheme in REMOTE_SCHEMES:
-        from .remote import RemoteStore
+        from .obstore_store import RemoteStore
 
         return RemoteStore(location, settings, retries)
     if location.scheme == "hf":

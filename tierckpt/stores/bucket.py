@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..redaction import printable
 from ..telemetry import logger
-from .common import settled
+from .common import to_completion
 from .credentials import Access, azure_access, gcs_access, s3_access
-from .http_range import Ranges, is_behind_proxy
-from .native import Module
-from .remote_errors import first_line, is_expiry, still_refused
+from .obstore_errors import first_line, is_expiry, still_refused
+from .obstore_module import Module
+from .signed_requests import Ranges, is_behind_proxy
 
 if TYPE_CHECKING:
     from obstore import exceptions as obstore_errors
@@ -77,7 +77,7 @@ class Bucket:
         if key not in self._clients:
             async with self._lock:
                 if key not in self._clients:
-                    self._clients[key] = await settled(asyncio.to_thread(self._open, *key))
+                    self._clients[key] = await to_completion(asyncio.to_thread(self._open, *key))
         return self._clients[key]
 
     def _open(self, part_retries: int, timeout_seconds: float) -> Client:
@@ -121,7 +121,7 @@ class Bucket:
                 return False
             self._renewed_at = time.monotonic()
             try:
-                newer = await settled(asyncio.to_thread(self._look_up))
+                newer = await to_completion(asyncio.to_thread(self._look_up))
             except TierckptError as error:
                 raise still_refused(refusal) from error
             if not newer.is_newer_than(self._access):

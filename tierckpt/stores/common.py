@@ -1,4 +1,4 @@
-"""Shared by all stores: keys that stay inside the root, and work that is never left half done."""
+"""Shared by all stores: checks of keys and ranges, and ``to_completion``: work that is not cut short when cancelled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_prefix(prefix: str) -> str:
     return check_key(stripped) if stripped else ""
 
 
-async def settled(work: Awaitable[T]) -> T:
+async def to_completion(work: Awaitable[T]) -> T:
     """Await ``work`` to its end even when the caller is cancelled meanwhile, then let the cancellation through.
 
     A thread that still writes to a file descriptor, or a request that still creates a multipart transfer, must finish

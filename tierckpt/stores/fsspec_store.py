@@ -6,7 +6,7 @@ name. Pieces go to a temporary name, which is moved only when it is complete and
 transfer leaves can only be there, where nobody looks.
 
 Where fsspec has no rename (object stores) the move is a copy on the server; S3, Azure and GCS have their own store
-(remote.py) and do not pay for it.
+(obstore_store.py) and do not pay for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..errors import (
 from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
+from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class UniversalStore:
             with _errors(self.uri), self._turn:
                 return verb(*args, **options)
 
-        return await settled(asyncio.to_thread(run))
+        return await to_completion(asyncio.to_thread(run))
 
     async def head(self, key: str) -> ObjectInfo:
         return await self._call(self._head, key)

@@ -32,7 +32,7 @@ from ..disk.temporary_names import is_temporary
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_prefix, check_range, check_size, closing, settled, short_answer
+from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
 # What flock() answers on a mount without locks.
 _CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
@@ -119,7 +119,7 @@ class LocalStore:
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         write = self._put_new if if_absent else self._put_over
-        await settled(asyncio.to_thread(write, self._path(key), data))
+        await to_completion(asyncio.to_thread(write, self._path(key), data))
 
     def _put_over(self, path: Path, data: Buffer) -> None:
         make_dirs(path.parent, tier=self.tier)
@@ -153,14 +153,14 @@ class LocalStore:
         path = self._path(key)
         try:
             write = partial(durable_write, path, data, tier=self.tier)
-            await settled(asyncio.to_thread(self._change, path, etag, write))
+            await to_completion(asyncio.to_thread(self._change, path, etag, write))
         except ObjectNotFoundError:
             raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
         path = self._path(key)
         try:
-            await settled(asyncio.to_thread(self._change, path, etag, lambda: self._delete(path)))
+            await to_completion(asyncio.to_thread(self._change, path, etag, lambda: self._delete(path)))
         except ObjectNotFoundError:
             pass
 
@@ -183,10 +183,10 @@ class LocalStore:
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         path = self._path(key)
         async with closing(pieces):
-            await settled(asyncio.to_thread(make_dirs, path.parent, tier=self.tier))
+            await to_completion(asyncio.to_thread(make_dirs, path.parent, tier=self.tier))
             with temporary_beside(path) as temporary:
                 await self._write_pieces(temporary, key, pieces, size_bytes)
-                await settled(asyncio.to_thread(self._publish, temporary, path))
+                await to_completion(asyncio.to_thread(self._publish, temporary, path))
 
     async def _write_pieces(self, path: Path, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         with translated(path, self.tier):
@@ -194,9 +194,9 @@ class LocalStore:
         try:
             written = 0
             async for piece in pieces:
-                written += await settled(asyncio.to_thread(self._write_piece, file, piece, path))
+                written += await to_completion(asyncio.to_thread(self._write_piece, file, piece, path))
             check_size(self.uri, key, size_bytes, written)
-            await settled(asyncio.to_thread(self._fsync, file, path))
+            await to_completion(asyncio.to_thread(self._fsync, file, path))
         finally:
             os.close(file)
 
@@ -219,7 +219,7 @@ class LocalStore:
             make_dirs(path.parent, tier=self.tier)
             return durable_link(source, path, tier=self.tier)
 
-        return await settled(asyncio.to_thread(make))
+        return await to_completion(asyncio.to_thread(make))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         waiting = [check_prefix(prefix)]
@@ -264,7 +264,7 @@ class LocalStore:
         return None if found is None else (found[0], [key.rpartition("/")[2] for key in found[1]])
 
     async def delete(self, key: str) -> None:
-        await settled(asyncio.to_thread(self._delete, self._path(key)))
+        await to_completion(asyncio.to_thread(self._delete, self._path(key)))
 
     def _delete(self, path: Path) -> None:
         try:
@@ -275,7 +275,7 @@ class LocalStore:
             pass
 
     async def delete_dir(self, prefix: str) -> None:
-        await settled(asyncio.to_thread(self._delete_dir, self.root / check_prefix(prefix)))
+        await to_completion(asyncio.to_thread(self._delete_dir, self.root / check_prefix(prefix)))
 
     def _delete_dir(self, path: Path) -> None:
         try:

@@ -36,8 +36,8 @@ from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
 from ..poll import Poll
 from ..telemetry import RETRIES, logger
-from . import congestion
-from .congestion import Congestion
+from . import get_concurrency
+from .get_concurrency import GetConcurrency
 from .store_breaker import PATIENCE_SECONDS, Probe, StoreBreaker
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Retries:
         self.budget = RetryBudget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
         self._breakers: dict[str, StoreBreaker] = {}
-        self._congestion: dict[str, Congestion] = {}
+        self._get_concurrency: dict[str, GetConcurrency] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.hub: Any = None
         """The Hub of this mover, which ``stores.hub`` makes: it imports this module, and may not be imported here."""
@@ -117,9 +117,9 @@ class Retries:
             self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience)
         return self._breakers[name]
 
-    def congestion(self, name: str) -> Congestion:
+    def get_concurrency(self, name: str) -> GetConcurrency:
         """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""
-        return self._congestion.setdefault(name, Congestion(name, congestion.BYTES_PER_SECOND_MIN))
+        return self._get_concurrency.setdefault(name, GetConcurrency(name, get_concurrency.BYTES_PER_SECOND_MIN))
 
     def bucket(self, scheme: str, authority: str) -> Bucket:
         """What a bucket or container is reached through: one for all checkpoints in it."""
@@ -187,7 +187,7 @@ class Retries:
 class Tries:
     """The tries of one piece of work: at most 1 + ``RETRIES_MAX``, within a time, each again paid from the budget.
 
-    What a GET waited for others beside it (``crowded_seconds``, congestion.py) is no part of that time.
+    What a GET waited for others beside it (``crowded_seconds``, get_concurrency.py) is no part of that time.
     """
 
     def __init__(self, retries: Retries, timeout_seconds: float) -> None:

@@ -1,8 +1,8 @@
 """Training loops: the Checkpointer, and state that differs by rank."""
 
 from .checkpointer import Checkpointer
-from .codec.state import PerRank, RngState
+from .codec.job_state import PerRank, RngState
 from .data_order import DataOrder
-from .job import SaveRecord
+from .saves import SaveRecord
 
 __all__ = ["Checkpointer", "DataOrder", "PerRank", "RngState", "SaveRecord"]

@@ -26,7 +26,7 @@ from ..announce import announced
 from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
-from ..dcp.handoff.client import is_wanted
+from ..dcp.handoff.handoff_client import is_wanted
 from ..dcp.stager import Mode, TierStager
 from ..dcp.writer import TierStorageWriter
 from ..disk.illness import Errands
@@ -39,27 +39,27 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import Location, parse_uri, step_name, step_of
-from ..planning.interval import OVERHEAD_MAX
-from ..planning.tuning import Goal
+from ..planning.interval_tuning import Goal
+from ..planning.optimal_interval import OVERHEAD_MAX
 from ..replay.redo import Exact
 from ..stores.schemes import check_location, check_target
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
-from . import peers, preemption
-from .codec import state as states
+from . import preemption, torchrun_peers
+from .codec import job_state as states
 from .drain_decider import DrainDecider, SaveDirective
 from .every_step.redo_log import make_checkpoint
 from .every_step.step_log import StepLog
 from .every_step.window import SaveMode, SaveWindow, check_mode
-from .exchange import Exchange, agree_on_name, is_distributed
 from .final_save import FinalSave, cost_of
 from .interval import Interval, IntervalController, Phase
-from .job import Job, RunningSaves, SaveRecord, describe_wait, kept_records, left_out, note_commits, plan_save, stage
 from .preemption_notices import Notices
 from .pruning import BackgroundPruning
-from .restore import agreed_latest, restore_newest, unwrapped
+from .rank_exchange import Exchange, agree_on_name, is_distributed
+from .restore_state import agreed_latest, restore_newest, unwrapped
 from .run_log import RunLog
+from .saves import Job, RunningSaves, SaveRecord, describe_wait, kept_records, left_out, note_commits, plan_save, stage
 
 log = logger("checkpointer")
 
@@ -179,7 +179,7 @@ class Checkpointer:
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
-        peers.meet(self.settings)
+        torchrun_peers.meet(self.settings)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Checkpointer:
             return left_out(record, refused)
         ill = self._errands.tried(self._note_commits)
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
-        record.is_sent, record.is_straight = order.is_sent, order.is_straight
+        record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
@@ -337,7 +337,7 @@ class Checkpointer:
         """Which way this save goes, and how fast the drains of this node may be from now on."""
         if not self._pacer.is_adaptive:
             return
-        writer.route("straight" if order.is_straight else "local if it fits")
+        writer.route("direct put" if order.is_direct_put else "local if it fits")
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (order.bytes_per_second is not None or self._is_throttled):
             self._is_throttled = order.bytes_per_second is not None
             self._client.throttle(order.throttle_of_node(), order.throttle_seconds)
@@ -399,7 +399,7 @@ class Checkpointer:
             if not self._client.mover.drains.may_pass(self.location, failure):
                 raise failure
             log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
-            self._client.submit(token)
+            self._client.drain_in_background(token)
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
@@ -503,7 +503,7 @@ class Checkpointer:
                 self._note_commits()
                 self._wait_for_drains(deadline)
             if self._pacer.keeps_some:
-                self._client.run(self._client.mover.drains.settle(self.location))
+                self._client.run(self._client.mover.drains.drop_superseded(self.location))
         except (OperationTimeoutError, KeyboardInterrupt):
             self._client.run(self._client.mover.drains.stop_waiting())
             raise
@@ -520,8 +520,8 @@ class Checkpointer:
         if not (good and self.settings.drain) or good[-1].is_sent:
             return
         good[-1].is_sent = True
-        for entry in self._client.run(self._client.mover.drains.release(self.location)):
-            self._client.submit(entry.token)
+        for entry in self._client.run(self._client.mover.drains.promote_newest(self.location)):
+            self._client.drain_in_background(entry.token)
 
     def __enter__(self) -> Self:
         return self

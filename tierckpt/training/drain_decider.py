@@ -1,12 +1,11 @@
-"""Decides at each save whether it is drained, by which route, and at which rate.
+"""Decides at each save whether it is drained, by which route, and at which rate (by ``planning/drain_policy.py``).
 
 A checkpoint is on shared storage only when every rank's part is, so the movers of the nodes cannot each decide for
 themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal
 carries it to each node's mover: an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints
 stand there (``checkpoint/local_only.py``). With ``exposure_seconds_max`` the policy is asked
-(``planning/policy.py``, D1 to D7) and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to shared
-storage, ``drain/budget.py`` throttles.
-"""
+(``planning/drain_policy.py``, D1 to D7) and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to
+shared storage, ``drain/rate_limiter.py`` throttles."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from ..config import Settings, ranks_of_node
 from ..disk.illness import Errands
 from ..errors import CheckpointSkippedError
 from ..format.layout import MANIFEST, local_dir, parse_uri
-from ..planning import policy
-from ..planning.policy import Decision, Rules, Situation, Version
+from ..planning import drain_policy
+from ..planning.drain_policy import Decision, Rules, Situation, Version
 from ..save.eviction import room_bytes
 from ..telemetry import logger
-from .job import SaveRecord
+from .saves import SaveRecord
 
 log = logger("policy")
 
@@ -42,7 +41,7 @@ class SaveDirective:
     """What becomes of one save. ``bytes_per_second`` is for the drains of the whole job, None: as fast as they go."""
 
     is_sent: bool = True
-    is_straight: bool = False
+    is_direct_put: bool = False
     bytes_per_second: float | None = None
     throttle_seconds: float = 0.0
 
@@ -76,7 +75,7 @@ class DrainDecider:
         self.is_adaptive = settings.drain and settings.exposure_seconds_max is not None
         self._settings, self._errands = settings, Errands(settings.local_root)
         self._since_sent = math.inf
-        self._state = policy.State()
+        self._state = drain_policy.State()
         self._observed: set[tuple[str, int]] = set()
         self._throttle: float | None = None
         self._slowdown = 0.0
@@ -136,7 +135,7 @@ class DrainDecider:
         versions = [self._version(number, one, number in standing) for number, one in good]
         arrived = max((version.number for version in versions if version.on_shared), default=0)
         under_way = [n for n, one in good if one.is_sent and one.shared_commit_seconds is None and n > arrived]
-        flushing = [one for _, one in good if one.local_commit_seconds is None and not one.is_straight]
+        flushing = [one for _, one in good if one.local_commit_seconds is None and not one.is_direct_put]
         queue = sum(one.size_bytes or size_bytes for one in flushing)
         used = sum(version.size_bytes for version in versions if version.on_local)
         rules = Rules(
@@ -156,16 +155,16 @@ class DrainDecider:
             began_at=-max((one.age_seconds for _, one in good), default=0.0),
         )
         number = len(records) + 1
-        self._state, where = policy.decide(self._state, rules, before)
+        self._state, where = drain_policy.decide(self._state, rules, before)
         if where.place == "shared":
             is_full = where.numbers["free_bytes"] < size_bytes
             why = "the SSD has no room for it" if is_full else "the SSD is no faster"
-            order, self._throttle = SaveDirective(True, is_straight=True), None
+            order, self._throttle = SaveDirective(True, is_direct_put=True), None
             self._say(step, "goes straight to shared storage", why, where, order)
             return order
         here = Version(number, size_bytes, 0.0)
-        asked = policy.with_version(before, here)
-        self._state, decision = policy.decide(self._state, rules, asked, votes=False)
+        asked = drain_policy.with_version(before, here)
+        self._state, decision = drain_policy.decide(self._state, rules, asked, votes=False)
         is_sent = decision.send == number
         lasts = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
         hurts = self._slowdown > rules.step_slowdown_max
@@ -189,7 +188,7 @@ class DrainDecider:
             extra={
                 "step": step,
                 "is_sent": order.is_sent,
-                "is_straight": order.is_straight,
+                "is_direct_put": order.is_direct_put,
                 "rpo": decision.rpo,
                 **numbers,
             },
@@ -200,7 +199,7 @@ class DrainDecider:
             number,
             float(one.size_bytes),
             -one.age_seconds,
-            on_local=not one.is_straight and one.local_commit_seconds is not None and stands_here,
+            on_local=not one.is_direct_put and one.local_commit_seconds is not None and stands_here,
             on_shared=one.shared_commit_seconds is not None,
             skipped=not one.is_sent,
         )
@@ -213,19 +212,19 @@ class DrainDecider:
         """Tell the policy how fast each tier took a checkpoint, once."""
         rules = Rules()
         local, shared = one.local_commit_seconds, one.shared_commit_seconds
-        if local is not None and not one.is_straight and ("local", number) not in self._observed:
+        if local is not None and not one.is_direct_put and ("local", number) not in self._observed:
             self._observed.add(("local", number))
-            self._state = policy.observe(self._state, rules, "local", one.size_bytes, local)
+            self._state = drain_policy.observe(self._state, rules, "local", one.size_bytes, local)
         if shared is not None and one.is_sent and ("shared", number) not in self._observed:
             self._observed.add(("shared", number))
-            seconds = max(shared - (0.0 if one.is_straight else local or 0.0), 1e-3)
+            seconds = max(shared - (0.0 if one.is_direct_put else local or 0.0), 1e-3)
             is_held_back = (
                 self._throttle is not None
-                and not one.is_straight
+                and not one.is_direct_put
                 and one.size_bytes / seconds > THROTTLED_SHARE * self._throttle
             )
             if not is_held_back:
-                self._state = policy.observe(self._state, rules, "shared", one.size_bytes, seconds)
+                self._state = drain_policy.observe(self._state, rules, "shared", one.size_bytes, seconds)
         if len(self._observed) > 4 * VERSIONS_MAX:
             self._observed = {seen for seen in self._observed if seen[1] > number - VERSIONS_MAX}
 

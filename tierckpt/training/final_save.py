@@ -1,4 +1,4 @@
-"""The last save of a job that is preempted: the step at which all ranks make it, and whether there is time.
+"""The final save of a preempted job: the step at which all ranks make it, and whether there is time (preemption.py).
 
 Ranks hear of a signal at different moments, and of a cloud's notice on one node only; a save is collective. Without any
 collective in between, by the rendezvous store alone, they agree on a step that none has passed. On each rank a thread
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
 from ..telemetry import logger
-from .exchange import is_distributed, own_store
-from .job import SaveRecord
+from .rank_exchange import is_distributed, own_store
+from .saves import SaveRecord
 
 log = logger("checkpointer")
 

@@ -40,14 +40,14 @@ from ..errors import IntegrityError, StateMismatchError, TierckptError
 from ..format.layout import GRADIENTS_DIR, local_dir, parse_uri, step_name
 from ..replay.log import roll_forward
 from ..replay.redo import Conditions
-from ..save import segments
+from ..save import log_segments
 from ..telemetry import log_to, logger
 from ..types import Json
-from .codec import state as states
+from .codec import job_state as states
 from .codec.attachment import Attached
 from .codec.template import state_of
-from .exchange import is_distributed, same_outcome
-from .restore import restore_into, unwrapped
+from .rank_exchange import is_distributed, same_outcome
+from .restore_state import restore_into, unwrapped
 
 log = logger("checkpointer")
 
@@ -72,7 +72,7 @@ def fold(settings: Settings, asked: Fold) -> str:
     steps = same_outcome(lambda: _replay(state, directory, called, asked, asked.digests[rank]))
     writer = TierStorageWriter(run.child(step_name(asked.step)).uri, settings=settings, overwrite=False)
     writer.annotate({
-        segments.BASE_NOTE: segments.DIGESTS.join(asked.digests), "folded from": step_name(asked.base),
+        log_segments.BASE_NOTE: log_segments.DIGESTS.join(asked.digests), "folded from": step_name(asked.base),
         "steps made again": steps,
     })  # fmt: skip
     writer.keep(True)
@@ -81,7 +81,7 @@ def fold(settings: Settings, asked: Fold) -> str:
     with unwrapped():
         save(states.collect(state), storage_writer=writer, no_dist=not is_distributed())
     writer.hand_over()
-    segments.remove_before(directory, asked.base)
+    log_segments.remove_before(directory, asked.base)
     log.info("%s was made of %s and %d steps of the gradient log", writer.path, step_name(asked.base), steps)
     return writer.path
 
@@ -103,7 +103,7 @@ def _replay(state: dict[str, Any], directory: Path, called: str, asked: Fold, di
 
 def _template(directory: Path, asked: Fold, digest: str) -> Json:
     """What a state like that of the job is made of."""
-    for place in segments.walk(directory, asked.called):
+    for place in log_segments.walk(directory, asked.called):
         if isinstance(place, str) or place.digest == digest:
             break
     else:

@@ -1,4 +1,6 @@
-"""A signal that ends the job: what is staged reaches the SSD, and as much as can be shared storage, before it ends.
+"""SIGTERM: within ``grace_seconds`` what is staged reaches the SSD, and as much as can be shared storage. Then it ends.
+
+Whether all ranks save once more is decided in final_save.py; ``Checkpointer.flush_before_exit`` finishes the saves.
 
 A scheduler that takes a node back sends SIGTERM (or what Slurm's ``--signal`` asks for) and, after a grace period,
 SIGKILL. The handlers are installed with the first Checkpointer, in the main thread, and only where nobody else handles

@@ -1,4 +1,4 @@
-"""Notices of preemption that a cloud leaves at its metadata address before it takes a node back.
+"""Looks for the notice of preemption that a cloud leaves at its metadata address before it takes a node back.
 
 A thread looks every few seconds and calls back once. Off unless ``preempt_notices`` names the cloud. The address is
 asked directly, never through a proxy, and what it answers decides nothing but that a checkpoint is taken.

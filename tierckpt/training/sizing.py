@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..planning.inventory import Tensor, take_stock
-from ..planning.model import Model
-from ..planning.state import State
+from ..planning.components import Tensor, take_stock
+from ..planning.model_size import Model
+from ..planning.training_state import State
 
 
 def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, State]:

@@ -18,7 +18,7 @@ from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
 from tierckpt.disk.durable import translated
 from tierckpt.disk.local_root import check_local_root
-from tierckpt.drain import drain, transfer
+from tierckpt.drain import drainer, file_transfer
 from tierckpt.format.layout import Location, local_dir, parse_uri
 from tierckpt.poll import Pauses
 from tierckpt.stores import retry
@@ -28,7 +28,7 @@ WAIT_SECONDS = 1.5
 """For ranks that may never come."""
 PATIENT_WAIT_SECONDS = 30.0
 """For ranks that do come, on a machine that has much to do."""
-drain.SHARED = Pauses(0.1, 2.0)
+drainer.SHARED = Pauses(0.1, 2.0)
 """Long enough for the other ranks to be done: how often a mover looks must not depend on how fast this machine is."""
 
 LOCAL, SHARED, TARGET = "local", "shared", "target"
@@ -73,7 +73,7 @@ class Job:
         retry.PAUSE_SECONDS_MAX = 0.01  # of this child
         settings = Settings.load(
             local_root=world.local_root,
-            drain=drain,
+            drain=drainer,
             chunk_size_bytes=CHUNK_BYTES,
             concurrency=1,
             commit_timeout_seconds=Job.wait_seconds,
@@ -208,7 +208,7 @@ def resume_prepared(world: World) -> None:
     [entry] = job.mover.journal.entries()
     file = entry.files[0]
     path = job.mover.directory(entry.location) / file.key
-    job.wait(transfer.send(job.mover.store(entry.location), path, file, CHUNK_BYTES, lambda _: None))
+    job.wait(file_transfer.send(job.mover.store(entry.location), path, file, CHUNK_BYTES, lambda _: None))
     job.saver.leave_unfinished(world.step(3), "3")
 
 
@@ -237,7 +237,7 @@ PHASES = (
     Phase(
         "save straight",
         save_one,
-        lambda world: Job(world).save(2, "2", is_straight=True),
+        lambda world: Job(world).save(2, "2", is_direct_put=True),
         before=ONE,
         after={**ONE, ("step-2", LOCAL): "2", ("step-2", SHARED): "2"},
         settled={**ONE, ("step-2", SHARED): "2"},

@@ -67,17 +67,17 @@ class Saver:
         planned: Callable[[], None] = nothing,
         committed: Callable[[], None] = nothing,
         send: bool = True,
-        is_straight: bool = False,
+        is_direct_put: bool = False,
     ) -> None:
         """Save ``label`` by ``ranks`` ranks, the coordinator last; ``alone`` is a save without collectives.
 
-        ``is_straight``: shards go straight to the shared tier, and to the SSD only where that fails.
+        ``is_direct_put``: shards go straight to the shared tier, and to the SSD only where that fails.
 
         ``planned`` is called when it is known what the save replaces, ``committed`` after the local commit. Without
         ``send`` the process ends, as it were, before anything went to the shared tier.
         """
         with translated(self.settings.local_root, is_above=True):  # as the writer does
-            self._save(location, label, ranks, alone, overwrite, planned, committed, send, is_straight)
+            self._save(location, label, ranks, alone, overwrite, planned, committed, send, is_direct_put)
 
     def _save(
         self,
@@ -89,7 +89,7 @@ class Saver:
         planned: Callable[[], None],
         committed: Callable[[], None],
         send: bool,
-        is_straight: bool,
+        is_direct_put: bool,
     ) -> None:
         check_local_root(self.settings)
         replaces = self.run(self.mover.attempts_to_replace(location, overwrite=overwrite))
@@ -98,7 +98,7 @@ class Saver:
         try:
             for rank in (*range(1, ranks), 0):
                 one.begin(rank)
-                one.write(rank, is_straight)
+                one.write(rank, is_direct_put)
                 if rank == 0 or alone:
                     one.finish(rank)
                     if rank == 0 and not one.is_direct_put:
@@ -145,7 +145,7 @@ class _OneSave:
         self.lock.enter_context(self.journal.own(token))
         self.entry = self.journal.open(token, self.location, rank, CHUNK_BYTES)
 
-    def write(self, rank: int, is_straight: bool = False) -> None:
+    def write(self, rank: int, is_direct_put: bool = False) -> None:
         assert self.entry is not None
         token = self.entry.token
         shards = [
@@ -155,7 +155,7 @@ class _OneSave:
             )
             for index in range(len(SHARD_BYTES))
         ]
-        flushed = self._straight(shards) if is_straight else None
+        flushed = self._straight(shards) if is_direct_put else None
         self.is_direct_put = flushed is not None
         if flushed is None:
             eviction.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
@@ -167,10 +167,10 @@ class _OneSave:
 
     def _straight(self, shards: list[shard_plan.Shard]) -> list[Flushed] | None:
         """None when the shared tier does not take them."""
-        store, share = self.mover.store(self.location), self.mover.budget.share(0.0)
+        store, flow = self.mover.store(self.location), self.mover.limiter.flow(0.0)
         try:
             with write_buffers().take(1, CHUNK_BYTES, 30.0) as [slot]:
-                return self.saver.run(direct_put.send(store, shards, slot, CHUNK_BYTES, share))  # type: ignore[no-any-return]
+                return self.saver.run(direct_put.send(store, shards, slot, CHUNK_BYTES, flow))  # type: ignore[no-any-return]
         except TierckptError:
             self._discard([shard.path.name for shard in shards])
             return None

@@ -15,7 +15,7 @@ from ...client import Client
 from ...config import Settings
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Bandwidths, Mesh, Model, Site, Sizing, State, from_config, from_number, size, state_of
-from ...planning.quantities import parse_bytes, parse_rate, parse_seconds, positive
+from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive
 from .output import Report
 from .session import load_settings, location_of
 
@@ -166,7 +166,7 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
 
 def _measured(uri: str, settings: Settings) -> tuple[Model, State]:
     try:
-        from ...dcp.inventory import take_stock_of
+        from ...dcp.component_sizes import take_stock_of
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"--checkpoint needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
     from .session import closing_clients

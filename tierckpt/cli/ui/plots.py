@@ -12,7 +12,7 @@ from ...disk.durable import translated
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Mesh, Site, Sizing, ettr, size
 from ...planning.sizer import TierRow
-from ...planning.state import Component, State
+from ...planning.training_state import Component, State
 
 if TYPE_CHECKING:
     from ...planning.goodput import Goodput

@@ -1,12 +1,11 @@
 """``python -m tierckpt.dcp.handoff.finish``: brings a staged checkpoint whose trainers have died to the local tier.
 
 Started by the agent, with all that the ranks left as inherited descriptors and its order as JSON on stdin:
-``{"save": its name, "wills": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal entry}, one
-of each rank of this node], "life": a pipe with whose other end it ends}``. Writes the shards that are not on the SSD
-yet, then commits as the coordinator would have, or tells its node (``dcp/handoff/multi_node.py``); not when the job
-has been started
-again meanwhile (``checkpoint/epoch.py``). What it writes stays in the page cache: the trainer that restarts reads it at
-memory speed.
+``{"save": its name, "descriptions": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal
+entry}, one of each rank of this node], "life": a pipe with whose other end it ends}``. Writes the shards that are not
+on the SSD yet, then commits as the coordinator would have, or tells its node (``dcp/handoff/multi_node.py``); not when
+the job has been started again meanwhile (``checkpoint/epoch.py``). What it writes stays in the page cache: the trainer
+that restarts reads it at memory speed.
 
 Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
 was written of it is removed.
@@ -32,7 +31,7 @@ from ...config import Settings
 from ...errors import OperationTimeoutError
 from ...format.layout import Location, blocks_file, local_dir, parse_uri
 from ...format.manifest import FileEntry
-from ...ipc.client import LOCK_NAME, WILL_NAME
+from ...ipc.agent_client import HANDOFF_NAME, LOCK_NAME
 from ...telemetry import log_to, logger
 from ...types import Json
 from ..save_session import SaveRole, SaveSession, require_files, told
@@ -48,7 +47,9 @@ def execute(order: Json) -> bool:
     left: list[dict[str, int]] = [one["descriptors"] for one in order["descriptions"]]
     begun: list[bool] = [one["has_begun"] for one in order["descriptions"]]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
-    found = [handoff for descriptors in left if (handoff := descriptions.read(descriptors.pop(WILL_NAME))) is not None]
+    found = [
+        handoff for descriptors in left if (handoff := descriptions.read(descriptors.pop(HANDOFF_NAME))) is not None
+    ]
     if len(found) < len(left):
         return False  # a rank has seen the end of it, and could not say so
     os.environ.update(found[0].environment)

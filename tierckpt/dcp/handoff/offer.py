@@ -1,4 +1,4 @@
-"""Describes a staged save to the agent, so that it outlives its rank (P6)."""
+"""Makes the handoff of a rank's staged save and hands it in (handoff_client.py), so that it outlives its rank (P6)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..planner import TierSavePlanner
 from ..save_session import SaveRole
 from ..shard_delivery import PlannedShards
 from ..stager import StagedItems
-from . import client
 from . import description as descriptions
-from .client import HandoffHandle
+from . import handoff_client
 from .description import Results, SaveHandoff
+from .handoff_client import HandoffHandle
 
 log = logger("save")
 
@@ -71,7 +71,7 @@ def offer(
         kinds={name: memory.kind for name, memory in memories.items()},
         notes=role.notes,
     )
-    return client.hand_in(settings, save, handoff, memories, planned.leases if planned is not None else ())
+    return handoff_client.hand_in(settings, save, handoff, memories, planned.leases if planned is not None else ())
 
 
 def is_worth_offering(settings: Settings, planned: PlannedShards | None) -> bool:
@@ -80,7 +80,7 @@ def is_worth_offering(settings: Settings, planned: PlannedShards | None) -> bool
     has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
     is_async = threading.current_thread() is not threading.main_thread()
     is_staged = bool(planned and planned.leases) if has_tensors else is_async
-    return is_staged and client.is_wanted(settings)
+    return is_staged and handoff_client.is_wanted(settings)
 
 
 def metadata_of(planner: SavePlanner | StagedItems) -> Metadata | None:

@@ -1,5 +1,5 @@
 """Fills a cache entry together with the other nodes: joins the node cache (cache/entry.py) with its peers
-(peer/fetch/session.py).
+(peer/fetch/fetch_session.py).
 
 Invariants:
     E1  Peers are extra. Where no agent can be reached or started, or it takes no part in the cluster, everything is
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from ...cache.file_set import FileSet
 from ...cache.partial_entry import PartialEntry
-from ...cache.peers import StoreReader
+from ...cache.peer_fill import StoreReader
 from ...config import Settings
 from ...errors import TierckptError
-from ...ipc.client import own_contact
+from ...ipc.agent_client import own_contact
 from ...telemetry import logger
 from ...types import Json
-from ..members import Member, member_of
+from ..membership import Member, member_of
 
 if TYPE_CHECKING:
-    from .session import ClusterView, FetchSession
+    from .fetch_session import ClusterView, FetchSession
 
 log = logger("prefetch")
 
@@ -45,8 +45,8 @@ class PeerJoiner:
             return None
         agent = _Agent(self.settings, filling.frozen, cached.target)
         try:
-            from ..client import PeerClient
-            from .session import FetchSession, LocalChunks
+            from ..peer_client import PeerClient
+            from .fetch_session import FetchSession, LocalChunks
 
             session = FetchSession(
                 filling.frozen,
@@ -73,7 +73,7 @@ class _Agent:
         self._version, self._directory = frozen.version, directory
 
     async def view(self, is_fetching: bool) -> ClusterView:
-        from .session import ClusterView
+        from .fetch_session import ClusterView
 
         message: Json = {"op": "peers", "version": None, "directory": None}
         if is_fetching:

@@ -1,8 +1,8 @@
 """Fetches each chunk through its owner, which reads it from a Hub when the first node asks for it (agent/hub_proxy.py).
 
-A session (session.py) shares a fill out among the nodes that it knows to be at it, and what they fetch before they know
-of each other is fetched twice. Here nothing depends on when a node begins: the owner is one of all live members, by
-hash, and it is asked.
+A session (fetch_session.py) shares a fill out among the nodes that it knows to be at it, and what they fetch before
+they know of each other is fetched twice. Here nothing depends on when a node begins: the owner is one of all live
+members, by hash, and it is asked.
 
 Guarantees:
     O1  While the members are well, and agree on who they are, one of them reads each chunk from the Hub, once.
@@ -25,16 +25,16 @@ from typing import Final
 from ...cache.entry import STALL_SECONDS_MIN
 from ...cache.fetch_job import InOrder
 from ...cache.partial_entry import PartialEntry
-from ...cache.peers import ReceivedChunk, StoreReader
+from ...cache.peer_fill import ReceivedChunk, StoreReader
 from ...config import Settings
 from ...errors import ObjectNotFoundError, PeerBusyError, TierckptError
 from ...telemetry import BYTES, logger
 from ...types import Tier
-from ..catalog import Live
-from ..client import PeerClient
-from ..members import Member
-from ..messages import TARGET_BYTES_MAX, hub_target
-from .placement import fraction
+from ..membership import Member
+from ..peer_catalog import Live
+from ..peer_client import PeerClient
+from ..peer_http import TARGET_BYTES_MAX, hub_target
+from .chunk_owners import fraction
 from .stats import Sources
 
 log = logger("peer")
@@ -117,7 +117,7 @@ class Owners:
 
 
 class OwnerFill:
-    """One fill (``cache.peers.PeerFill``)."""
+    """One fill (``cache.peer_fill.PeerFill``)."""
 
     slots = 16
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..members import Member
-from .placement import Placement, fraction
+from ..membership import Member
+from .chunk_owners import ChunkOwners, fraction
 
 EXACT_RANKS_MAX: Final = 64
 """Among more members a node's place in the ranks of a chunk is drawn, not worked out: among those that may know of it.
@@ -121,7 +121,7 @@ class PeerState:
         *,
         tuning: Tuning | None = None,
         rng: random.Random | None = None,
-        placement: Callable[[str, Sequence[Member]], Placement] = Placement,
+        placement: Callable[[str, Sequence[Member]], ChunkOwners] = ChunkOwners,
         wanted: Iterable[int] | None = None,
     ) -> None:
         """``wanted``: the chunks to fetch; None: all."""
@@ -136,7 +136,7 @@ class PeerState:
         self.interested: frozenset[str] = frozenset()
         self.placed: frozenset[str] = frozenset()
         """Those that chunks are placed on: the interested ones, from the end of the first moment on."""
-        self._placement: Placement | None = None
+        self._placement: ChunkOwners | None = None
         self.chunk_owners: list[str] = []
         self.copies = bytearray(total)
         """How many members are known to hold each chunk."""
@@ -192,8 +192,8 @@ class PeerState:
             self.am_slow = is_slow
             self.is_changed = True
 
-    def settle(self, now: float) -> bool:
-        """True when what is known is enough to decide by. Works out the placement anew when members came or went."""
+    def assign_owners(self, now: float) -> bool:
+        """Say whose each chunk is, anew when members came or went. False while too little is known to decide by."""
         if self._settled_at is None:
             return False
         if self._is_early(now):

@@ -1,11 +1,11 @@
-"""Which chunk next, and from whom: one node's decisions while it fills one version. Pure: no I/O, no clock, no thread.
+"""Decides which chunk is fetched next, and from whom, while a node fills one version. fetch_session.py does it. Pure.
 
 It decides by ``PeerState``: which members are there, what each holds, what each fetches from shared storage, and how
 fast each has answered. That may be out of date, so a decision may be poor; it is never wrong: every chunk is verified.
 
-1.  Each chunk has an owner among the members that fetch this version (``placement``). The owner fetches it from shared
-    storage; the others fetch it from any holder. While many of the chunks that this node brought from the store have
-    no other holder yet, chunks that other members hold come first.
+1.  Each chunk has an owner among the members that fetch this version (chunk_owners.py). The owner fetches it from
+    shared storage; the others fetch it from any holder. While many of the chunks that this node brought from the store
+    have no other holder yet, chunks that other members hold come first.
 2.  Rarest first, within the window that the reader needs next, else anywhere. Of two holders drawn at random the less
     loaded one gets the request (M. Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS
     12(10), 2001). A slow member is asked only for chunks that no other member holds.
@@ -29,11 +29,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from .chunk_owners import fraction
 from .peer_state import Peer, PeerState, Tuning, any_bit, bits, mask, quantile, span
-from .placement import fraction
 from .ramp import Ramp
 
-__all__ = ["SHARED", "ChunkRequest", "Decision", "Schedule", "Tuning", "WaitUntil"]
+__all__ = ["SHARED", "ChunkRequest", "Decision", "FetchScheduler", "Tuning", "WaitUntil"]
 
 SHARED: Final = None
 """The source that is shared storage."""
@@ -70,7 +70,7 @@ class WaitUntil:
 Decision: TypeAlias = ChunkRequest | WaitUntil | None
 
 
-class Schedule:
+class FetchScheduler:
     """One fill of one version on one node."""
 
     def __init__(self, state: PeerState) -> None:
@@ -200,7 +200,7 @@ class Schedule:
         open_ = self.state.missing & ~self._flying
         if not open_:
             return None
-        if not self.state.settle(now):
+        if not self.state.assign_owners(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         self._look(now)
         if self.state.is_changed:
@@ -224,7 +224,7 @@ class Schedule:
     def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> ChunkRequest | WaitUntil:
         """Say whom to ask for a chunk that somebody waits for, be it under way or not. It counts as asked."""
         tried = {*tried, *(ask.source for ask, _ in self.flying.get(chunk, ()))}
-        if not self.state.settle(now):
+        if not self.state.assign_owners(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
@@ -283,7 +283,7 @@ class Schedule:
     def store_slots(self) -> int:
         """Chunks to fetch from the store at a time. Few, where there are many nodes and few chunks: what all of them
         have under way comes at the same time, at the end, and till then nobody can pass on any of it. More, where that
-        does not make each take longer (``ramp``): then they wait for the store's answers, not for its bandwidth."""
+        does not make each take longer (ramp.py): then they wait for the store's answers, not for its bandwidth."""
         nodes = len(self.state.interested)
         if nodes <= 1:
             return self.state.tuning.slots

@@ -44,10 +44,10 @@ from ...format.manifest import is_safe_path
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
-from ..congestion import BYTES_PER_SECOND_MIN
+from ..get_concurrency import BYTES_PER_SECOND_MIN
 from ..http_client import said
-from ..http_range import MAY_PASS
 from ..retry import Retries, Tries
+from ..signed_requests import MAY_PASS
 from ..store_breaker import PROBE_SECONDS_MAX
 
 log = logger("stores.hub")

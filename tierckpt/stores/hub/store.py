@@ -33,10 +33,10 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...types import Buffer, ByteRange, ObjectInfo, Tier
-from .. import congestion
+from .. import get_concurrency
 from ..common import check_key, check_prefix, check_range, short_answer
-from ..http_range import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
 from ..retry import Retries, Tries
+from ..signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
 from .api import HubFile, Repository, hub_of, repository_of, request, unavailable
 
 T = TypeVar("T")
@@ -185,10 +185,10 @@ class HubStore:
     async def _receive(self, url: str, byte_range: ByteRange, into: memoryview) -> None:
         """Raises NotThisWay: the URL is not good for it, or not any more."""
         host = urlsplit(url).netloc
-        breaker, crowd = self.retries.breaker(host), self.retries.congestion(host)
+        breaker, crowd = self.retries.breaker(host), self.retries.get_concurrency(host)
         tries = Tries(self.retries, self._settings.store_timeout_seconds)
-        window = min(congestion.WINDOW_SECONDS, self._settings.store_timeout_seconds)
-        enough = max(1, int(congestion.BYTES_PER_SECOND_MIN * window))
+        window = min(get_concurrency.WINDOW_SECONDS, self._settings.store_timeout_seconds)
+        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
         tls = self._ranges.tls if url.startswith("https:") else None
         while True:
             try:

@@ -27,7 +27,7 @@ from ...replay.optimizers import ELEMENTWISE
 from ...replay.redo import Conditions
 from ...types import Json
 from .attachment import inner
-from .state import PerRank
+from .job_state import PerRank
 
 
 class _Value:

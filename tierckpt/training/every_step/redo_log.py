@@ -34,12 +34,12 @@ from ...format.layout import WINDOWS_DIR, Location, parse_uri, step_of
 from ...replay.optimizers import layout_digest, parameters_of
 from ...replay.redo import Conditions, Exact, Redo, pack, unpack
 from ...replay.tree import gaps, like, without_gaps
-from ...save.segments import BASE_NOTE
+from ...save.log_segments import BASE_NOTE
 from ...telemetry import logger
 from ...types import Json
-from ..codec import state as states
-from ..exchange import is_distributed, same_outcome
-from ..job import SaveRecord
+from ..codec import job_state as states
+from ..rank_exchange import is_distributed, same_outcome
+from ..saves import SaveRecord
 
 log = logger("checkpointer")
 

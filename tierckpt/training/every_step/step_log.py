@@ -43,14 +43,14 @@ from ...replay.link import Link
 from ...replay.log import GradientLog, Recovered, fits, roll_forward
 from ...replay.optimizers import check_replayable
 from ...replication.log_copies import bring_log, copies_of
-from ...save import segments
+from ...save import log_segments
 from ...save.eviction import has_room, room_bytes
-from ...save.segments import BASE_NOTE
+from ...save.log_segments import BASE_NOTE
 from ...telemetry import logger
 from ..codec.attachment import Attached, Attachments
 from ..codec.template import template_of
-from ..exchange import all_gather, is_distributed
-from ..job import SaveRecord
+from ..rank_exchange import all_gather, is_distributed
+from ..saves import SaveRecord
 
 log = logger("checkpointer")
 
@@ -187,7 +187,7 @@ class StepLog:
         self._checkpoint_bytes = int(size_bytes * self._share)
         self._bases.append(step)
         try:
-            segments.remove_before(self._directory, self._bases[0])
+            log_segments.remove_before(self._directory, self._bases[0])
         except OSError as error:
             log.warning("the gradient log below %s is not shortened: %s", self._directory, error)
 
@@ -301,7 +301,7 @@ class StepLog:
         if best.last(step) <= own.last(step):
             return own
         try:
-            segments.adopt(copy, self._directory)
+            log_segments.adopt(copy, self._directory)
         except (TierckptError, OSError) as error:
             log.warning("the copy of a gradient log at %s cannot be used: %s", copy, error)
         return self._chain(self._directory, base, optimizers)
@@ -309,7 +309,7 @@ class StepLog:
     def _chain(self, directory: Path, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
         spans: list[Span] = []
         try:
-            for place in segments.walk(directory, base):
+            for place in log_segments.walk(directory, base):
                 if isinstance(place, str):
                     return _Chain(spans, place)
                 owner, segment = place.segment.owner, place.segment

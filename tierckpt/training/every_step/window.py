@@ -27,16 +27,16 @@ import torch
 
 from ...errors import CheckpointError, ConfigError
 from ...format.layout import WINDOWS_DIR, Location, step_name
-from ...planning.transfer import STEPS_MAX, Traffic
+from ...planning.transfer_times import STEPS_MAX, Traffic
 from ...quantities import human_bytes
 from ...replay.multi_step import COPY_TIMEOUT_SECONDS, HANGS, OUT_OF_MEMORY, MultiStepStager, Snapshot
 from ...replay.redo import Exact
 from ...replay.tree import detach, fill
 from ...telemetry import logger
-from ..codec import state as states
-from ..exchange import all_gather, is_distributed, same_outcome
+from ..codec import job_state as states
 from ..interval import Interval
-from ..job import SaveRecord
+from ..rank_exchange import all_gather, is_distributed, same_outcome
+from ..saves import SaveRecord
 from .redo_log import notes_of, stored
 from .step_log import StepLog
 

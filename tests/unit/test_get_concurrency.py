@@ -1,0 +1,244 @@
+"""How many GETs a store is asked at a time. Cites tierckpt/stores/get_concurrency.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.virtual_time import VirtualTime
+from tierckpt.errors import ObjectNotFoundError, StoreUnavailableError
+from tierckpt.stores.get_concurrency import CROWDED_MAX, GETS_MAX, GetConcurrency
+
+LEAST = 1000
+"""Bytes per second that a GET must move."""
+
+
+class Gets:
+    """GETs that stay under way until they are told how they end."""
+
+    def __init__(self, count: int, concurrency: GetConcurrency) -> None:
+        self.concurrency = concurrency
+        self.under_way: list[int] = []
+        """In the order in which they began."""
+        self._ends: dict[int, asyncio.Future[int]] = {}
+        self.tasks = [asyncio.create_task(self._get(number)) for number in range(count)]
+
+    async def _get(self, number: int) -> None:
+        async def get() -> bytes:
+            self.under_way.append(number)
+            self._ends[number] = asyncio.get_running_loop().create_future()
+            try:
+                return bytes(await self._ends[number])
+            finally:
+                self.under_way.remove(number)
+
+        await self.concurrency.run(get)
+
+    async def end(self, *numbers: int, error: BaseException | None = None, size_bytes: int = 10**6) -> None:
+        for number in numbers:
+            if error is None:
+                self._ends[number].set_result(size_bytes)
+            else:
+                self._ends[number].set_exception(error)
+        await turns()
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def gets() -> AsyncIterator[Callable[[int], Gets]]:
+    made: list[Gets] = []
+
+    def make(count: int, concurrency: GetConcurrency | None = None) -> Gets:
+        made.append(Gets(count, concurrency or GetConcurrency("s3://bucket", LEAST)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for task in one.tasks:
+            task.cancel()
+        await asyncio.gather(*one.tasks, return_exceptions=True)
+
+
+def too_slow(moved_bytes: int = 0) -> StoreUnavailableError:
+    return StoreUnavailableError("too little moved", too_slow=True, moved_bytes=moved_bytes)
+
+
+Make = Callable[..., Gets]
+
+
+async def test_there_is_no_limit_as_long_as_all_goes_well(gets: Make) -> None:
+    some = gets(200)
+    await turns()
+    assert some.under_way == [*range(200)]
+    await some.end(*range(200))
+    assert some.concurrency.gets_max == GETS_MAX
+
+
+async def test_one_that_is_too_slow_halves_them(gets: Make) -> None:
+    some = gets(16)
+    await turns()
+    await some.end(3, error=too_slow())
+    assert some.concurrency.gets_max == 8
+    late = gets(1, some.concurrency)
+    await some.end(*range(4, 11))  # eight are left
+    assert late.under_way == []
+    await some.end(11)
+    assert late.under_way == [0]
+
+
+async def test_those_that_were_under_way_together_count_once(gets: Make) -> None:
+    some = gets(16)
+    await turns()
+    await some.end(*range(16), error=too_slow())
+    assert some.concurrency.gets_max == 8
+
+
+async def test_those_that_began_after_it_count_again_down_to_one(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    found = []
+    for _ in range(6):
+        some = gets(16, concurrency)
+        await turns()
+        while some.under_way:
+            await some.end(*some.under_way, error=too_slow())
+        found.append(concurrency.gets_max)
+    assert found[-1] == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("HTTP 503", status=503), ObjectNotFoundError("none")])
+async def test_other_failures_change_nothing(gets: Make, error: Exception) -> None:
+    some = gets(16)
+    await turns()
+    await some.end(3, error=error)
+    assert some.concurrency.gets_max == GETS_MAX
+
+
+async def test_it_grows_by_one_when_as_many_as_are_allowed_went_well(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency.gets_max = 4
+    some = gets(100, concurrency)
+    await turns()
+    assert some.under_way == [0, 1, 2, 3]
+    await some.end(0, 1, 2, 3)
+    assert math.floor(concurrency.gets_max) == 4  # growth is a little less than one, as it grows meanwhile
+    await some.end(*some.under_way)
+    assert len(some.under_way) == 5
+
+
+async def test_it_does_not_grow_by_gets_that_had_hardly_enough(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch)
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency.gets_max = 1
+    some = gets(3, concurrency)
+    await asyncio.sleep(0.1)
+    await some.end(0, size_bytes=150)  # 1.5 times what it must
+    assert concurrency.gets_max == 1
+    await asyncio.sleep(0.1)
+    await some.end(1, size_bytes=10**6)
+    assert concurrency.gets_max == 2
+
+
+async def test_first_come_first_served(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency.gets_max = 1
+    some = gets(5, concurrency)
+    order = []
+    for _ in range(5):
+        await turns()
+        order += some.under_way
+        concurrency.gets_max = 1
+        await some.end(*some.under_way)
+    assert order == [0, 1, 2, 3, 4]
+
+
+async def test_one_that_is_cancelled_leaves_its_place(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency.gets_max = 2
+    some = gets(5, concurrency)
+    await turns()
+    for number in (0, 3):  # one under way, one that waits
+        some.tasks[number].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await some.tasks[number]
+    await turns()
+    assert some.under_way == [1, 2]
+    await some.end(1)
+    assert some.under_way == [2, 4]
+
+
+async def test_one_that_is_cancelled_the_moment_its_turn_comes_gives_it_on(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency.gets_max = 1
+    some = gets(3, concurrency)
+    await turns()
+    some._ends[0].set_result(1)
+    await asyncio.sleep(0)  # the first ends and wakes the second, which has not run yet
+    some.tasks[1].cancel()
+    await turns()
+    assert some.under_way == [2]
+
+
+async def test_one_that_crept_in_a_crowd_is_made_again(gets: Make) -> None:
+    some = gets(4)
+    await turns()
+    await some.end(0, error=too_slow(moved_bytes=1))
+    assert some.under_way == [1, 2, 3]
+    assert not some.tasks[0].done()
+    await some.end(1, 2)
+    assert some.under_way == [3, 0]
+    await some.end(0, 3)
+    assert some.tasks[0].exception() is None
+
+
+async def test_one_that_stood_while_others_arrived_is_made_again(gets: Make) -> None:
+    some = gets(4)
+    await turns()
+    await some.end(1)
+    await some.end(0, error=too_slow(moved_bytes=0))
+    assert not some.tasks[0].done()
+    await some.end(2, 3)
+    assert some.under_way == [0]
+
+
+@pytest.mark.parametrize(("count", "moved_bytes"), [(1, 1), (4, 0)], ids=["crept alone", "stood"])
+async def test_one_that_failed_by_itself_has_failed(gets: Make, count: int, moved_bytes: int) -> None:
+    some = gets(count)
+    await turns()
+    await some.end(0, error=too_slow(moved_bytes))
+    assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
+
+
+async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> None:
+    some = gets(2)
+    await turns()
+    tries = 0
+    while not some.tasks[0].done():
+        some.concurrency.gets_max = 2
+        some.concurrency.wake()
+        await turns()
+        await some.end(0, error=too_slow(moved_bytes=1))
+        tries += 1
+    assert tries == CROWDED_MAX + 1
+    assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
+
+
+async def test_a_failure_says_how_long_it_waited_for_others_before(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch)
+    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency.gets_max = 1
+    some = gets(2, concurrency)
+    await asyncio.sleep(0.3)
+    await some.end(0)
+    await asyncio.sleep(0.3)
+    await some.end(1, error=too_slow(moved_bytes=1))
+    error = some.tasks[1].exception()
+    assert isinstance(error, StoreUnavailableError)
+    assert error.context["crowded_seconds"] == 0.3

@@ -1,0 +1,568 @@
+"""The agent process: serves the socket, drains the journal, finishes handoffs, and exits when it is idle.
+
+Started by the first process of a job that needs it (``ipc/agent_client.py``) or by the site (``tierckpt agent``). It
+runs the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses
+nothing that was acknowledged: the next one goes on where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.journal import TO_DRAIN, Entry
+from ..config import Settings
+from ..disk import priority
+from ..disk.file_lock import try_lock
+from ..disk.local_root import use_local_root
+from ..disk.quarantine import set_aside
+from ..errors import ConfigError, TierckptError
+from ..ipc.agent_breaker import LOCK
+from ..ipc.agent_client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
+from ..mover import Mover
+from ..peer.peer_catalog import Live, live_of
+from ..quantities import human_bytes
+from ..replication.replicator import Replicator
+from ..telemetry import emit_rows, logger
+from ..types import Json, Progress
+from .connection import Connection, close_all
+from .handoffs import Handoffs
+from .log_file import LogFile
+from .log_folds import LogFolds
+from .options import AgentOptions
+from .peer_service import PeerService
+
+log = logger("agent")
+
+RESCAN_SECONDS = 1.0
+LOG_CHECK_SECONDS = 1.0
+RETRY_SECONDS_MIN = 5.0
+RETRY_SECONDS_MAX = 300.0
+CONNECTIONS_MAX = 1024
+ERRORS_KEPT = 20
+RECOVER_SECONDS = 60.0
+ENDING_SECONDS = 0.1
+ACCEPT_AGAIN_SECONDS = 1.0
+FINISH_POLL_SECONDS = 0.1
+SENT_AT_ONCE_BYTES_MAX = 1 << 16
+SEND_SECONDS = 10.0
+
+
+def run(settings: Settings, options: AgentOptions | None = None) -> int:
+    """Run the agent of ``settings.local_root`` until it may leave, or a signal comes. Returns the exit code: 0, or 3
+    when a signal came and not all is on the shared tier.
+
+    Returns 0 at once when an agent runs already.
+    """
+    use_local_root(settings)
+    directory = private_directory(settings.local_root)
+    with try_lock(directory / LOCK) as held:
+        if not held:
+            log.info("an agent runs already for %s", settings.local_root)
+            return 0
+        os.truncate(held.descriptor, 0)
+        os.pwrite(held.descriptor, f"{os.getpid()}\n".encode(), 0)
+        _allow_descriptors()
+        priority.lower_this_thread(priority.BACKGROUND_NICE)  # the threads it will start inherit that
+        # Whatever this process drains, it drains itself.
+        inline = settings.model_copy(update={"mover": "inline"})
+        return asyncio.run(Agent(inline, directory, options or AgentOptions()).run())
+
+
+class Agent:
+    """One agent. ``run`` is its whole life."""
+
+    def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
+        self.settings, self.options = settings, options
+        self.mover = Mover(settings, self._on_progress, live=self._live)
+        self.handoffs = Handoffs(on_ended=lambda: self._spawn(self._recover()))
+        self._directory = directory
+        self._connections: set[Connection] = set()
+        self._watched: set[Connection] = set()
+        """Whose process has not ended, closed ones among them when there is a handoff of theirs."""
+        self._begun = self._busy_at = time.monotonic()
+        self._retry_at: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._errors: list[Json] = []
+        self._moving: dict[str, Progress] = {}
+        self._moved_bytes = 0
+        self._stopping = asyncio.Event()
+        self._signalled = False
+        self._metrics: Any = None
+        self._hub_proxy: Any = None
+        self.replicator: Replicator | None = None
+        self.peers: PeerService | None = None
+        if self.mover.cluster is not None:
+            self.replicator = Replicator(
+                settings,
+                self.mover.journal,
+                self.mover.limiter,
+                self.mover.cluster,
+                self.mover.store,
+                self._on_progress,
+            )
+            self.peers = PeerService(
+                settings,
+                directory,
+                options,
+                fresh=self.replicator.fresh,
+                segment=self.replicator.open_segment,
+                hub=lambda *asked: self._hub_proxy.bring(*asked) if self._hub_proxy is not None else None,
+            )
+        self._recovered_at = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._serve_metrics()
+        looking = asyncio.create_task(self._keep_log_small())
+        if self.peers is not None:
+            self.peers.start()
+        folding = asyncio.create_task(LogFolds(self.settings, self.mover.limiter).run())
+        copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
+        with self._listen() as listener:
+            loop.add_reader(listener, self._accept, listener)
+            log.info("agent of %s is ready (process %d)", self.settings.local_root, os.getpid())
+            self._serve_hub()
+            try:
+                await self._work_until_told()
+                code = await self._finish() if self._signalled else 0
+            finally:
+                loop.remove_reader(listener)
+                with contextlib.suppress(FileNotFoundError):
+                    (self._directory / SOCKET).unlink()
+        self.handoffs.leave()
+        for task in (looking, folding, copying):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        if self.peers is not None:
+            await self.peers.close()
+        await self.mover.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._hub_proxy is not None:
+            await asyncio.to_thread(self._hub_proxy.close)
+        return code
+
+    async def _keep_log_small(self) -> None:
+        log_file = LogFile(self._directory)
+        while True:
+            log_file.keep_small()
+            await asyncio.sleep(LOG_CHECK_SECONDS)
+
+    def _serve_metrics(self) -> None:
+        """Prometheus, where it is asked for. An agent that cannot serve it drains all the same."""
+        if self.options.metrics_port is None:
+            return
+        try:
+            from .metrics import Metrics
+
+            self._metrics = Metrics(self.settings, self.mover.limiter)
+            self._metrics.serve(self.options.metrics_port)
+        except (ImportError, TierckptError) as error:
+            log.error("no metrics are served: %s", error)
+
+    def _serve_hub(self) -> None:
+        """A Hub, where it is asked for. It fetches as any client of this agent does, on threads of its own."""
+        if self.options.hf_proxy_port is None:
+            return
+        try:
+            from .hub_proxy import HubProxy
+
+            settings, loop = self.settings.model_copy(update={"mover": "agent"}), asyncio.get_running_loop()
+
+            def live() -> asyncio.Future[Live]:
+                return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._live(), loop))
+
+            self._hub_proxy = HubProxy(settings, live if self.peers is not None else None)
+            self._hub_proxy.serve(self.options.hf_proxy_port)
+        except TierckptError as error:
+            log.error("no Hub is served: %s", error)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        socket_file = self._directory / SOCKET
+        if not (socket_file.is_dir() and set_aside(socket_file)):
+            socket_file.unlink(missing_ok=True)  # we hold the lock: nobody listens there any more
+        with socket_path(self._directory) as path:
+            listener.bind(path)
+        (self._directory / SOCKET).chmod(0o600)
+        listener.listen(128)
+        return listener
+
+    def _on_signal(self) -> None:
+        self._signalled = True
+        self._stopping.set()
+
+    async def _work_until_told(self) -> None:
+        """Look into the journal now and then: a message may be lost with the process that would have sent it."""
+        await self._recover()
+        while not self._stopping.is_set():
+            await self._drain_what_is_ready()
+            if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
+                await self._recover()  # what a rank has written and nobody has named is put away when its time is up
+            if not self._may_leave():
+                self._busy_at = time.monotonic()
+            elif time.monotonic() - self._busy_at >= self.options.idle_seconds:
+                if await self._release_kept():
+                    continue
+                if not self.options.stay:
+                    log.info("agent leaves: nothing to do for %g s", self.options.idle_seconds)
+                    return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
+
+    def _may_leave(self) -> bool:
+        has_work = self._connections or self._tasks or self.mover.drains.draining or self._retry_at
+        is_needed = self.peers is not None and self.peers.is_needed
+        is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
+        return not (has_work or is_needed) and self.handoffs.is_empty
+
+    async def _release_kept(self) -> bool:
+        """The job has ended without a word: what it has kept on the SSD, the newest of each run, is drained after all.
+
+        A job that comes back meanwhile costs nothing but that drain.
+        """
+        try:
+            await self.mover.drains.drop_superseded()
+            released = await self.mover.drains.promote_newest()
+        except (OSError, TierckptError) as error:
+            log.error("cannot release local-only checkpoints: %s", error)
+            return False
+        for entry in released:
+            log.info("%s: its job has ended, and nothing newer is on shared storage: it is drained", entry.uri)
+        return bool(released)
+
+    async def _drain_what_is_ready(self) -> None:
+        entries = await self._entries()
+        ready = {entry.token for entry in entries if entry.state in TO_DRAIN}  # what is set aside keeps nobody here
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in ready}
+        for entry in entries:
+            if entry.state in TO_DRAIN and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
+                self._submit(entry.token)
+
+    def _submit(self, token: str) -> None:
+        if token in self.mover.drains.draining:
+            return
+        self._retry_at[token] = time.monotonic() + RETRY_SECONDS_MAX  # until it ends, one way or the other
+        self._spawn(self._drain(token))
+
+    async def _drain(self, token: str) -> None:
+        try:
+            await self.mover.drains.submit(token)
+        except TierckptError as error:
+            self._failures[token] = count = self._failures.get(token, 0) + 1
+            wait_seconds = min(RETRY_SECONDS_MIN * 2 ** (count - 1), RETRY_SECONDS_MAX)
+            self._retry_at[token] = time.monotonic() + wait_seconds
+            self._errors = [*self._errors, {"at_unix_seconds": time.time(), **error.to_json()}][-ERRORS_KEPT:]
+        except Exception:
+            log.exception("drain of %s failed; it is tried again", token)  # at the time that _submit has set
+        else:
+            self._failures.pop(token, None)
+            self._retry_at.pop(token, None)
+
+    async def _finish(self) -> int:
+        """After a signal: bring staged saves to the SSD, and drain as far as the grace period allows, newest first.
+
+        The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
+        """
+        deadline = time.monotonic() + self.settings.grace_seconds
+        self.mover.limiter.newest_first()
+        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.mover.drains.draining}
+        while time.monotonic() < deadline:
+            await self._drain_what_is_ready()
+            if self.handoffs.is_empty and not self.mover.drains.draining and not await self._left():
+                break
+            await asyncio.sleep(FINISH_POLL_SECONDS)
+        left = await self._left()
+        for entry in left:
+            log.warning(
+                "%s (%s) is not on the shared tier yet; the next agent goes on",
+                entry.uri,
+                human_bytes(entry.size_bytes),
+            )
+        for save in self.handoffs.saves:
+            log.warning("%s is staged and not on the local tier", save.name)
+        return 3 if left or self.handoffs.saves else 0
+
+    async def _left(self) -> list[Entry]:
+        """What is on the local tier and not on the shared one."""
+        return [entry for entry in await self._entries() if entry.state in TO_DRAIN]
+
+    async def _entries(self) -> list[Entry]:
+        """The journal, newest first."""
+        try:
+            return await asyncio.to_thread(self.mover.journal.entries)
+        except (OSError, TierckptError) as error:
+            log.error("the journal cannot be read: %s", error)
+            return []
+
+    def _on_progress(self, progress: Progress) -> None:
+        before = self._moving.get(progress.what)
+        # A drain that is tried again begins at zero.
+        known_bytes = before.done_bytes if before is not None and before.done_bytes <= progress.done_bytes else 0
+        self._moved_bytes += progress.done_bytes - known_bytes
+        self._moving[progress.what] = progress
+        if progress.done_bytes >= progress.total_bytes:
+            del self._moving[progress.what]
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- the socket ---------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.error("no connection can be accepted: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)  # or this would be called again at once, and for ever
+            loop.call_later(ACCEPT_AGAIN_SECONDS, self._accept_again, listener)
+            return
+        pid, uid = peer_of(sock)
+        if uid not in (os.getuid(), 0) or len(self._connections) >= CONNECTIONS_MAX:
+            log.warning("refused a connection of process %d, user %d", pid, uid)
+            sock.close()
+            return
+        sock.setblocking(False)
+        connection = Connection(sock, pid)
+        self._connections.add(connection)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sock, self._readable, connection)
+        if connection.pidfd >= 0:
+            self._watched.add(connection)
+            loop.add_reader(connection.pidfd, self._ended, connection)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _readable(self, connection: Connection) -> bool:
+        """Read and act. False when there is nothing more to read now, or ever."""
+        try:
+            alive = connection.read()
+            while (message := take_message(connection.buffer)) is not None:
+                self._handle(connection, message)
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            log.warning("hung up on process %d: %s", connection.owner.pid, error)
+            alive = False
+        if not alive:
+            self._hang_up(connection)
+        return alive
+
+    def _hang_up(self, connection: Connection) -> None:
+        asyncio.get_running_loop().remove_reader(connection.socket)
+        connection.close()
+        self._connections.discard(connection)
+        if self.peers is not None:
+            self.peers.done(connection)
+        self._busy_at = time.monotonic()
+        if connection not in self._watched:
+            self.handoffs.gone(connection.owner)
+        elif self.handoffs.has_handoff_of(connection.owner):
+            return  # until its process ends
+        else:
+            self._unwatch(connection)
+        self._spawn(self._after_an_end())
+
+    def _ended(self, connection: Connection) -> None:
+        """The process has ended, even if somebody it forked still holds the connection open."""
+        self._unwatch(connection)
+        if connection in self._connections:
+            while self._readable(connection):
+                pass  # its last word counts
+        if connection in self._connections:
+            self._hang_up(connection)
+        else:
+            self.handoffs.gone(connection.owner)
+            self._spawn(self._after_an_end())
+
+    def _unwatch(self, connection: Connection) -> None:
+        self._watched.discard(connection)
+        asyncio.get_running_loop().remove_reader(connection.pidfd)
+        os.close(connection.pidfd)
+        connection.pidfd = -1
+
+    async def _after_an_end(self) -> None:
+        """A process has ended: what it left unfinished is put away, once its handoffs are executed."""
+        await asyncio.sleep(ENDING_SECONDS)  # its connection may be closed a moment before its locks
+        await self.handoffs.finished()
+        await self._recover()
+
+    async def _recover(self) -> None:
+        self._recovered_at = time.monotonic()
+        try:
+            await self.mover.drains.recover()
+        except (OSError, TierckptError) as error:
+            log.error("what earlier processes left cannot be taken up now: %s", error)
+
+    def _handle(self, connection: Connection, message: Json) -> None:
+        count = message.pop("descriptors", 0)
+        received, connection.descriptors = connection.descriptors[:count], connection.descriptors[count:]
+        verb: Callable[..., Any] | None = getattr(self, f"_on_{message.pop('op', '')}", None)
+        try:
+            answer = verb(connection, received, **message) if verb is not None else _unknown()
+        except Exception as error:
+            self._answer(connection, {"error": f"{type(error).__name__}: {error}"})
+            return
+        finally:
+            close_all(received)  # those that nobody has taken
+        if asyncio.iscoroutine(answer):
+            self._spawn(self._answer_later(connection, answer))
+        else:
+            self._answer(connection, {"ok": answer})
+
+    async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
+        """Answer when the work is done, and say meanwhile that it is being done: silence means that this one is ill."""
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait([task], timeout=BUSY_SECONDS))[0]:
+            self._answer(connection, {"busy": self.handoffs.progress()})
+        try:
+            answer: Json = {"ok": await task}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        self._answer(connection, answer)
+
+    def _answer(self, connection: Connection, answer: Json) -> None:
+        data = encode(answer)
+        if len(data) > SENT_AT_ONCE_BYTES_MAX:  # it may not fit into the socket's buffer
+            self._spawn(self._send(connection, data))
+            return
+        try:
+            connection.socket.sendall(data)
+        except OSError:
+            return  # it went away; reading will say so
+
+    async def _send(self, connection: Connection, data: bytes) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(SEND_SECONDS):
+                await asyncio.get_running_loop().sock_sendall(connection.socket, data)
+
+    # --- operations ---------------------------------------------------------------------------------------------
+
+    def _on_submit(self, connection: Connection, received: list[int], token: str) -> None:
+        self._retry_at.pop(token, None)
+        self._submit(token)
+
+    def _on_here(self, connection: Connection, received: list[int]) -> None:
+        """Somebody wants to be sure that there is an agent."""
+
+    def _on_hand_in(
+        self,
+        connection: Connection,
+        received: list[int],
+        save: str,
+        rank: int,
+        world_size: int,
+        is_of_this_node: bool,
+        names: list[str],
+    ) -> None:
+        if len(received) != len(names) or len(set(names)) != len(names):
+            raise ValueError(f"{len(received)} descriptors for the names {names}")
+        descriptors = dict(zip(names, received, strict=True))
+        received.clear()
+        self.handoffs.hand_in(connection.owner, save, rank, world_size, is_of_this_node, descriptors)
+
+    def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
+        if len(received) != 1:
+            raise ValueError(f"{len(received)} locks on one journal entry")
+        self.handoffs.begun(save, rank, received.pop() if connection in self._watched else None)
+
+    def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
+        self.handoffs.take_back(save)
+
+    def _on_throttle(
+        self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
+    ) -> None:
+        """Let the drains of this node take no more than that, for so long: training needs the rest."""
+        self.mover.limiter.throttle(bytes_per_second, seconds)
+
+    async def _on_settle(self, connection: Connection, received: list[int]) -> None:
+        """Answer when no handoff is being executed any more: then the local tier has all it is going to have."""
+        for ended in [watched for watched in self._watched if watched.process_has_ended]:
+            self._ended(ended)
+        await self.handoffs.finished()
+
+    def _on_metrics(self, connection: Connection, received: list[int], rows: list[list[Any]]) -> int:
+        """Take in what another process of this node has measured."""
+        return emit_rows(rows)
+
+    def _on_peers(
+        self, connection: Connection, received: list[int], version: str | None = None, directory: str | None = None
+    ) -> Coroutine[Any, Any, Json]:
+        """Who the other nodes are; with a version, also that this process fills ``directory`` with it."""
+        return self._cluster().ask(connection, version, directory)
+
+    def _on_peers_done(self, connection: Connection, received: list[int], version: str) -> None:
+        """This process no longer fills anything with ``version``."""
+        self._cluster().done(connection, version)
+
+    def _on_fetched(self, connection: Connection, received: list[int], version: str, report: Json) -> None:
+        """What this process has fetched of ``version`` since it began."""
+        self._cluster().report(connection, version, report)
+
+    def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
+        """Where the job's own store says the agents are."""
+        self._cluster().tell(addresses)
+
+    def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
+        return self._cluster().status()
+
+    async def _live(self) -> Live:
+        return live_of(await self._cluster().ask(None, None, None))
+
+    def _cluster(self) -> PeerService:
+        if self.peers is None:
+            raise ConfigError("this agent was started without `peers`; `tierckpt agent --stop` lets a new one start")
+        return self.peers
+
+    def _on_stop(self, connection: Connection, received: list[int]) -> None:
+        self._on_signal()
+
+    def _on_status(self, connection: Connection, received: list[int]) -> Json:
+        return {
+            "pid": os.getpid(),
+            "uptime_seconds": time.monotonic() - self._begun,
+            "processes": len(self._connections) - 1,  # without the one that asks
+            "staged_saves": len(self.handoffs.saves),
+            "memory_held_bytes": self.handoffs.size_bytes,
+            "wills_executed": self.handoffs.executed,
+            "draining": len(self.mover.drains.draining),
+            "moving": [
+                {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}
+                for what, progress in self._moving.items()
+            ],
+            "moved_bytes": self._moved_bytes,
+            "drain_bytes_per_second": self.mover.limiter.rate,
+            "errors": self._errors,
+            "replicas": self.replicator.status() if self.replicator is not None else None,
+            "page": server.url if (server := getattr(self._metrics, "server", None)) is not None else None,
+        }
+
+
+def _allow_descriptors() -> None:
+    """As many open files as this user may have: each staged checkpoint of each rank keeps a few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _unknown() -> Json:
+    raise ValueError("no such operation; the two sides are of different versions of tierckpt")

@@ -1,0 +1,444 @@
+"""The agent's peer service: serves this node's chunks, tracks the members, and reports them to the node's processes.
+
+All of it is extra: an agent whose peers cannot be served or found drains and fetches as one without them, says so in
+its log and in ``tierckpt status --peers``, and tries again.
+
+Invariants:
+    A1  Nothing here ends the agent or holds up a drain: every error is caught, files are touched on other threads.
+    A2  What a process says of a directory it fills counts for as long as its connection lasts.
+    A3  The secret is in no answer, no log and no argument of a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import re
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings
+from ..disk.durable import durable_write, read_whole
+from ..errors import ConfigError, TierckptError
+from ..peer import discovery
+from ..peer.gossip import Gossip
+from ..peer.inventory import Holdings, Opened
+from ..peer.membership import CONTESTED_MAX, Member, MemberRecord, Table, balanced
+from ..peer.peer_client import PeerClient
+from ..peer.peer_server import PeerServer
+from ..peer.replica_policy import holders
+from ..planning.replica_placement import survival_probability, survives
+from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
+from ..types import ByteRange, Json
+from .options import AgentOptions
+
+log = logger("peer")
+
+NODE_NAME = "node-name"
+NAME_BYTES_MAX = 1 << 10
+START_SECONDS = 20.0
+RETRY_SECONDS = 2.0
+LOOK_SECONDS = 2.0
+FILLS_MAX = 1024
+SETS_MAX = 20_000
+"""Sets of lost nodes that are looked at one by one."""
+TOLD_BYTES_MAX = 768 << 10
+"""Of members, in one answer: a message holds a MiB (ipc/agent_client.py). It is room for 5000."""
+NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
+"""Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route. Nothing is sent."""
+
+_VERSION = re.compile(r"[0-9a-f]{32}")
+
+
+class PeerService:
+    """Serves, knows and tells, from ``start`` to ``close``. Runs on the agent's loop.
+
+    Args:
+        directory: the agent's own, where the node's name is kept.
+        options: the agent's.
+        fresh: what ``/v1/fresh`` answers; None: nothing.
+        segment: opens a range of a gradient log of this node.
+        hub: has a range of a file of a Hub here (peer/peer_server.py).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: Path,
+        options: AgentOptions,
+        *,
+        fresh: Callable[[], Json | None] | None = None,
+        segment: Callable[[str, ByteRange], Opened | None] | None = None,
+        hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
+    ) -> None:
+        self.settings, self.options = settings, options
+        self.holdings = Holdings(settings.local_root)
+        self.problem = ""
+        """Why this node does not serve or does not look for others; "" when all is well."""
+        self.gossip: Gossip | None = None
+        self.server: PeerServer | None = None
+        self._directory, self._fresh, self._segment, self._hub = directory, fresh, segment, hub
+        self._lookup: discovery.Lookup | None = None
+        self._client: PeerClient | None = None
+        self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
+        self._reports: dict[tuple[Hashable, str], Json] = {}
+        self._fetched: Counter[str] = Counter()
+        self._fetched_from: Counter[str] = Counter()
+        self._slowest: Json | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+        self._asked_at = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._has_renamed = False
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._live())
+
+    async def _live(self) -> None:
+        """Come up, trying again while that fails; then look after things until cancelled."""
+        while True:
+            while not await self._come_up():  # noqa: ASYNC110  # no event tells when a port is free again
+                await asyncio.sleep(RETRY_SECONDS)
+            gossip = self.gossip
+            assert gossip is not None
+            asking = asyncio.create_task(gossip.run())
+            try:
+                while gossip.table.contested < CONTESTED_MAX or self._has_renamed:
+                    self._look()
+                    await asyncio.sleep(LOOK_SECONDS)
+            finally:
+                asking.cancel()
+            await self._rename(gossip.me.name)
+
+    async def _rename(self, name: str) -> None:
+        """Another node goes by our name: a local root was copied. Once, or a liar could keep us at it."""
+        log.error("another node goes by the name %s (was the local root copied?): this one takes a new one", name)
+        self._has_renamed = True
+        await self._end()
+        await asyncio.to_thread((self._directory / NODE_NAME).unlink, missing_ok=True)
+
+    async def _come_up(self) -> bool:
+        try:
+            await self._begin()
+            self.problem = ""
+        except (TierckptError, OSError, ImportError) as error:
+            await self._end()
+            if str(error) != self.problem:
+                log.error("this node takes no part in the cluster: %s", error)
+            self.problem = str(error)
+        except Exception as error:
+            await self._end()
+            self.problem = f"{type(error).__name__}: {error}"
+            log.exception("this node takes no part in the cluster")
+        self._started.set()
+        return not self.problem
+
+    async def _begin(self) -> None:
+        settings = self.settings
+        lookup = await asyncio.to_thread(discovery.Lookup, settings.peers or "")
+        name = await asyncio.to_thread(node_name, self._directory)
+        table = Table(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
+        self._client = PeerClient(settings, name)
+        self.gossip = Gossip(table, self._client.members, self._look_up)
+        self.server = PeerServer(
+            settings,
+            self.holdings,
+            self.gossip,
+            fresh=self._fresh,
+            segment=self._segment,
+            hub=self._hub,
+            asked=self.gossip.asked,
+            bytes_per_second=self.options.serve_bytes_per_second,
+        )
+        await self.server.start()
+        self._lookup = lookup
+        await self._find_me()
+        log.info("serving peers as %s on %s", name, table.me.address)
+
+    async def _look_up(self) -> Sequence[str]:
+        assert self._lookup is not None
+        seeds = await self._lookup.addresses()
+        await self._find_me(seeds)
+        return seeds
+
+    async def _find_me(self, seeds: Sequence[str] | None = None) -> None:
+        """Find out under which address the others reach us; asked again as networks come up after agents do."""
+        assert self.gossip is not None and self.server is not None and self._lookup is not None
+        table = self.gossip.table
+        if seeds is None:
+            seeds = await self._lookup.addresses()
+        address, source = await asyncio.to_thread(_my_address, self.options.advertise, self.server.address, seeds)
+        weight = float(self.options.network_bytes_per_second or 0)
+        weight = weight or await asyncio.to_thread(discovery.network_bytes_per_second, source)
+        table.me = replace(table.me, address=address, weight=weight)
+
+    async def close(self) -> None:
+        """Say goodbye, and stop. Bounded in time; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self.gossip is not None:
+            with contextlib.suppress(Exception):
+                await self.gossip.goodbye()
+        await self._end()
+
+    async def _end(self) -> None:
+        server, client = self.server, self._client
+        self.server = self._client = self.gossip = None
+        for part in (server, client):
+            if part is not None:
+                with contextlib.suppress(Exception):
+                    await part.close()
+
+    def _look(self) -> None:
+        """Now and then: metrics, and whether anybody asks."""
+        gossip, server = self.gossip, self.server
+        if gossip is None or server is None:
+            return
+        for state, count in gossip.table.states().items():
+            PEER_MEMBERS.emit(count, state=state)
+        for reason in ("refused", "malformed", "busy", "overflowed"):
+            if more := server.counts[reason] - self._counts[reason]:
+                PEER_REFUSED.emit(more, reason=reason)
+        if any(server.counts[kind] > self._counts[kind] for kind in ("chunks", "missing", "busy")):
+            self._asked_at = time.monotonic()
+        self._counts = Counter(server.counts)
+
+    @property
+    def is_needed(self) -> bool:
+        """True while somebody on this node fills something, or another node has asked for chunks a moment ago."""
+        return bool(self._fills) or time.monotonic() - self._asked_at < self.options.idle_seconds
+
+    # --- what the node's processes ask -----------------------------------------------------------------------------
+
+    async def ask(self, owner: Hashable, version: str | None, directory: str | None) -> Json:
+        """Answer the operation ``peers``. With a version and a directory, that directory is served from now on.
+
+        Raises:
+            ConfigError: this node takes no part in the cluster; the message says why.
+            ValueError: not a version, or not an absolute path.
+        """
+        if version is not None:
+            _check_version(version)
+            if directory is not None:
+                self._add_fill(owner, version, Path(directory))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS / 2):
+                await self._started.wait()
+        gossip, server = self.gossip, self.server
+        if gossip is None or server is None:
+            raise ConfigError(f"this node takes no part in the cluster: {self.problem or 'it has not come up yet'}")
+        live = gossip.table.live()
+        me = next((member for member in live if member.name == gossip.me.name), None) or balanced([gossip.me])[0]
+        interested = await asyncio.to_thread(server.interested, version) if version is not None else set()
+        if version is not None and any(version == known for fills in self._fills.values() for known, _ in fills):
+            interested = interested | {me.name}
+        return {
+            "me": me.to_json(),
+            "live": _fitting([member.to_json() for member in live]),
+            "interested": sorted(interested),
+            "slow_to": sorted(server.slow_to(version)) if version is not None else [],
+        }
+
+    def _add_fill(self, owner: Hashable, version: str, directory: Path) -> None:
+        if not directory.is_absolute():
+            raise ValueError("the directory that is filled is not absolute")
+        fills = self._fills.setdefault(owner, [])
+        if (version, directory) in fills:
+            return
+        if len(fills) >= FILLS_MAX:
+            raise ValueError(f"a process fills at most {FILLS_MAX} directories at a time")
+        fills.append((version, directory))
+        self.holdings.add(version, directory)
+
+    def done(self, owner: Hashable, version: str | None = None) -> None:
+        """A process has ended, or no longer fills ``version`` (A2)."""
+        kept = []
+        for known, directory in self._fills.pop(owner, []):
+            if version is None or known == version:
+                self.holdings.remove(known, directory)
+            else:
+                kept.append((known, directory))
+        if kept:
+            self._fills[owner] = kept
+        for key in [key for key in self._reports if key[0] == owner and version in (None, key[1])]:
+            self._settle(self._reports.pop(key))
+
+    def report(self, owner: Hashable, version: str, report: Json) -> None:
+        """A process tells what it has fetched of ``version`` since it began. Raises ValueError for what is none."""
+        _check_version(version)
+        clean: Json = {
+            "by_source": _amounts(report.get("by_source"), 16),
+            "by_peer": _amounts(report.get("by_peer"), 8192),
+            "slowest": _slowest(report.get("slowest")),
+        }
+        if (owner, version) in self._reports or len(self._reports) < FILLS_MAX:
+            self._reports[(owner, version)] = clean
+
+    def _settle(self, report: Json) -> None:
+        self._fetched.update(report["by_source"])
+        self._fetched_from.update(report["by_peer"])
+        self._slowest = _slower(self._slowest, report["slowest"])
+
+    def tell(self, addresses: Sequence[str]) -> None:
+        """The job's own store says where the agents are (``peers=torchrun``)."""
+        if self._lookup is not None and self.gossip is not None:
+            self._lookup.tell([str(address) for address in addresses])
+            self.gossip.look_up_now()
+
+    # --- what people ask -------------------------------------------------------------------------------------------
+
+    def _fetched_so_far(self) -> Json:
+        """The reports of all processes of this node, those that have ended too."""
+        fetched, fetched_from, slowest = Counter(self._fetched), Counter(self._fetched_from), self._slowest
+        for report in self._reports.values():
+            fetched.update(report["by_source"])
+            fetched_from.update(report["by_peer"])
+            slowest = _slower(slowest, report["slowest"])
+        return {"by_source": dict(fetched), "by_peer": dict(fetched_from), "slowest": slowest}
+
+    async def status(self) -> Json:
+        """What ``tierckpt status --peers`` shows."""
+        serves = await asyncio.to_thread(self.server.status) if self.server is not None else None
+        gossip, server = self.gossip, self.server
+        fetched = self._fetched_so_far()
+        document: Json = {
+            "problem": self.problem or (gossip.denied if gossip is not None else ""),
+            "lookup_problem": self._lookup.problem if self._lookup is not None else "",
+            "me": gossip.me.to_json() if gossip is not None else None,
+            "members": [],
+            "fetched_bytes_by_source": fetched["by_source"],
+            "slowest_chunk": fetched["slowest"],
+            "serves": serves,
+        }
+        if gossip is None or server is None or serves is None:
+            return document
+        table, rates = gossip.table, serves["bytes_per_second"]
+        rows = [(record, table.state(record)) for record in table.records.values()]
+        document["members_by_state"] = Counter(state for _, state in rows)
+        members = [
+            {
+                **_row(record, time.monotonic()),
+                "state": state,
+                "served_bytes": server.served.get(record.member.name, 0),
+                "fetched_bytes": fetched["by_peer"].get(record.member.name, 0),
+                "served_bytes_per_second": rates.get(record.member.name, 0.0),
+            }
+            for record, state in sorted(rows, key=lambda row: row[0].member.name)
+        ]
+        document["members"] = _fitting(members)
+        document["refused_rows"] = table.refused
+        document["survival"] = await asyncio.to_thread(survival, table.live(), self.settings.replicas)
+        return document
+
+
+def survival(members: Sequence[Member], replicas: int) -> Json:
+    """How likely every shard has a copy left when that many nodes are lost at once, from one to one more than there
+    are replicas: counted out over the placement itself, by formula (planning/replica_placement.py) where that is too
+    many."""
+    known = tuple(sorted((member.name, member.domain) for member in members))
+    return {str(lost): found for lost, found in _survival(known, replicas)}
+
+
+@lru_cache(maxsize=4)
+def _survival(known: tuple[tuple[str, str], ...], replicas: int) -> tuple[tuple[int, float], ...]:
+    copies, nodes = min(replicas, len(known)), len(known)
+    placed = holders((Member(name, "", domain=domain) for name, domain in known), replicas)
+    number = {name: at for at, name in enumerate(placed)}
+    held = [[number[name] for name in names] for names in placed.values()]
+
+    def likely(lost: int) -> float:
+        sets = math.comb(nodes, lost)
+        if sets > SETS_MAX:
+            return survival_probability(nodes, copies, lost)
+        return sum(survives(held, chosen) for chosen in itertools.combinations(range(nodes), lost)) / sets
+
+    return tuple((lost, likely(lost)) for lost in range(1, min(copies + 1, nodes) + 1))
+
+
+def node_name(directory: Path) -> str:
+    """The name of this node among its peers: made once, kept beside the agent's lock for as long as the local root.
+
+    Raises:
+        OSError, TierckptError: it can be neither read nor kept.
+    """
+    path = directory / NODE_NAME
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+        known = read_whole(path, NAME_BYTES_MAX).decode().strip()
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", known):
+            return known
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:80] or "node"
+    name = f"{host}-{secrets.token_hex(4)}"
+    durable_write(path, f"{name}\n".encode())  # the agent's lock is ours: nobody else makes one
+    return name
+
+
+def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> tuple[str, str]:
+    """(address for the others, IP address from which we talk to them). Blocking: a name may have to be looked up."""
+    host, _, port = listening.rpartition(":")
+    host = host.strip("[]")
+    others = [seed for seed in seeds if seed != listening]
+    source = discovery.source_address(others) or discovery.source_address(NOWHERE) or "127.0.0.1"
+    if advertise is not None:
+        address = discovery.resolve(advertise, int(port))
+        return address, address.rpartition(":")[0].strip("[]")
+    if host not in ("0.0.0.0", "::"):
+        return listening, host
+    return discovery.address_of(source, int(port)), source
+
+
+def _row(record: MemberRecord, now: float) -> Json:
+    return {
+        **record.member.to_json(),
+        "heard_seconds_ago": max(0.0, now - record.heard_at),
+        "failures": record.failures,
+    }
+
+
+def _fitting(rows: list[Json]) -> list[Json]:
+    """As many rows as one message holds."""
+    size = 0
+    for count, row in enumerate(rows):
+        size += len(json.dumps(row))
+        if size > TOLD_BYTES_MAX:
+            return rows[:count]
+    return rows
+
+
+def _check_version(version: Any) -> None:
+    if not (isinstance(version, str) and _VERSION.fullmatch(version)):
+        raise ValueError("no version: it has 32 hex digits")
+
+
+def _amounts(value: Any, most: int) -> dict[str, int]:
+    if not isinstance(value, dict):
+        return {}
+    items = list(value.items())[:most]
+    return {str(name)[:128]: int(size) for name, size in items if isinstance(size, int | float) and 0 <= size < 1e18}
+
+
+def _slowest(value: Any) -> Json | None:
+    try:
+        return {"what": str(value["what"])[:512], "seconds": float(value["seconds"]), "from": str(value["from"])[:128]}
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _slower(one: Json | None, other: Json | None) -> Json | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda found: float(found["seconds"]))

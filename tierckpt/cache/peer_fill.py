@@ -1,0 +1,102 @@
+"""Protocols by which the cache fetches chunks from other nodes: ``peer/fetch/fetch_session.py`` implements them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..types import Json
+from .partial_entry import PartialEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A chunk to fetch: a file, a chunk of it, and with peers the request for it that has been decided on."""
+
+    index: int
+    chunk: int
+    request: object | None = None
+
+
+class NotNowError(Exception):
+    """Nobody who was asked has the chunk now, and somebody is going to have it. Choose again."""
+
+
+@dataclass(slots=True)
+class ReceivedChunk:
+    """A chunk that has come."""
+
+    digest: str
+    source: str | None
+    """A member's name, or None: shared storage."""
+
+
+class ChunkOrder(Protocol):
+    """Which chunk comes next."""
+
+    async def take(self) -> Work | None:
+        """The next chunk; None when none is left that nobody has taken."""
+
+    def put_back(self, work: Work) -> None:
+        """It was not fetched: it comes again."""
+
+    def done(self, work: Work) -> None:
+        """It is here, or has been given up."""
+
+
+class PeerSources(Protocol):
+    """Where the bytes of a fill came from."""
+
+    fallbacks: Counter[str]
+
+    def peers(self) -> list[Json]:
+        """For each peer its name, bytes, bytes per second, and whether it was banned."""
+
+
+class PeerFill(Protocol):
+    """One fill of one version together with the other nodes. Runs on one event loop."""
+
+    @property
+    def sources(self) -> PeerSources: ...
+
+    @property
+    def slots(self) -> int:
+        """Chunks that may be under way at a time."""
+
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> ChunkOrder:
+        """Which of ``todo``, files and chunks, comes next, and from whom."""
+
+    async def fetch_chunk(
+        self, index: int, chunk: int, into: memoryview, request: object | None = None
+    ) -> ReceivedChunk:
+        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: that of its ``Work``.
+
+        Raises:
+            NotNowError: it is to be chosen again.
+            TierckptError: neither has it.
+        """
+
+    async def chunk_written(self, index: int, chunk: int) -> None:
+        """It is in a file of this node, or never will be."""
+
+    async def close(self) -> None: ...
+
+
+class StoreReader(Protocol):
+    """The entry that is filled, as its peers use it."""
+
+    @property
+    def target(self) -> str:
+        """The directory that is filled."""
+
+    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
+        """Read one chunk from the store, verified; return its digest."""
+
+
+class PeerJoin(Protocol):
+    """Finds the other nodes for a fill."""
+
+    async def join(self, cached: StoreReader, filling: PartialEntry) -> PeerFill | None:
+        """Join them; None to read from the store."""

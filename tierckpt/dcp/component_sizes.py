@@ -1,0 +1,40 @@
+"""Sizes of a checkpoint by component, from its metadata alone."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..client import latest
+from ..config import Settings
+from ..planning.components import Tensor, take_stock
+from ..planning.model_size import Model
+from ..planning.training_state import State
+from .reader import TierStorageReader
+
+
+def take_stock_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, State]:
+    """Return the model and state that the checkpoint at ``uri`` holds; of a run, its newest usable checkpoint.
+
+    Raises:
+        ConfigError: it holds no weights.
+        CheckpointNotFoundError, UncommittedCheckpointError, UnsafeCheckpointError, StoreError: from the reader.
+    """
+    reader = TierStorageReader(latest(uri, settings=settings) or uri, settings=settings)
+    return take_stock(tensors_of(reader.read_metadata()), str(reader.path))
+
+
+def tensors_of(metadata: Metadata) -> list[Tensor]:
+    """The tensors that DCP's metadata names, with their full sizes."""
+    return [
+        Tensor(
+            name,
+            math.prod(entry.size),
+            math.prod(entry.size) * entry.properties.dtype.itemsize,
+            entry.properties.dtype.is_floating_point,
+        )
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    ]

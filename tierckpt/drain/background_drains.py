@@ -1,0 +1,293 @@
+"""The drains of one mover, as tasks of its event loop: begins them, remembers how each ended, waits for them.
+
+Who drains a save is decided in ``client.py`` (``Client.drain_in_background``): the node's agent, whose server begins it
+here, or this process. Each task is one call of ``Drainer.drain`` (``drainer.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+
+from ..checkpoint import local_commit, local_only, marks, shared_commit
+from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal, set_aside_error
+from ..checkpoint.prune import finish_local
+from ..checkpoint.select import place_of
+from ..config import Settings
+from ..disk.local_root import clear_leftovers
+from ..errors import (
+    CommitAbandonedError,
+    ManifestError,
+    OperationTimeoutError,
+    StoreError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from ..format.layout import Location, parse_uri
+from ..format.manifest import Manifest
+from ..poll import LOCAL, SHARED, Poll
+from ..telemetry import logger
+from ..types import Tier
+from .drainer import Drainer, DrainResult, is_commit_of
+from .recovery import recover_entry
+
+log = logger("drain")
+
+OTHER_RANKS_SECONDS = 10.0
+ANSWER_SECONDS_MIN = 0.5
+"""What a store may take at least to say what it has, when the time to wait for it is nearly up."""
+NOTED_MAX = 1024
+"""How many of its latest drains a process can still tell the end of."""
+
+
+class BackgroundDrains:
+    """The drains of one mover. Not thread-safe: every coroutine runs on the loop that made it."""
+
+    def __init__(self, settings: Settings, drainer: Drainer) -> None:
+        self.settings = settings
+        self._drainer = drainer
+        self._drains: dict[str, asyncio.Task[DrainResult]] = {}
+        self._failures: dict[str, tuple[str, TierckptError]] = {}
+        self._drained_to: set[tuple[str, str]] = set()
+        """The stores (``place_of``) to which this process has drained something."""
+        self._not_waited_for: set[str] = set()
+        """Tokens of drains that somebody has waited for as long as a process waits at its end."""
+        self.committed_at: dict[str, float] = {}
+        """When (monotonic seconds) this process saw each of its latest URIs committed on the shared tier."""
+
+    @property
+    def journal(self) -> Journal:
+        return self._drainer.journal
+
+    async def close(self) -> None:
+        """Stop every drain; the journal keeps them."""
+        for task in self._drains.values():
+            task.cancel()
+        await asyncio.gather(*self._drains.values(), return_exceptions=True)
+        await self._drainer.close()
+
+    async def send_linked(self, entry: Entry) -> bool:
+        """Make the files of ``entry`` appear on the shared tier at once; False when links cannot and copies must."""
+        store = self._drainer.store(entry.location)
+        if not entry.files or not await store.link(
+            entry.files[0].key, self._drainer.directory(entry.location) / entry.files[0].key
+        ):
+            return False
+        await self._drainer.send_files(entry)
+        return True
+
+    async def is_named(self, entry: Entry) -> bool:
+        """True when a manifest on the shared tier, committed or to be, names the files of ``entry``."""
+        return await self._drainer.is_named(entry)
+
+    @property
+    def draining(self) -> Collection[str]:
+        """Tokens of the journal entries that this process drains."""
+        return self._drains.keys()
+
+    def submit(self, token: str) -> asyncio.Task[DrainResult]:
+        """Start draining a journal entry in the background. Its error is kept for ``wait``."""
+        if token not in self._drains:
+            task = asyncio.create_task(self._drain(token), name=f"drain {token}")
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # kept in _failures, not lost
+            self._drains[token] = task
+        return self._drains[token]
+
+    async def recover(self) -> None:
+        """Take up what earlier processes left in the journal: drain what was finished, remove what was not.
+
+        Safe beside live savers and movers: each holds its entries, and what is held is left alone.
+        """
+        await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
+        root = self.settings.local_root
+        for folder in (self.journal.directory, root / "checkpoints", root / "written"):  # the cache has its own way
+            await asyncio.to_thread(clear_leftovers, folder)
+        for entry in await asyncio.to_thread(self.journal.entries):
+            if await recover_entry(entry, self._drainer) and self.settings.drain:
+                self.submit(entry.token)
+
+    async def _drain(self, token: str) -> DrainResult:
+        uri = ""
+        try:
+            entry = await asyncio.to_thread(self.journal.read, token)
+            uri = entry.uri if entry else ""
+            result = await self._drainer.drain(token)
+            if result.outcome == "committed" and uri:  # '': another mover was through before we looked
+                self._note_commit(uri)
+                self._drained_to.add(place_of(parse_uri(uri)))
+            return result
+        except TierckptError as error:
+            log.error("drain of %s failed: %s", uri, error)
+            self._failures[token] = (uri, error)
+            if len(self._failures) > NOTED_MAX:  # of saves that nobody waits for: the journal has them
+                del self._failures[next(iter(self._failures))]
+            raise
+        finally:
+            self._drains.pop(token, None)
+
+    async def promote_newest(self, run: Location | None = None) -> list[Entry]:
+        """Have the newest local-only checkpoint of each run drained after all (local_only.py). Returns its entries."""
+        return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
+
+    async def drop_superseded(self, run: Location | None = None) -> None:
+        """Supersede what is local-only and older than what the shared tier has of its run (local_only.py)."""
+        await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run)
+
+    async def drain_now(self, token: str) -> bool:
+        """Commit an entry whose files are all on the shared tier already. False: other ranks' are not there yet."""
+        result = await self._drainer.commit_if_complete(token)
+        if result.outcome == "waiting":
+            return False
+        self._note_commit(result.uri)
+        return True
+
+    def _note_commit(self, uri: str) -> None:
+        self.committed_at[uri] = time.monotonic()
+        if len(self.committed_at) > NOTED_MAX:
+            del self.committed_at[next(iter(self.committed_at))]
+
+    async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
+        """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""
+        entries = await asyncio.to_thread(self.journal.entries)
+        ready = [entry for entry in entries if entry.state in TO_DRAIN]
+        results = await asyncio.gather(
+            *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, TierckptError):
+                raise result
+        return (
+            [result for result in results if isinstance(result, DrainResult)],
+            [result for result in results if isinstance(result, TierckptError)],
+        )
+
+    async def newest_first(self) -> None:
+        """From now on the drains of this process let nothing go before the newest checkpoint: it will be stopped."""
+        self._drainer.limiter.newest_first()
+
+    async def idle(self, timeout_seconds: float) -> list[Entry]:
+        """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
+
+        An entry that has sent its files and only waits for other ranks is given ``OTHER_RANKS_SECONDS``: when a rank
+        of the job has died, the rest should not sit out the whole time for it.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
+        while time.monotonic() < deadline and not self._drainer.limiter.paused:
+            awaited = {token: drain for token, drain in self._drains.items() if token not in self._not_waited_for}
+            sending = awaited.keys() - self._drainer.awaiting
+            if not awaited or (not sending and time.monotonic() > patience):
+                break
+            await asyncio.wait(awaited.values(), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        entries = await asyncio.to_thread(self.journal.entries)
+        return [entry for entry in entries if entry.token in self._drains]
+
+    async def stop_waiting(self) -> None:
+        """Have ``idle`` wait no longer for the drains that run now: a process waits once at its end, not twice."""
+        self._not_waited_for = {*self._drains}
+
+    async def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
+        """Return when the newest save to ``location`` is committed on ``tier``.
+
+        Raises:
+            OperationTimeoutError: not within ``timeout_seconds``; says what is still missing.
+            TierckptError: the drain failed for a reason that waiting does not mend.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        idle_rounds = 0
+        self._forget_passing(location)
+        may_fail = True  # a try that had begun before this call; the outcome of the next one is what is raised
+        async for _ in Poll(timeout_seconds, LOCAL if tier is Tier.LOCAL else SHARED):
+            entries = await asyncio.to_thread(self._unsettled, location)
+            try:
+                local = await asyncio.to_thread(local_commit.read_local_manifest, self._drainer.directory(location))
+            except ManifestError:
+                local = None  # a save that is under way replaces it
+            if tier is Tier.LOCAL:
+                if local is not None and all(is_commit_of(local, entry) for entry in entries):
+                    return
+            else:
+                if may_fail and self._forget_passing(location):
+                    may_fail = False
+                self._raise_failure(location)
+                if not entries and await self._is_committed(location, local, deadline - time.monotonic()):
+                    return
+                idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
+                if idle_rounds > 2:
+                    await asyncio.to_thread(self._raise_set_aside, location)
+                    raise CommitAbandonedError(
+                        f"{location.uri} is committed on the local tier only and nothing drains it",
+                        hint="It was saved with drain=False, or its interval keeps it here (`tierckpt drain` sends the "
+                        "newest), or another save of the same id won on the shared tier",
+                    )
+                for entry in entries:
+                    if entry.state == READY:
+                        self.submit(entry.token)  # left by a process that is gone; held elsewhere it is a no-op
+        raise OperationTimeoutError(
+            f"{location.uri} is not committed on the {tier} tier after {round(timeout_seconds, 1):g} s",
+            hint="`tierckpt status` shows what is in the journal and the last error",
+            tier=tier,
+            draining=len(entries),
+            last_error=next((entry.error for entry in entries if entry.error), None),
+        )
+
+    def _unsettled(self, location: Location) -> list[Entry]:
+        """Journal entries of ``location`` that somebody still works on, or has to."""
+        found = []
+        for entry in self.journal.entries():
+            if entry.uri != location.uri or entry.state in ASIDE:
+                continue
+            if entry.state != READY:
+                with self.journal.own(entry.token) as dead:
+                    if dead:
+                        continue  # its saver is gone: it will never commit, recover() removes it
+            found.append(entry)
+        return found
+
+    def _raise_set_aside(self, location: Location) -> None:
+        for entry in self.journal.entries():
+            if entry.uri == location.uri and entry.state in ASIDE:
+                raise set_aside_error(entry)
+
+    async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
+        """True when the shared tier has our local attempt, or any attempt where this node has none."""
+        directory = self._drainer.directory(location)
+        if local is not None and await asyncio.to_thread(marks.is_drained, directory, local.attempt):
+            return True
+        try:
+            async with asyncio.timeout(max(ANSWER_SECONDS_MIN, timeout_seconds)):
+                shared = await shared_commit.read_shared_manifest(self._drainer.store(location))
+        except (StoreUnavailableError, TimeoutError):
+            return False
+        return shared is not None and (local is None or local.attempt == shared.attempt)
+
+    def _raise_failure(self, location: Location) -> None:
+        for token, (uri, error) in list(self._failures.items()):
+            if uri == location.uri:
+                del self._failures[token]
+                raise error
+
+    def _forget_passing(self, location: Location) -> bool:
+        """Forget failures that ``may_pass``, so that their drains are tried again. False when there are none."""
+        passing = [
+            token
+            for token, (uri, error) in self._failures.items()
+            if uri == location.uri and self.may_pass(location, error)
+        ]
+        for token in passing:
+            del self._failures[token]
+        return bool(passing)
+
+    def take_failures(self, uris: set[str]) -> dict[str, tuple[str, TierckptError]]:
+        """Return the errors of drains to ``uris`` since the last call, with the URI, by token; and forget those."""
+        taken = {token: failure for token, failure in self._failures.items() if failure[0] in uris}
+        for token in taken:
+            del self._failures[token]
+        return taken
+
+    def may_pass(self, location: Location, error: TierckptError) -> bool:
+        """True for an error of a store to which this process has drained before: credentials that have expired, say.
+        What was saved is safe on this node, and the drain is to be tried again."""
+        is_local = error.context.get("tier") == Tier.LOCAL
+        return isinstance(error, StoreError) and not is_local and place_of(location) in self._drained_to

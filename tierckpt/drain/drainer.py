@@ -1,0 +1,525 @@
+"""Drains one journal entry: its files to the shared tier, and the commit there once every rank's part has come.
+
+Called by ``background_drains.py``.
+
+Each rank's mover sends its own files and then a part record. The coordinator's mover also leaves the manifest-to-be
+under ``pending/``. Whichever mover comes last finds every part present and commits; no rank is needed for it and no
+torch collective is used. A mover that comes back after a crash repeats its steps: all of them are idempotent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import local_commit, local_only, marks, shared_commit
+from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal
+from ..config import Settings
+from ..disk import read_lease
+from ..disk.durable import make_dirs, translated
+from ..disk.file_lock import lock_async
+from ..disk.priority import BACKGROUND_NICE
+from ..errors import (
+    AlreadyCommittedError,
+    CapacityError,
+    CommitAbandonedError,
+    ManifestError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    TierckptError,
+)
+from ..format import manifest as manifests
+from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, local_dir, part, pending
+from ..format.manifest import Manifest
+from ..poll import SHARED, Poll
+from ..quantities import human_bytes
+from ..redaction import redact
+from ..stores import open_store, retry, verified_read
+from ..stores.base import Store
+from ..stores.retry import Retries, jitter_seconds
+from ..stores.verified_read import available, verified
+from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
+from ..types import Progress, ProgressListener, Tier
+from . import write_back
+from .file_transfer import cause_of, send
+from .rate_limiter import RateLimiter
+
+log = logger("drain")
+
+PAUSE_SECONDS_MIN = 0.5
+PASSING_SECONDS = 7 * 86400.0
+"""How long a drain is tried whose store is away, full, or refuses us: over a long weekend and the week after it."""
+NOTE_SECONDS = 3600.0
+"""Between two looks at how long that has been."""
+STORES_MAX = 16
+"""Steps that are drained or looked at at a time are few."""
+
+
+@dataclass
+class DrainResult:
+    """What became of one journal entry: ``committed``, ``superseded`` by a later save, ``held`` by another mover, or
+    ``waiting`` for the parts of other ranks."""
+
+    token: str
+    uri: str
+    outcome: str
+    size_bytes: int = 0
+
+
+class Drainer:
+    """Drains journal entries. One per mover; all methods run on its event loop."""
+
+    def __init__(self, settings: Settings, listener: ProgressListener) -> None:
+        self.settings = settings
+        self.journal = Journal(settings.local_root)
+        self.listener = listener
+        self._stores: dict[Location, Store] = {}
+        """The stores used last, the latest one at the end."""
+        self._opening = threading.Lock()
+        self.retries = Retries(settings)
+        """How often this mover asks its stores again, and which of them are down."""
+        self.limiter = RateLimiter(
+            settings.drain_bytes_per_second,
+            settings.concurrency,
+            local_root=settings.local_root,
+            nice=BACKGROUND_NICE,
+        )
+        """Of all drains of this mover together."""
+        self._noted_at: dict[str, float] = {}
+        """When (monotonic seconds) the next note is due of an entry that waits for its store."""
+        self.awaiting: set[str] = set()
+        """Tokens whose files are sent and which wait for other ranks' parts."""
+
+    def store(self, location: Location) -> Store:
+        """The store of a place, one of the latest used. Any thread may ask."""
+        with self._opening:
+            store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
+            self._stores[location] = store
+            if len(self._stores) > STORES_MAX:
+                del self._stores[next(iter(self._stores))]
+        return store
+
+    def directory(self, location: Location) -> Path:
+        return local_dir(self.settings.local_root, location)
+
+    async def close(self) -> None:
+        for store in self._stores.values():
+            await store.close()
+        self._stores.clear()
+        self.retries.close()
+        self.limiter.close()
+
+    async def drain(self, token: str, *, patient: bool = True) -> DrainResult:
+        """Drain one entry to its commit on the shared tier. An error stays in the journal and is raised.
+
+        Args:
+            patient: keep trying while the store is unavailable (with backoff), and wait for other ranks' parts until
+                ``commit_timeout_seconds``. False gives up at the first obstacle.
+
+        Raises:
+            CommitAbandonedError: the other ranks' parts did not come.
+            IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained as it is.
+        """
+        with self.journal.own(token) as owned:
+            if not owned:
+                return DrainResult(token, "", "held")
+            entry = await asyncio.to_thread(self.journal.read, token)
+            if entry is None or entry.state not in TO_DRAIN:
+                return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
+            begun = time.monotonic()
+            try:
+                drain = self._drain if entry.state == READY else self._drain_file
+                outcome = await self._with_retries(entry, lambda: drain(entry, patient), patient)
+            except TierckptError as error:
+                ERRORS.emit(1, operation="drain", error=type(error).__name__)
+                await self._note_failure(entry, error, patient)
+                raise
+            return await self._drained(entry, outcome, begun)
+
+    async def commit_if_complete(self, token: str) -> DrainResult:
+        """Commit an entry whose files are on the shared tier already. ``waiting``: other ranks' parts are not, yet.
+
+        That is no error: ranks that are told the outcome of a save send their parts after it. The entry stays ready.
+        """
+        with self.journal.own(token) as owned:
+            entry = await asyncio.to_thread(self.journal.read, token) if owned else None
+            if entry is None or entry.state != READY:
+                return DrainResult(token, entry.uri if entry else "", "waiting")
+            begun = time.monotonic()
+            outcome = await self.try_commit(entry)
+            if outcome is None:
+                return DrainResult(token, entry.uri, "waiting")
+            return await self._drained(entry, outcome, begun)
+
+    async def _drained(self, entry: Entry, outcome: str, begun: float) -> DrainResult:
+        await asyncio.to_thread(self.journal.remove, entry.token)
+        self._noted_at.pop(entry.token, None)
+        seconds = time.monotonic() - begun
+        DRAIN_SECONDS.emit(seconds)
+        facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
+        log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
+        return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
+
+    async def _note_failure(self, entry: Entry, error: TierckptError, patient: bool) -> None:
+        """Note ``error`` in the journal; an entry that fails for too long is set aside, and that is said.
+
+        What may pass by itself (the store is away or full, credentials have expired) gets ``PASSING_SECONDS``; what
+        nobody but a person mends, as long again as a mover waits for other ranks. The files stay in either case.
+        """
+        # A server may repeat our credentials in its answer; the journal is read by people.
+        text, is_passing = redact(f"{type(error).__name__}: {error}"), _may_pass(error)
+        limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
+        noted = await asyncio.to_thread(
+            self.journal.fail,
+            entry.token,
+            text,
+            patience_seconds=limit if patient else math.inf,
+            is_passing=is_passing,
+        )
+        if noted is not None and noted.state in ASIDE:
+            log.error(
+                "%s (%s) is set aside, as its drain has failed for %.0f s: %s. It stays on this node; `tierckpt "
+                "drain --retry` tries again, `tierckpt drain --forget %s` gives it up",
+                entry.uri,
+                human_bytes(entry.size_bytes),
+                time.time() - noted.failing_since_unix_seconds,
+                text,
+                entry.uri,
+            )
+
+    async def _may_wait(self, entry: Entry) -> bool:
+        """Note that ``entry`` waits for its store; False when it has done so for ``PASSING_SECONDS``, over restarts."""
+        if time.monotonic() < self._noted_at.get(entry.token, 0.0):
+            return True
+        self._noted_at[entry.token] = time.monotonic() + NOTE_SECONDS
+        noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
+        return noted is None or time.time() - noted.failing_since_unix_seconds <= PASSING_SECONDS
+
+    async def _with_retries(self, entry: Entry, work: Callable[[], Awaitable[str]], patient: bool) -> str:
+        """Try again while the store is unavailable, its own retries spent: when a store that was down is up again, at
+        once, else after a jittered pause."""
+        if not patient:
+            return await work()
+        tries = 0
+        while True:
+            try:
+                return await work()
+            except TierckptError as error:
+                if not error.retryable:
+                    raise
+                RETRIES.emit(1, operation="drain")
+                if not await self._may_wait(entry):
+                    raise
+            tries += 1
+            with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
+                async with asyncio.timeout(NOTE_SECONDS):
+                    if not await available(self.store(entry.location)):
+                        await asyncio.sleep(jitter_seconds(tries, PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX))
+
+    async def _drain(self, entry: Entry, patient: bool) -> str:
+        # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.
+        with translated(self.directory(entry.location), is_above=True):
+            try:
+                if await asyncio.to_thread(self._is_replaced, entry):
+                    return await self._forget(entry)
+                if await self._was_cleaned_up(entry):
+                    return "committed"  # by another mover, with files that were there already: leave no part record
+                await self.send_files(entry)
+                self.awaiting.add(entry.token)
+                # From here on others are waited for. The rate limit may have made our own sending take long.
+                return await self._await_commit(entry, self.settings.commit_timeout_seconds if patient else 0.0)
+            except TierckptError as error:
+                # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
+                if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
+                    raise
+                return await self._forget(entry)
+            finally:
+                self.awaiting.discard(entry.token)
+
+    async def _drain_file(self, entry: Entry, patient: bool) -> str:
+        return await write_back.drain(self, entry, patient=patient)
+
+    async def _await_commit(self, entry: Entry, timeout_seconds: float) -> str:
+        async for _ in Poll(timeout_seconds, SHARED):
+            outcome = await self.try_commit(entry)
+            if outcome is not None:
+                return outcome
+        raise CommitAbandonedError(
+            f"{entry.uri}: this rank's files are on the shared tier, but other ranks' parts are not",
+            hint="A rank failed while saving, or its node has not drained yet; `tierckpt drain --wait` on each "
+            "node tries again, and the checkpoint stays uncommitted until then",
+            rank=entry.rank,
+            waited_seconds=timeout_seconds or None,
+        )
+
+    def _is_replaced(self, entry: Entry) -> bool:
+        """True when no commit of this node can name this entry's files any more, so that draining them serves nobody.
+
+        The coordinator's entry stands in the journal a moment before its local commit: a crash in that moment, or a
+        later save to the same id, leaves an entry whose attempt the local manifest does not name. Another rank does
+        not know its attempt. It knows it was replaced when a local manifest does not name it and its files are gone,
+        because only the commit that replaces them removes files. No clock is compared: the manifest may come from
+        another node.
+        """
+        directory = self.directory(entry.location)
+        try:
+            local = local_commit.read_local_manifest(directory)
+        except ManifestError:
+            return False  # nobody can know: its files are what they were, and each chunk is checked as it is sent
+        if entry.manifest is not None and not entry.is_fragment:
+            return local is None or not is_commit_of(local, entry)
+        if local is None or is_commit_of(local, entry):
+            return False
+        return not all((directory / file.key).exists() for file in entry.files)
+
+    async def _forget(self, entry: Entry) -> str:
+        """Put away what a replaced entry left. Returns ``superseded``, or ``committed`` if it was that before.
+
+        Objects on the shared tier are removed only while nobody there refers to them: once a pending manifest names
+        them, somebody may be committing it, and the save that replaces it removes them after its own commit.
+        """
+        store, directory = self.store(entry.location), self.directory(entry.location)
+        current = await shared_commit.read_shared_manifest(store)
+        if current is not None and is_commit_of(current, entry):
+            return "committed"
+        log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
+        await asyncio.to_thread(self._forget_local, directory, entry)
+        if entry.is_fragment or await self._pending_manifest(entry, store) is None:
+            await store.delete(part(entry.token))
+            for file in entry.files:
+                await store.delete(file.key)
+        return "superseded"
+
+    def _forget_local(self, directory: Path, entry: Entry) -> None:
+        local_commit.discard_attempt(directory, entry.token, entry.manifest)
+        with read_lease.removing(self.settings.local_root, directory) as free:
+            if free:
+                local_commit.remove_empty(directory)
+
+    async def send_files(self, entry: Entry) -> None:
+        """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
+        store, directory = self.store(entry.location), self.directory(entry.location)
+        flow = self.limiter.flow(entry.created_unix_seconds)
+        done = 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            self.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
+
+        async def move(file: manifests.FileEntry) -> None:
+            async with flow.slot():
+                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes, flow)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for file in entry.files:
+                    group.create_task(move(file))
+        except BaseExceptionGroup as errors:
+            raise cause_of(errors) from None
+        if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
+            return  # one rank wrote everything: nobody to leave a record for
+        if entry.is_fragment:
+            await store.put(part(entry.token), entry.manifest.encode())  # type: ignore[union-attr]
+            return
+        if entry.manifest is not None:
+            await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
+        await store.put(part(entry.token), b"{}")
+
+    async def try_commit(self, entry: Entry) -> str | None:
+        """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing.
+
+        One mover of a node at a time, so that of two attempts at one id on this node the newer one is last.
+        """
+        if await self._was_cleaned_up(entry):
+            return "committed"
+        directory = self.directory(entry.location)
+        lock = directory / PRIVATE_DIR / "commit.lock"
+        await asyncio.to_thread(make_dirs, lock.parent)
+        async with lock_async(lock, self.settings.commit_timeout_seconds, f"the commit of {entry.uri}"):
+            if await asyncio.to_thread(self._is_replaced, entry):
+                return await self._forget(entry)
+            return await self._try_commit(entry)
+
+    async def _try_commit(self, entry: Entry) -> str | None:
+        store = self.store(entry.location)
+        current = await shared_commit.read_shared_manifest(store)
+        if current is not None and is_commit_of(current, entry):
+            if entry.manifest is not None:
+                await shared_commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
+            await store.delete(part(entry.token))
+            await self._after_commit(entry, current)
+            return "committed"
+        manifest = await self._manifest(entry, store)
+        if manifest is None:
+            return await self._if_part_is_gone(entry, store)
+        if not await self.all_parts(manifest, entry, store):
+            return None
+        try:
+            await shared_commit.commit_shared(store, entry.location, manifest)
+        except AlreadyCommittedError:
+            if await self._is_superseded(manifest, store):
+                return "superseded"
+            raise
+        COMMITS.emit(1, tier=Tier.SHARED)
+        await self._after_commit(entry, manifest)
+        return "committed"
+
+    async def _if_part_is_gone(self, entry: Entry, store: Store) -> str | None:
+        """Our part record is removed by the commit of our attempt, or by one that replaced it: tell which."""
+        try:
+            await store.head(part(entry.token))
+        except ObjectNotFoundError:
+            # The manifest was put before the part was removed, so reading it now, after, cannot miss it.
+            current = await shared_commit.read_shared_manifest(store)
+            if current is None:
+                return None
+            if not is_commit_of(current, entry):
+                return "superseded"
+            await self._after_commit(entry, current)
+            return "committed"
+        return None
+
+    async def _was_cleaned_up(self, entry: Entry) -> bool:
+        """True when another mover of this node has committed this entry's checkpoint, and nothing is left to do for it.
+
+        The part record goes here too: whoever committed may have been killed while it cleaned up. The coordinator's
+        mover looks at everything the commit leaves, so it takes the long way.
+        """
+        if entry.manifest is not None and not entry.is_fragment:
+            return False
+        if not await asyncio.to_thread(self._was_seen_committed, entry):
+            return False
+        await self.store(entry.location).delete(part(entry.token))
+        return True
+
+    def _was_seen_committed(self, entry: Entry) -> bool:
+        """True when another mover of this node has committed this entry's checkpoint: no request is needed to know."""
+        directory = self.directory(entry.location)
+        try:
+            local = local_commit.read_local_manifest(directory)
+        except ManifestError:
+            return False
+        return local is not None and is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
+
+    async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
+        """The manifest of the whole checkpoint this entry belongs to, None while nobody can know it."""
+        if entry.is_fragment:
+            return await self._merged(entry, store)
+        if entry.manifest is not None:
+            return entry.manifest
+        return await self._pending_manifest(entry, store)
+
+    async def _pending_manifest(self, entry: Entry, store: Store) -> Manifest | None:
+        """The manifest-to-be on the shared tier that names this entry's files, if the coordinator has left one."""
+        # A listing may be old or incomplete. What it leaves out is looked for again in the next round, and what it
+        # names is read: it can delay a commit, and decides nothing.
+        async for info in store.list(PENDING_DIR):
+            try:
+                candidate = await _read_manifest(store, info.key)
+            except ObjectNotFoundError:
+                continue  # committed meanwhile; the next round sees its manifest
+            if entry.token in candidate.tokens:
+                return candidate
+        return None
+
+    async def is_named(self, entry: Entry) -> bool:
+        """True when the shared tier has a manifest, committed or to be, that names this entry's files."""
+        store = self.store(entry.location)
+        current = await shared_commit.read_shared_manifest(store)
+        return (current is not None and entry.token in current.tokens) or (
+            await self._pending_manifest(entry, store) is not None
+        )
+
+    async def remove_unnamed(self, entry: Entry) -> None:
+        """Delete the shards of ``entry`` from the shared tier, unless a manifest there names them."""
+        if await self.is_named(entry):
+            return
+        store = self.store(entry.location)
+        async for info in store.list():
+            if info.key.endswith(f"-{entry.token}{SHARD_SUFFIX}") or info.key.startswith(
+                f"{adopted_dir(entry.token)}/"
+            ):
+                await store.delete(info.key)
+
+    async def _merged(self, entry: Entry, store: Store) -> Manifest | None:
+        own = entry.manifest
+        if own is None:
+            return None
+        fragments = []
+        for rank in range(own.world_size):
+            try:
+                fragments.append(await _read_manifest(store, part(f"{own.attempt}-{rank}")))
+            except ObjectNotFoundError:
+                return None
+        return manifests.merge(fragments)
+
+    async def all_parts(self, manifest: Manifest, entry: Entry, store: Store) -> bool:
+        if entry.is_fragment:
+            return True  # merging read every part
+        for token in manifest.tokens - {entry.token}:
+            try:
+                await store.head(part(token))
+            except ObjectNotFoundError:
+                return False
+        return True
+
+    async def _is_superseded(self, manifest: Manifest, store: Store) -> bool:
+        """True when the winner was told to replace ``manifest``: a later save of ours, not a rival."""
+        current = await shared_commit.read_shared_manifest(store)
+        replaced = await shared_commit.replaced_by_claim(store)
+        return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
+
+    async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
+        """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
+        store, directory = self.store(entry.location), self.directory(entry.location)
+        try:
+            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
+        except ManifestError:
+            local = None  # ``adopt`` sets it aside and puts a good one there
+        if local is None or local.attempt != manifest.attempt:
+            await self.adopt(store, directory, manifest)
+        await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
+        if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
+            # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
+            await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
+            run, name = entry.location.parent, entry.location.name
+            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run, name)
+
+    async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
+        """Record on this node a commit of the shared tier, its metadata checked."""
+        metadata = {}
+        for item in manifest.metadata:
+            metadata[item.path] = await store.get(item.key)
+            verified_read.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
+        await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
+
+
+def _may_pass(error: TierckptError) -> bool:
+    """True for what ends by itself, or by somebody who does not know of this node: an outage, expired credentials."""
+    return error.retryable or isinstance(error, PermissionDeniedError | CapacityError)
+
+
+async def _read_manifest(store: Store, key: str) -> Manifest:
+    async def read() -> Manifest:
+        return manifests.decode(await store.get(key), where=f"{store.uri}/{key}")
+
+    return await verified(store, read)
+
+
+def _is_elsewhere(directory: Path, entry: Entry, manifest: Manifest) -> bool:
+    """True when ``entry`` has shards and no shard of its checkpoint lies here."""
+    shards = [file for file in manifest.files if file.path.endswith(SHARD_SUFFIX)]
+    had = any(file.path.endswith(SHARD_SUFFIX) for file in entry.files)
+    return had and not any((directory / file.key).exists() for file in shards)
+
+
+def is_commit_of(manifest: Manifest, entry: Entry) -> bool:
+    """True when ``manifest`` commits ``entry``. A coordinator that wrote no shard knows it by the attempt."""
+    return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)

@@ -1,0 +1,198 @@
+"""Move one file between the local tier and a store, every byte checked on the way (P4).
+
+File operations in threads run ``to_completion``: a cancelled one is waited for before its descriptor is closed, or it
+would write into whatever gets the descriptor next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..disk.durable import make_dirs, matching, publish, translated
+from ..disk.file_io import open_file, pread_all, pwrite_all
+from ..disk.file_lock import lock_async
+from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
+from ..format.manifest import FileEntry
+from ..stores import verified_read
+from ..stores.base import Store
+from ..stores.common import to_completion
+from ..stores.verified_read import again, get_checked
+from ..telemetry import BYTES, FILE_SECONDS, FILES
+from ..types import Buffer, ByteRange, Tier
+from .rate_limiter import DrainFlow
+
+if TYPE_CHECKING:
+    from ..stores.base import RangeSource
+
+FETCH_TIMEOUT_SECONDS = 3600.0
+
+OnBytes = Callable[[int], None]
+
+
+async def send(
+    store: Store,
+    path: Path,
+    entry: FileEntry,
+    chunk_size_bytes: int,
+    on_bytes: OnBytes,
+    flow: DrainFlow | None = None,
+    *,
+    replaces: bool = False,
+) -> None:
+    """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
+
+    Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
+    of this name and size is the file. A link replaces the copy where store and path share a filesystem.
+
+    ``replaces``: the name is not new, and what is there now is another file. Then it is always sent.
+
+    What is read and sent is taken from ``flow``, chunk by chunk; a link takes nothing.
+
+    A transfer that fails in a way that may pass begins again, and so finds out by the HEAD when it was only the answer
+    that got lost.
+
+    Raises:
+        IntegrityError: the local bytes are not what was staged; the transfer is aborted, nothing appears.
+    """
+    counted = 0
+
+    def count(size_bytes: int) -> None:
+        nonlocal counted
+        counted += size_bytes
+        on_bytes(size_bytes)
+
+    async def attempt() -> None:
+        count(-counted)
+        if replaces or not await _is_there(store, path, entry, count):
+            await _send(store, path, entry, chunk_size_bytes, count, flow)
+
+    await again(store, attempt)
+
+
+async def _is_there(store: Store, path: Path, entry: FileEntry, on_bytes: OnBytes) -> bool:
+    try:
+        if (await store.head(entry.key)).size_bytes == entry.size_bytes:
+            on_bytes(entry.size_bytes)
+            return True
+    except ObjectNotFoundError:
+        pass
+    if await store.link(entry.key, path):
+        on_bytes(entry.size_bytes)
+        BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
+        return True
+    return False
+
+
+async def _send(
+    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, flow: DrainFlow | None
+) -> None:
+    begun = time.monotonic()
+    pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, flow)
+    await store.put_stream(entry.key, pieces, entry.size_bytes)
+    _count("send", begun)
+
+
+async def _checked_chunks(
+    path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, flow: DrainFlow | None
+) -> AsyncIterator[Buffer]:
+    in_thread = flow.in_background if flow is not None else asyncio.to_thread
+    file = await asyncio.to_thread(open_file, path)
+    try:
+        for byte_range, digest in entry.chunks(chunk_size_bytes):
+            if flow is not None:
+                await flow.spend(byte_range.size_bytes)
+            chunk = await to_completion(in_thread(pread_all, file, byte_range, path))
+            verified_read.expect(
+                await in_thread(verified_read.is_good, chunk, digest, byte_range),
+                entry,
+                byte_range,
+                Tier.LOCAL,
+                str(path),
+            )
+            yield chunk
+            BYTES.emit(len(chunk), tier=Tier.SHARED, direction="written")
+            on_bytes(len(chunk))
+    finally:
+        os.close(file)
+
+
+async def fetch(
+    store: RangeSource, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
+) -> None:
+    """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
+
+    One process of the node fetches a file; the others wait for it and find it there.
+
+    Raises:
+        IntegrityError: the store's bytes are not what was staged.
+    """
+    make_dirs(path.parent)
+    async with lock_async(path.with_name(f".{path.name}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+        if await asyncio.to_thread(path.exists):
+            on_bytes(entry.size_bytes)
+            return
+        begun = time.monotonic()
+        for left in matching(path.parent, f".{glob.escape(path.name)}.*.tmp"):
+            left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        file = await asyncio.to_thread(create_file, temporary, entry.size_bytes)
+        try:
+            gate = asyncio.Semaphore(concurrency)
+
+            async def move(byte_range: ByteRange, digest: str) -> None:
+                async with gate:
+                    chunk = await get_checked(store, entry, byte_range, digest)
+                    await to_completion(asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary))
+                    on_bytes(byte_range.size_bytes)
+
+            async with asyncio.TaskGroup() as group:
+                for byte_range, digest in entry.chunks(chunk_size_bytes):
+                    group.create_task(move(byte_range, digest))
+            with translated(path):
+                await to_completion(asyncio.to_thread(publish, temporary, path, file))
+            _count("fetch", begun)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            raise cause_of(error) from None
+        finally:
+            os.close(file)
+
+
+def _count(operation: str, begun: float) -> None:
+    FILES.emit(1, operation=operation)
+    FILE_SECONDS.emit(time.monotonic() - begun, operation=operation)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error to report of a task group: damage first, then what no retry mends, then any; itself if single."""
+    flat = _flatten(error)
+    ours = [one for one in flat if isinstance(one, TierckptError)]
+    damage = [one for one in ours if isinstance(one, IntegrityError)]
+    final = [one for one in ours if not one.retryable]
+    return next(iter([*damage, *final, *ours, *flat]))
+
+
+def _flatten(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
+    return [error]
+
+
+def create_file(path: Path, size_bytes: int) -> int:
+    with translated(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            if size_bytes:
+                os.posix_fallocate(file, 0, size_bytes)  # a full disk is found before the first byte is fetched
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        return file

@@ -1,0 +1,450 @@
+"""The rate limit of drains (P8): bytes per second, files at a time, pause, room for a flush. One limiter per mover.
+
+The processes of a node share it by leaving their drains to one mover, the agent's (``mover.py``, ``Client`` decides).
+Should one drain for itself, it has a limiter of its own beside it. What ``tierckpt drain --limit`` writes to the
+control file each mover of the node takes over within a second; ``update`` changes the limits of one.
+
+All drains of a mover draw on its limiter, chunk by chunk and in the order in which they ask, so that none of them
+starves. Places go to the newest checkpoint that waits (PCcheck's order), but one that has begun is finished first: were
+it left for each newer one, a job that saves faster than it can drain would never have a whole checkpoint on the shared
+tier. When the end is near (``newest_first``), nothing is before the newest.
+
+Invariants (tests cite them):
+    G1  Over any time t at most ``rate * t`` bytes are let through, plus the larger of 0.25 s worth and one chunk, plus
+        0.25 s worth that a late wake-up makes up for: the long-run rate is exact although no timer is.
+    G2  Chunks are let through in the order in which they asked.
+    G3  While a flush writes on this node, drains leave the disk to it for at most half of the time
+    (``disk/flush_lock.py``).
+    G4  Of the files that wait for a place those of checkpoints that have begun are first, then those of the newest.
+        In a hurry the newest checkpoint waits for no place and no turn, and all others wait while it sends.
+    G5  A damaged control file changes nothing; a missing one means what the settings say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..disk.durable import durable_write, make_dirs, read_whole
+from ..disk.file_lock import lock
+from ..disk.flush_lock import FlushMark, FlushYield
+from ..disk.priority import lower_this_thread
+from ..errors import ConfigError, PermissionDeniedError, TierckptError
+from ..format.layout import control_file
+from ..telemetry import logger
+from ..types import Json
+
+log = logger("rate_limiter")
+
+T = TypeVar("T")
+
+BURST_SECONDS = 0.25
+NAP_SECONDS = 0.1
+"""Longest sleep: a change takes effect within it."""
+LOOK_SECONDS = 1.0
+FLUSH_LOOK_SECONDS = 0.02
+THREADS_MAX = 8
+CONTROL_LOCK_SECONDS = 10.0
+CONCURRENCY_MAX = 256
+CONTROL_BYTES_MAX = 1 << 16
+
+
+class Unchanged(enum.Enum):
+    """Tells "leave it as it is" from None, which means no limit."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the control file of a node asks of its movers. UNCHANGED and None leave a thing to the settings."""
+
+    bytes_per_second: int | Unchanged | None = UNCHANGED
+    concurrency: int | None = None
+    paused: bool = False
+
+    def to_json(self) -> Json:
+        document: Json = {"paused": self.paused}
+        if self.bytes_per_second is not UNCHANGED:
+            document["bytes_per_second"] = self.bytes_per_second
+        if self.concurrency is not None:
+            document["concurrency"] = self.concurrency
+        return document
+
+
+@dataclass(slots=True)
+class DrainFlow:
+    """The drain of one checkpoint, as the limiter knows it.
+
+    Attributes:
+        created_at: when the checkpoint was saved, Unix seconds; larger is newer.
+        has_begun: whether a file of it has had a place.
+    """
+
+    limiter: RateLimiter
+    created_at: float = 0.0
+    has_begun: bool = False
+
+    async def spend(self, size_bytes: int) -> None:
+        """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
+        await self.limiter.spend(size_bytes, self.created_at)
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one of the limiter's ``concurrency`` places (G4)."""
+        async with self.limiter.slot(self):
+            yield
+
+    async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run blocking ``work`` on a thread that steps back from training."""
+        return await self.limiter.in_background(work, *arguments)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    place: asyncio.Future[None]
+    flow: DrainFlow
+
+
+class RateLimiter:
+    """Limits what the drains of one mover take. Belongs to one event loop.
+
+    Args:
+        bytes_per_second: None for no limit.
+        concurrency: files in flight.
+        local_root: where the control file and the mark of a flush lie; None: there are none.
+        nice: CPU priority of the threads that read and digest for the drains; 0 is the caller's own.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: int | None,
+        concurrency: int,
+        *,
+        local_root: Path | None = None,
+        nice: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        nap: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._default = (_checked_rate(bytes_per_second), _checked_concurrency(concurrency))
+        self.bytes_per_second, self.concurrency = self._default
+        self.paused = False
+        self._throttle: tuple[int, float] | None = None
+        self._clock, self._nap, self._nice = clock, nap, nice
+        self._credit_bytes = self._burst_bytes()
+        self._credited_at = clock()
+        self._turn = asyncio.Lock()
+        self._hurried = False
+        self.running: Counter[float] = Counter()
+        """How many files of a checkpoint, by its age, hold a place."""
+        self._queue: list[_Waiter] = []
+        self._control = control_file(local_root) if local_root is not None else None
+        self._control_seen: tuple[int, int, int] | None = None
+        self._look_at = 0.0
+        self._stepping = FlushYield(FlushMark(local_root)) if local_root is not None else None
+        self._threads: ThreadPoolExecutor | None = None
+
+    # --- changing it -------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        *,
+        bytes_per_second: int | Unchanged | None = UNCHANGED,
+        concurrency: int | None = None,
+        paused: bool | None = None,
+    ) -> None:
+        """Change what is given, for what runs too, within ``NAP_SECONDS``. Nothing is changed when it raises.
+
+        Raises:
+            ConfigError: a rate that is not a positive whole number (or None), a concurrency outside 1 to 256.
+        """
+        rate = self.bytes_per_second if bytes_per_second is UNCHANGED else _checked_rate(bytes_per_second)
+        files = self.concurrency if concurrency is None else _checked_concurrency(concurrency)
+        if paused is not None and not isinstance(paused, bool):
+            raise ConfigError(f"paused is {paused!r}, it is True or False")
+        before = (self.bytes_per_second, self.concurrency, self.paused)
+        self._earn(self._burst_bytes())
+        self.bytes_per_second, self.concurrency = rate, files
+        self.paused = self.paused if paused is None else paused
+        self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if rate else 0.0  # no limit, no debt
+        self._admit()
+        if before != (self.bytes_per_second, self.concurrency, self.paused):
+            self._say()
+
+    def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
+        """For the next ``seconds`` let no more than this through, even where the limit is higher. None: no throttle.
+
+        A running job asks for it (``training/drain_decider.py``). It ends by itself, so that a job that has ended does
+        not hold up the drains of the next one.
+        """
+        rate = _checked_rate(bytes_per_second)
+        credit = self._credit_bytes if self.rate is not None else 0.0  # no limit, no debt
+        self._earn(self._burst_bytes())
+        self._throttle = None if rate is None else (rate, self._clock() + seconds)
+        self._credit_bytes = min(credit, self._burst_bytes())
+
+    @property
+    def rate(self) -> int | None:
+        """Bytes per second that are let through: the limit, or the throttle where that is less. None: all."""
+        if self._throttle is not None and self._clock() >= self._throttle[1]:
+            self._throttle = None
+        if self._throttle is None or (self.bytes_per_second or self._throttle[0]) < self._throttle[0]:
+            return self.bytes_per_second
+        return self._throttle[0]
+
+    def newest_first(self) -> None:
+        """From now on nothing is before the newest checkpoint: the mover will be stopped before all are drained."""
+        self._hurried = True
+        self._admit()
+
+    def refresh(self) -> None:
+        """Take over what the control file says, if it has changed. Cost: one stat, at most once a second."""
+        now = self._clock()
+        if self._control is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        stamp = stamp_of(self._control)
+        if stamp == self._control_seen:
+            return
+        self._control_seen = stamp
+        try:
+            control = _read_control(self._control)
+            rate, files = self._default
+            self.update(
+                bytes_per_second=rate if control.bytes_per_second is UNCHANGED else control.bytes_per_second,
+                concurrency=control.concurrency or files,
+                paused=control.paused,
+            )
+        except ConfigError as error:
+            log.warning("the limits of drains stay as they are: %s", error)  # G5
+
+    def _say(self) -> None:
+        rate = "no limit" if self.bytes_per_second is None else f"{self.bytes_per_second} bytes/s"
+        if self.paused:
+            log.warning("drains on this node are paused; `tierckpt drain --resume` lets them go on")
+        else:
+            log.info("drains: %s, %d files at a time", rate, self.concurrency)
+
+    # --- spending it -------------------------------------------------------------------------------------------
+
+    def flow(self, created_at: float) -> DrainFlow:
+        """For the drain of a checkpoint that was saved at ``created_at`` (Unix seconds)."""
+        return DrainFlow(self, created_at)
+
+    async def spend(self, size_bytes: int, created_at: float = 0.0) -> None:
+        """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
+        while not await self._try_spend(size_bytes, created_at):
+            await self._nap(NAP_SECONDS)
+
+    async def _try_spend(self, size_bytes: int, created_at: float) -> bool:
+        """Spend when it is our turn, or return False when a newer checkpoint must go before us (G4)."""
+        if self._is_outdone(created_at):
+            return False
+        async with self._turn:
+            self._earn(self._burst_bytes())
+            while (seconds := self._seconds_to_wait(size_bytes)) > 0:
+                await self._nap(min(seconds, NAP_SECONDS))
+                # Waiting for credit, a late wake-up is made up for; waiting for anything else earns only a burst.
+                self._earn(self._burst_bytes() * (1 if self.paused else 2))
+                if self._is_outdone(created_at):
+                    return False
+            if self.rate is not None:
+                self._credit_bytes -= size_bytes
+            return True
+
+    def _is_outdone(self, created_at: float) -> bool:
+        return self._hurried and any(other > created_at for other in self.running)
+
+    def _seconds_to_wait(self, size_bytes: int) -> float:
+        self.refresh()
+        if self.paused:
+            return NAP_SECONDS
+        if self._stepping is not None and self._stepping.must_wait(self._clock()):
+            return FLUSH_LOOK_SECONDS
+        rate = self.rate
+        if rate is None:
+            return 0.0
+        missing = min(float(size_bytes), self._burst_bytes()) - self._credit_bytes
+        # A sleep shorter than the clock can tell would go round for nothing.
+        return max(missing / rate, 0.0) if missing > 1e-6 * rate else 0.0
+
+    def _burst_bytes(self) -> float:
+        return BURST_SECONDS * (self.rate or 0)
+
+    def _earn(self, capacity_bytes: float) -> None:
+        now = self._clock()
+        earned = (now - self._credited_at) * (self.rate or 0)
+        self._credited_at = now
+        self._credit_bytes = min(self._credit_bytes + earned, capacity_bytes)
+
+    @asynccontextmanager
+    async def slot(self, flow: DrainFlow | None = None) -> AsyncIterator[None]:
+        """Hold one of ``concurrency`` places (G4); among equals, first come, first served."""
+        flow = flow or DrainFlow(self)
+        self.refresh()
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), flow)
+        self._queue.append(waiter)
+        self._admit()
+        try:
+            await waiter.place
+        except BaseException:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+            elif not waiter.place.cancelled():
+                self._leave(flow)  # given and cancelled in one moment: the next one has it
+            raise
+        try:
+            yield
+        finally:
+            self._leave(flow)
+
+    def _leave(self, flow: DrainFlow) -> None:
+        self.running[flow.created_at] -= 1
+        self.running += Counter()  # drops what is at zero
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._queue:
+            first = min(self._queue, key=self._rank)  # of equals the one that asked first
+            if self.running.total() >= self.concurrency and not self._may_push_in(first.flow):
+                return
+            self._queue.remove(first)
+            if not first.place.done():
+                first.flow.has_begun = True
+                self.running[first.flow.created_at] += 1
+                first.place.set_result(None)
+
+    def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
+        """The least is admitted next."""
+        return not self._hurried and not waiter.flow.has_begun, -waiter.flow.created_at
+
+    def _may_push_in(self, flow: DrainFlow) -> bool:
+        """In a hurry the newest need not wait until an older file is through: that one makes room by waiting (G4)."""
+        holders = self.running.items()
+        return (
+            self._hurried
+            and flow.created_at > 0
+            and all(created_at <= flow.created_at for created_at, _ in holders)
+            and self.running[flow.created_at] < self.concurrency
+        )
+
+    # --- threads -----------------------------------------------------------------------------------------------
+
+    async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run blocking ``work`` on a thread that steps back from training."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS_MAX, "tierckpt-drain", _step_back_to, (self._nice,))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def close(self) -> None:
+        """Let the threads go. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        if self._stepping is not None:
+            self._stepping.mark.close()
+
+
+def _step_back_to(nice: int) -> None:
+    if nice:
+        lower_this_thread(nice)
+
+
+def _checked_rate(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"bytes_per_second is {value!r}", hint="Give a whole number above 0, or None for no limit")
+    return int(value)
+
+
+def _checked_concurrency(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= CONCURRENCY_MAX:
+        raise ConfigError(f"concurrency is {value!r}", hint=f"A whole number from 1 to {CONCURRENCY_MAX}")
+    return value
+
+
+# --- the control file ------------------------------------------------------------------------------------------
+
+
+def read_control(local_root: Path) -> Control:
+    """Return what the movers of this node are asked to do. Raises ConfigError when the file is damaged."""
+    return _read_control(control_file(local_root))
+
+
+def change_control(
+    local_root: Path,
+    *,
+    bytes_per_second: int | str | Unchanged | None = UNCHANGED,
+    concurrency: int | None = None,
+    paused: bool | None = None,
+) -> Control:
+    """Change what is given for every mover of this node, durably; each follows within about a second.
+
+    Args:
+        bytes_per_second: ``"default"`` gives it back to each mover's settings; None is no limit.
+
+    Raises:
+        ConfigError: a value no limiter accepts; nothing was written.
+    """
+    path = control_file(local_root)
+    make_dirs(path.parent)
+    with lock(path.with_suffix(".lock"), CONTROL_LOCK_SECONDS, str(path)):
+        try:
+            standing = _read_control(path)
+        except ConfigError:
+            standing = Control()  # this command is how a damaged file is mended
+        rate = standing.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
+        control = Control(
+            UNCHANGED if rate == "default" or isinstance(rate, Unchanged) else _checked_rate(rate),
+            standing.concurrency if concurrency is None else _checked_concurrency(concurrency),
+            standing.paused if paused is None else paused,
+        )
+        durable_write(path, json.dumps(control.to_json()).encode())
+    return control
+
+
+def _read_control(path: Path) -> Control:
+    try:
+        body = json.loads(read_whole(path, CONTROL_BYTES_MAX))
+    except FileNotFoundError:
+        return Control()
+    except PermissionDeniedError:
+        raise
+    except (TierckptError, ValueError) as error:
+        raise _not_a_control_file(path, str(error)) from None
+    fields = {"bytes_per_second", "concurrency", "paused"}
+    if not isinstance(body, dict) or body.keys() - fields or not isinstance(body.get("paused", False), bool):
+        raise _not_a_control_file(path, "it has other fields than a control file")
+    files = body.get("concurrency")
+    try:
+        rate = _checked_rate(body["bytes_per_second"]) if "bytes_per_second" in body else UNCHANGED
+        return Control(rate, None if files is None else _checked_concurrency(files), body.get("paused", False))
+    except ConfigError as error:
+        raise _not_a_control_file(path, error.message) from None
+
+
+def _not_a_control_file(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a control file: {why}", hint="`tierckpt drain --resume` writes a good one", path=path
+    )
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size

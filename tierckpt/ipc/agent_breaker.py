@@ -1,0 +1,165 @@
+"""A circuit breaker around the node's agent: a process waits once for one that does not answer, and never again.
+
+(That of each store is ``stores/store_breaker.py``.)
+
+Training does not depend on the agent: whatever it does for a process, that process can do itself. So an agent that is
+stopped, hung, out of descriptors or answers nonsense costs ``PATIENCE_SECONDS`` once. From then on the circuit is open
+and everybody does without it, at once, while a thread waits for a proven answer, which closes the circuit again.
+
+An agent that has said nothing to that thread for ``HUNG_SECONDS``, or for ``STOPPED_SECONDS`` when the kernel says that
+it is stopped, is killed, where it is certain which process it is: it owns journal entries that nobody else may drain,
+and locks that saves wait for. That is safe as any kill of an agent is (P6), and the next one goes on where the journal
+says. One that cannot be told for sure (another container's) is left alone, and done without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from ..disk.durable import read_whole
+from ..errors import TierckptError
+from ..format.layout import agent_dir
+from ..poll import Pauses, Poll
+from ..telemetry import logger
+
+log = logger("agent")
+
+LOCK = "agent.lock"
+"""In the agent's directory: held by the agent that runs, and its process id is in it."""
+PATIENCE_SECONDS = 0.4
+STARVED_SECONDS = 2.0
+"""The same while the machine lets the agent wait for a processor."""
+STARVED_SHARE = 0.5
+"""Of the time that one of its threads was not asleep, how much of it waited for a processor in a starved process."""
+HUNG_SECONDS = 20.0
+STOPPED_SECONDS = 3.0
+PROBE_PAUSES = Pauses(0.5, 60.0)
+
+
+class AgentAnswer(Enum):
+    """What came of a try to talk to an agent. ``SILENT``: one is there and says nothing."""
+
+    YES, SILENT, FAILED = range(3)
+
+
+class Probe(Protocol):
+    def __call__(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
+        """Try to get an answer within so long. ``start``: from a new agent, if there is none; else that is a YES."""
+
+
+class AgentBreaker:
+    """Whether the agent of ``local_root`` answers this process. Thread-safe."""
+
+    def __init__(self, local_root: Path) -> None:
+        self._local_root = local_root
+        self._lock = threading.Lock()
+        self.is_open = False
+
+    def open(self, reason: str, probe: Probe, *, start: bool) -> None:
+        """Say once that the agent does not answer, and have a thread find out when it does, or ``start`` one."""
+        with self._lock:
+            if self.is_open:
+                return
+            self.is_open = True
+        log.warning(
+            "the agent of %s does not answer (%s): this process does without it until it does",
+            self._local_root,
+            reason,
+        )
+        threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True).start()
+
+    def _await(self, probe: Probe, start: bool) -> None:
+        poll = Poll(pauses=PROBE_PAUSES)
+        begun = silent_since = time.monotonic()
+        while (answer := probe(STOPPED_SECONDS, start=start)) is not AgentAnswer.YES:
+            if answer is not AgentAnswer.SILENT:
+                silent_since = time.monotonic()
+            elif self._end_hung(time.monotonic() - silent_since):
+                start = True  # it had something to do
+                continue
+            poll.pause()
+        self.is_open = False
+        log.info("the agent of %s answers after %.1f s", self._local_root, time.monotonic() - begun)
+
+    def _end_hung(self, silent_seconds: float) -> bool:
+        pid = kill_agent(self._local_root, only_stopped=silent_seconds < HUNG_SECONDS)
+        if pid is not None:
+            log.warning(
+                "the agent of %s (process %d) has said nothing for %.0f s and was killed: the next one goes on",
+                self._local_root,
+                pid,
+                silent_seconds,
+            )
+        return pid is not None
+
+
+LOCK_BYTES_MAX = 64
+
+
+def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
+    """Kill the process that holds the agent's lock. Returns its id; None when it is not certain which one that is.
+
+    The id in the lock file may be old, or of another container. It is believed when a process of this id has that very
+    file open; by its pidfd no other process can be hit that gets the id meanwhile.
+    """
+    lock = agent_dir(local_root) / LOCK
+    with contextlib.suppress(OSError, ValueError, TierckptError):
+        pid = int(read_whole(lock, LOCK_BYTES_MAX))
+        pidfd = os.pidfd_open(pid)
+        try:
+            is_meant = pid != os.getpid() and (not only_stopped or _is_stopped(pid)) and _has_open(pid, lock)
+            if is_meant and not _has_ended(pidfd):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                return pid
+        finally:
+            os.close(pidfd)
+    return None
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    wanted = path.stat()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(file.stat(), wanted):
+                return True
+    return False
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP, or one of its kind, has stopped it. A debugger does it another way."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class Starvation:
+    """Whether a process waits for a processor since this was made: then it is the machine that is slow."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._begun, self._before = pid, time.monotonic(), _waited_seconds(pid)
+
+    def is_seen(self) -> bool:
+        elapsed, now = time.monotonic() - self._begun, _waited_seconds(self._pid)
+        return any(waited - self._before.get(task, waited) > STARVED_SHARE * elapsed for task, waited in now.items())
+
+
+def _waited_seconds(pid: int) -> dict[str, float]:
+    """How long each thread of a process has waited on run queues; empty where the kernel does not say."""
+    waited = {}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                waited[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+    return waited if pid > 0 else {}

@@ -1,0 +1,530 @@
+"""The client of a node's agent: one Unix socket under the local root, one message at a time.
+
+A message is a length (4 bytes, big-endian) and a JSON object; descriptors of staging memory travel beside it
+(SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; one that takes long is announced by
+``{"busy": ...}`` every ``BUSY_SECONDS``. Every message says all that it needs, so that it can be sent again, to another
+agent if need be. Only when a process has ended does the agent act on what it promised; what it had sent is read first,
+so the last word of a dying process counts.
+
+Only the user who owns the directory may connect: it is 0700, and both sides look at the other's credentials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config import Settings
+from ..disk.durable import make_dirs
+from ..disk.file_lock import try_lock
+from ..disk.local_root import use_local_root
+from ..disk.quarantine import open_regular
+from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
+from ..format.layout import agent_dir
+from ..poll import BRIEF, Poll
+from ..telemetry import logger
+from ..types import Json, Tier
+from .agent_breaker import PATIENCE_SECONDS, STARVED_SECONDS, AgentAnswer, AgentBreaker, Starvation
+from .child_process import start_python
+
+log = logger("agent")
+
+SOCKET = "agent.sock"
+LOG = "agent.log"
+STARTING = "agent.starting"
+"""Locked by who starts it."""
+HANDOFF_NAME, LOCK_NAME = "will", "lock"
+"""Among the descriptors of a handoff, those that are not staging memory."""
+LOG_BYTES_MAX = 16 << 20
+MESSAGE_BYTES_MAX = 1 << 20
+DESCRIPTORS_MAX = 64
+ANSWER_SECONDS = 10.0
+BUSY_SECONDS = 0.1
+"""Between two messages of an agent that still works on the answer."""
+START_SECONDS = 20.0
+IDLE_SECONDS = 30.0
+"""An agent that a process has started leaves after this long with nothing to drain and nobody connected."""
+STARTS_MAX = 4
+"""Agents started one after the other that all found another one at work, which cannot be reached."""
+
+_LENGTH = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
+
+
+class AgentUnavailableError(TierckptError):
+    """No agent answers on this node. Whoever asked does the work in its own process."""
+
+
+class NotAnsweringError(AgentUnavailableError):
+    """The agent has not answered this process before, which it was warned of once: nobody waits for it again."""
+
+
+class NoneRunsError(AgentUnavailableError):
+    """None was to be started, and none is there."""
+
+
+class _DeafError(AgentUnavailableError):
+    """One is there and takes no connections."""
+
+
+class _Gone(Exception):
+    """The connection was of no use any more."""
+
+
+class _SilentError(Exception):
+    """Nothing has come for as long as a living agent needs at most."""
+
+
+def is_known(error: BaseException) -> bool:
+    """True when ``error`` is about an agent of which the log has said already that it does not answer."""
+    return isinstance(error, NotAnsweringError)
+
+
+def encode(message: Json) -> bytes:
+    data = json.dumps(message).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def take_message(buffer: bytearray) -> Json | None:
+    """Take the first whole message out of ``buffer``; None while it has not all come.
+
+    Raises ValueError for what is no message: the connection is then of no use.
+    """
+    if len(buffer) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack_from(buffer)
+    if size > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message of {size} bytes")
+    if len(buffer) < _LENGTH.size + size:
+        return None
+    message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + size]))
+    del buffer[: _LENGTH.size + size]
+    if not isinstance(message, dict):
+        raise ValueError("a message that is no object")  # noqa: TRY004  # of the same kind as the one above
+    return message
+
+
+def private_directory(local_root: Path) -> Path:
+    """Return the agent's directory, made 0700.
+
+    Raises PermissionDeniedError when it belongs to somebody else: whoever owns it could answer in the agent's name.
+    """
+    directory = agent_dir(local_root)
+    make_dirs(directory.parent)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    make_dirs(directory)  # what else may lie there is set aside
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionDeniedError(
+            f"{directory} must belong to this user alone (mode 0700)",
+            hint="Give each user a local_root of their own, or `chmod 700` it",
+            tier=Tier.LOCAL,
+        )
+    return directory
+
+
+def has_socket(local_root: Path) -> bool:
+    """False when no agent runs there. True says little: one that was killed leaves its socket."""
+    return (agent_dir(local_root) / SOCKET).exists()
+
+
+class socket_path:
+    """A path to the socket that fits into an address, however deep the local root lies (108 bytes, unix(7))."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> str:
+        return f"/proc/self/fd/{self._fd}/{SOCKET}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user on the other side, as the kernel knows them."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+class _Question(NamedTuple):
+    """A message to the agent, and how its answer is waited for (``AgentClient.ask``)."""
+
+    message: Json
+    descriptors: Sequence[int]
+    start: bool
+    timeout_seconds: float
+    on_busy: Callable[[Any], None]
+
+
+class AgentClient:
+    """This process's connection to the agent of a local root. Thread-safe; connects when first asked something.
+
+    Args:
+        breaker: gives up on an agent that does not answer within ``PATIENCE_SECONDS``, for all contacts that share it,
+            until it has answered in the background. Without one each message waits for its whole time.
+    """
+
+    def __init__(self, settings: Settings, breaker: AgentBreaker | None = None) -> None:
+        use_local_root(settings)
+        self.settings = settings
+        self._breaker = breaker
+        self.connection: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[Json] = queue.SimpleQueue()
+        self._sending: threading.Thread | None = None
+        self._untold = 0
+
+    def ask(
+        self,
+        message: Json,
+        descriptors: Sequence[int] = (),
+        *,
+        start: bool = True,
+        timeout_seconds: float = ANSWER_SECONDS,
+        on_busy: Callable[[Any], None] = lambda _: None,
+    ) -> Any:
+        """Return the agent's answer.
+
+        Args:
+            start: start an agent when there is none.
+            on_busy: called with what an agent that still works on it says of its progress. What it raises is raised.
+
+        Raises:
+            NoAgentError: none is there, or it went away twice. The message may or may not have been acted upon.
+            NotAnsweringError: the same, and the log has said so.
+            OperationTimeoutError: no answer within ``timeout_seconds``. The same holds.
+            TierckptError: the agent refuses.
+        """
+        _reap()
+        if self._breaker is not None and self._breaker.is_open:
+            raise NotAnsweringError(f"the agent of {self.settings.local_root} does not answer")
+        try:
+            return self._ask_twice(_Question(message, descriptors, start, timeout_seconds, on_busy))
+        except (_SilentError, AgentUnavailableError, PermissionDeniedError) as error:
+            if self._breaker is None or isinstance(error, NoneRunsError | NotAnsweringError):
+                raise
+            self._breaker.open(str(error), self._probe, start=start)
+            raise NotAnsweringError(f"the agent of {self.settings.local_root} does not answer: {error}") from error
+
+    def _probe(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
+        contact = AgentClient(self.settings)
+        start = start and self.settings.drain and self.settings.mover == "agent"  # it works by these settings
+        try:
+            contact.ask({"op": "here"}, start=start, timeout_seconds=timeout_seconds)
+        except NoneRunsError:
+            return AgentAnswer.YES
+        except (OperationTimeoutError, _DeafError):
+            return AgentAnswer.SILENT
+        except (TierckptError, OSError):
+            return AgentAnswer.FAILED
+        finally:
+            contact.close()
+        return AgentAnswer.YES
+
+    def tell(self, message: Json) -> None:
+        """Send ``message`` to the agent that runs, if one does, and wait for nothing. ``close`` sees it off."""
+        with _lock:
+            self._untold += 1
+            self._outbox.put(message)
+            if self._sending is None or not self._sending.is_alive():
+                self._sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
+                self._sending.start()
+
+    def _send_all(self) -> None:
+        while True:
+            with _lock:
+                if self._outbox.empty():
+                    self._sending = None
+                    return
+                message = self._outbox.get()
+            try:
+                self.ask(message, start=False)
+            except AgentUnavailableError:
+                pass  # what it was to be told of has gone with it, or is void without it
+            except (TierckptError, OSError) as error:
+                log.warning("could not send the agent of %s %s: %s", self.settings.local_root, message["op"], error)
+            finally:
+                with _lock:
+                    self._untold -= 1
+
+    def _ask_twice(self, question: _Question) -> Any:
+        patience = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
+        if not self._lock.acquire(timeout=patience):  # another thread of ours waits for an answer, or for a start
+            raise NotAnsweringError(f"the agent of {self.settings.local_root} has not answered another thread")
+        try:
+            try:
+                return self._ask(question)
+            except _Gone as gone:
+                log.info("the agent of %s went away (%s), asking the next one", self.settings.local_root, gone)
+            try:
+                return self._ask(question)
+            except _Gone as gone:
+                raise AgentUnavailableError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
+        finally:
+            self._lock.release()
+
+    def _ask(self, question: _Question) -> Any:
+        if self.connection is None:
+            self.connection = self._connect(question.start)
+        try:
+            answer = self._exchange(self.connection, question)
+        except BaseException as error:
+            self._drop()  # the answer may still come, and it is not that to the next message
+            if isinstance(error, TierckptError):
+                raise
+            if isinstance(error, TimeoutError):
+                raise OperationTimeoutError(
+                    f"the agent of {self.settings.local_root} has not answered",
+                    hint=f"Its log is {agent_dir(self.settings.local_root) / LOG}",
+                    waited_seconds=question.timeout_seconds,
+                ) from error
+            if isinstance(error, OSError | ValueError):
+                raise _Gone(str(error)) from error
+            raise
+        if "error" in answer:
+            raise TierckptError(f"the agent refused: {answer['error']}")
+        return answer.get("ok")
+
+    def _exchange(self, connection: socket.socket, question: _Question) -> Json:
+        descriptors, timeout_seconds = question.descriptors, question.timeout_seconds
+        listening = _Listening(connection, time.monotonic() + timeout_seconds, is_patient=self._breaker is None)
+        data = encode({**question.message, "descriptors": len(descriptors)})
+        connection.settimeout(timeout_seconds if self._breaker is None else min(timeout_seconds, PATIENCE_SECONDS))
+        try:
+            sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
+            connection.sendall(data[sent:])
+        except TimeoutError as error:
+            if self._breaker is None:
+                raise
+            raise _SilentError("it does not read from its socket") from error
+        while "busy" in (answer := listening.next()):
+            question.on_busy(answer["busy"])
+        return answer
+
+    def _connect(self, start: bool) -> socket.socket:
+        directory = private_directory(self.settings.local_root)
+        deadline = time.monotonic() + START_SECONDS
+        for _ in Poll(START_SECONDS, BRIEF):
+            if (connection := self._reach(directory)) is not None:
+                return connection
+            if not start:
+                raise NoneRunsError(f"no agent runs for {self.settings.local_root}")
+            # A start costs half a second of a core: one rank of a node does it, the others wait for it, or for its end.
+            try:
+                with try_lock(directory / STARTING, remove=True) as is_ours:
+                    if is_ours:
+                        return self._started(directory, deadline)
+            except TierckptError:
+                raise
+            except OSError as error:
+                raise AgentUnavailableError(
+                    f"the agent of {self.settings.local_root} could not be started: {error}",
+                    hint=f"{directory} must be writable, and have room for a log",
+                ) from error
+        raise AgentUnavailableError(
+            f"the agent of {self.settings.local_root} has not started in {START_SECONDS} s",
+            hint=f"Its log is {directory / LOG}",
+        )
+
+    def _started(self, directory: Path, deadline: float) -> socket.socket:
+        process: subprocess.Popen[bytes] | None = None
+        starts, ended = 0, None
+        for _ in Poll(deadline - time.monotonic(), BRIEF):
+            if (connection := self._reach(directory)) is not None:
+                return connection
+            # One that ended well has found another at work; should that be on its way out, the next finds none.
+            if starts < STARTS_MAX and (process is None or process.poll() == 0):
+                process, starts = _start(directory, self.settings), starts + 1
+            ended = process.poll() if process is not None else None
+            if ended == 0 and starts == STARTS_MAX:
+                raise _DeafError(f"the agent of {self.settings.local_root} runs, but does not listen on its socket")
+            if ended:
+                break
+        raise AgentUnavailableError(
+            f"the agent of {self.settings.local_root} could not be started (exit code {ended})",
+            hint=f"Its log is {directory / LOG}",
+        )
+
+    def _reach(self, directory: Path) -> socket.socket | None:
+        """A connection to the agent; None when there is none. Raises PermissionDeniedError and NoAgentError."""
+        try:
+            return _open(directory)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        except PermissionDeniedError:
+            raise
+        except BlockingIOError as error:
+            raise _DeafError(f"the agent of {self.settings.local_root} does not accept connections") from error
+        except OSError as error:
+            raise AgentUnavailableError(
+                f"the agent of {self.settings.local_root} cannot be reached: {error}"
+            ) from error
+
+    def _drop(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def close(self) -> None:
+        """Hang up, once the agent has what it was told; one that does not answer is not waited for."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        for _ in Poll(PATIENCE_SECONDS, BRIEF):
+            if not self._untold:
+                break
+        if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._drop()
+            self._lock.release()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: let go of the connection without a word, so that it ends when the parent does."""
+        self._lock = threading.Lock()
+        self._drop()
+
+
+class _Listening:
+    """What comes on a connection, message by message, until a deadline (monotonic seconds).
+
+    With ``is_patient`` nothing else ends it. Without, an agent has to say something within ``PATIENCE_SECONDS``, be it
+    that it is busy; bytes that are no whole message yet say nothing. Where it is the machine that has no processor for
+    it, as the kernel counts, it has ``STARVED_SECONDS``.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: float, *, is_patient: bool) -> None:
+        self._connection, self._deadline, self._is_patient = connection, deadline, is_patient
+        self._buffer = bytearray()
+        self._heard = time.monotonic()
+        self._starvation: Starvation | None = None
+
+    def next(self) -> Json:
+        """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (it is no message)."""
+        while (message := take_message(self._buffer)) is None:
+            self._connection.settimeout(self._seconds_to_wait())
+            with contextlib.suppress(TimeoutError):  # how long is enough is decided above
+                received = self._connection.recv(1 << 16)
+                if not received:
+                    raise ConnectionError("it closed the connection")
+                self._buffer += received
+        self._heard, self._starvation = time.monotonic(), None
+        return message
+
+    def _seconds_to_wait(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if self._is_patient:
+            return left
+        silent = time.monotonic() - self._heard
+        if silent < PATIENCE_SECONDS / 2:
+            return min(left, PATIENCE_SECONDS / 2 - silent + 0.001)
+        self._starvation = self._starvation or Starvation(peer_of(self._connection)[0])
+        if silent < PATIENCE_SECONDS:
+            return min(left, PATIENCE_SECONDS - silent + 0.001)
+        if silent < STARVED_SECONDS and self._starvation.is_seen():
+            return min(left, PATIENCE_SECONDS / 2)
+        raise _SilentError(f"no answer in {silent:.1f} s")
+
+
+def _open(directory: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(ANSWER_SECONDS)  # one that is stopped does not accept
+    try:
+        with socket_path(directory) as path:
+            connection.connect(path)
+        _, uid = peer_of(connection)
+    except BaseException:
+        connection.close()
+        raise
+    if uid not in (os.getuid(), 0):
+        connection.close()
+        raise PermissionDeniedError(f"the agent behind {directory} runs as user {uid}", tier=Tier.LOCAL)
+    return connection
+
+
+def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
+    """Start an agent that outlives us: a session of its own, no terminal. Beside one of the site's it leaves."""
+    log_file = directory / LOG
+    with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
+        if log_file.stat().st_size > LOG_BYTES_MAX:
+            log_file.replace(directory / f"{LOG}.1")
+    with open(open_regular(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
+        process = start_python(
+            "tierckpt.agent",
+            str(IDLE_SECONDS),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    _children.append(process)
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]
+        pipe.write(settings.model_dump_json().encode())
+    log.info("started the agent of %s (process %d)", settings.local_root, process.pid)
+    return process
+
+
+def _reap() -> None:
+    """Wait for agents that have ended: one that left when idle, or found another at work."""
+    for child in [child for child in _children if child.poll() is not None]:
+        with contextlib.suppress(ValueError):
+            _children.remove(child)
+
+
+_contacts: dict[Path, AgentClient] = {}
+_breakers: dict[Path, AgentBreaker] = {}
+"""One for each local root: an agent that did not answer one connection of this process is not waited for on another."""
+_children: list[subprocess.Popen[bytes]] = []
+"""Agents that this process started: kept so that those that end before us are waited for, and are no zombies."""
+_lock = threading.Lock()
+
+
+def contact_for(settings: Settings) -> AgentClient:
+    """Return this process's contact to the agent of ``settings.local_root``, which nobody waits for if it is ill."""
+    with _lock:
+        if settings.local_root not in _contacts:
+            _contacts[settings.local_root] = AgentClient(settings, _breaker_of(settings.local_root))
+        return _contacts[settings.local_root]
+
+
+def own_contact(settings: Settings) -> AgentClient:
+    """The same over a connection of the caller's own: the agent sees that it ends, and others may ask meanwhile."""
+    with _lock:
+        return AgentClient(settings, _breaker_of(settings.local_root))
+
+
+def _breaker_of(local_root: Path) -> AgentBreaker:
+    return _breakers.setdefault(local_root, AgentBreaker(local_root))
+
+
+def close_contacts() -> None:
+    """Let go of every agent: they leave when they have nothing left to do."""
+    with _lock:
+        contacts = [*_contacts.values()]
+        _contacts.clear()
+    for contact in contacts:
+        contact.close()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for contact in _contacts.values():
+        contact._leave_to_parent()
+    _contacts.clear()
+    _breakers.clear()
+    _children.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,137 @@
+"""Sources of a model's files: a path of this node, or a URI through the node cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from ..config import Settings
+from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
+from ..errors import CheckpointNotFoundError, TierckptError
+from ..format.layout import parse_uri
+from ..read.file_copies import Copy, LocalCopy
+from ..read.parallel_read import REQUESTS_MAX
+from ..stores.schemes import check_location
+from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .cached_view import CachedView, open_cached
+from .model_files import SUFFIX, Model, Place, open_model
+from .prefetched import open_directory
+
+
+def find_model(
+    uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS
+) -> Model:
+    """Return the model at a path or URI, its headers checked. Close its place after use.
+
+    Args:
+        ways: ``MODEL_WAYS``, or ``SHARED_WAYS`` where other processes of the node read the same files just now.
+
+    Raises:
+        CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
+        IntegrityError, ConfigError, StoreError.
+    """
+    place, name = _place_of(uri_or_dir, settings, ways)
+    try:
+        return open_model(place, name)
+    except BaseException:
+        place.close()
+        raise
+
+
+def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]) -> tuple[Place, str]:
+    """Return a place, and the name of the one file there that is meant, or ''."""
+    if "://" in os.fspath(uri_or_dir):
+        location = check_location(parse_uri(uri_or_dir))
+        is_file = location.name.endswith(SUFFIX)
+        view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
+        return CachedPlace(location.uri, view, settings, ways), view.only.path if view.only is not None else ""
+    path = Path(parse_uri(uri_or_dir).path)
+    if not (path.is_dir() or path.is_file()):
+        raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
+    if path.is_dir():
+        return open_directory(path, settings, ways), ""
+    return open_directory(path.parent, settings, ways), path.name
+
+
+class CachedPlace:
+    """What a URI holds, one frozen version of it: read from the node cache where it is there, else from the store."""
+
+    def __init__(self, uri: str, view: CachedView, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> None:
+        self.where = uri
+        self._view, self._settings, self._ways = view, settings, ways
+
+    @property
+    def threads(self) -> int:
+        return REQUESTS_MAX
+
+    def files(self) -> list[str]:
+        return sorted(name for name in self._view.files if "/" not in name)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        found = self._view.files.get(name)
+        return ObjectInfo(name, found.size_bytes, found.etag) if found is not None else None
+
+    def open(self, name: str) -> Copy:
+        return _CachedCopy(self._view, name, self.where, read_tuner_for(self._settings, self._ways))
+
+    def begin(self, names: list[str]) -> None:
+        """Have these files fetched from now on, in the order of their bytes, while they are read."""
+        if self._view.directory is None:
+            self._view.fill_in_background(names)
+
+    def close(self) -> None:
+        self._view.close()
+
+
+class _CachedCopy:
+    """One file of a ``CachedPlace``. Chunks on this node are read as any file is, the others are fetched.
+
+    It is no ``LocalCopy``, as files of a prefetched directory are: while bytes come from a store, how long reads take
+    says nothing of the disk, so no way to read it is tried on them (``read/read_benchmark.py``).
+    """
+
+    tier = Tier.LOCAL  # what comes from the store is counted as such where it comes in
+
+    def __init__(self, view: CachedView, name: str, where: str, tuner: ReadTuner) -> None:
+        self.where = f"{where}/{name}"
+        self._view, self._name, self._tuner = view, name, tuner
+        self._file: LocalCopy | None = None
+        self._lock = threading.Lock()
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
+        if into is None:
+            return self._view.read(self._name, byte_range.start, byte_range.stop)
+        if self._view.landed(self._name, byte_range.start, byte_range.stop):
+            # The file may be renamed, or removed by hand, just now, or be damaged: the view knows what to do then.
+            with contextlib.suppress(TierckptError):
+                found = self._available_file().read(byte_range, into, through)
+                if len(found) == byte_range.size_bytes and self._view.is_good(self._name, byte_range.start, found):
+                    return found
+        part = into[: byte_range.size_bytes]
+        self._view.read_into(self._name, byte_range.start, part)
+        return part
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        if not self._view.landed(self._name, byte_range.start, byte_range.stop):
+            return False
+        with contextlib.suppress(TierckptError):
+            return self._available_file().is_in_memory(byte_range)
+        return False
+
+    def _available_file(self) -> LocalCopy:
+        with self._lock:
+            if self._file is None:
+                self._file = LocalCopy(self._view.path(self._name), Tier.LOCAL, self._tuner)
+            return self._file
+
+    def quarantine(self) -> None:
+        """The cache looks after its own."""
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()

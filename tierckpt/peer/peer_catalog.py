@@ -1,0 +1,399 @@
+"""The peer catalog: finds checkpoints on other nodes, and reads them chunk by chunk, each verified.
+
+Nothing here decides what is right: a manifest carries its own digest, and the chunks that a peer gives are checked
+against the manifest by whoever reads them (read/file_copies.py, drain/file_transfer.py).
+
+Every question has a deadline, and no answer is no answer: who does not reply in ``ASK_SECONDS`` has nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..cache.file_set import FileSet
+from ..cache.prefetch import from_manifest
+from ..config import Settings
+from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
+from ..format.layout import Location
+from ..format.manifest import FileEntry, Manifest, decode, digest_of, is_token
+from ..ipc.agent_client import own_contact
+from ..telemetry import logger
+from ..types import Buffer, ByteRange, Json, Tier
+from .membership import Member, member_of
+from .replica_policy import FreshCheckpoint, LogRow, fresh_of, logs_of
+
+if TYPE_CHECKING:
+    from .peer_client import PeerClient
+
+log = logger("peer")
+
+T = TypeVar("T")
+
+ASK_SECONDS = 3.0
+"""How long one peer may take to say what it has."""
+LIVE_SECONDS = 1.0
+"""How long the list of members is taken for true."""
+MEET_SECONDS = 3.0
+"""How long a process waits, once, for its node to know the others: the agent may have begun with it."""
+CALM_SECONDS = 1.0
+RETRY_SECONDS = 30.0
+"""How long after this node's agent did not say who is there it is asked again."""
+MANIFEST_SECONDS = 60.0
+ASKED_AT_A_TIME = 64
+ASKED_FOR_MANIFEST = 4
+NAMES_MAX = 100_000
+BUSY_SECONDS = 20.0
+"""How long a peer that serves as much as it may is asked again."""
+BAN_SECONDS = 600.0
+PLACES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The members that can be asked. ``this`` is this node, None while its agent does not say."""
+
+    this: Member | None
+    others: tuple[Member, ...]
+
+    @property
+    def me(self) -> str:
+        return self.this.name if self.this is not None else ""
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return (*self.others, self.this) if self.this is not None else self.others
+
+
+class PeerCatalog:
+    """The other nodes, for one event loop.
+
+    Args:
+        live: who is there now.
+        wire: how they are asked.
+    """
+
+    def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
+        self._ask_live, self.wire, self._expected = live, wire, expected
+        self._live = Live(None, ())
+        self._ask_at = float("-inf")
+        self._has_met = False
+        self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
+        self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]]]] = {}
+
+    async def close(self) -> None:
+        await self.wire.close()
+        if isinstance(self._ask_live, ByContact):
+            await asyncio.to_thread(self._ask_live.close)
+
+    async def live(self) -> Live:
+        """Who can be asked. Nobody, with a log line, when this node's agent does not say."""
+        if time.monotonic() >= self._ask_at:
+            pause = LIVE_SECONDS
+            try:
+                self._live = await self._ask_live()
+            except (TierckptError, OSError) as error:
+                log.warning("cannot find the other nodes, using this node's disk only: %s", error)
+                self._live, pause = Live(None, ()), RETRY_SECONDS
+            self._ask_at = time.monotonic() + pause
+        return self._live
+
+    async def meet(self) -> Live:
+        """``live``, once all are there who are expected; else once nobody has joined for a moment.
+
+        A node that is asked what is newest right after its agent has started would else take its own disk for all there
+        is. It waits once, at most ``MEET_SECONDS``.
+        """
+        found = await self.live()
+        begun = changed = time.monotonic()
+        while not self._has_met and found.this is not None and time.monotonic() - begun < MEET_SECONDS:
+            count = len(found.members)
+            if count >= (self._expected or count + 1) or (count > 1 and time.monotonic() - changed > CALM_SECONDS):
+                break
+            await asyncio.sleep(0.1)
+            self._ask_at = float("-inf")
+            found = await self.live()
+            changed = time.monotonic() if len(found.members) != count else changed
+        self._has_met = self._has_met or found.this is not None
+        return found
+
+    @property
+    def me(self) -> str:
+        """This node's name, as far as is known."""
+        return self._live.me
+
+    # --- what they have ------------------------------------------------------------------------------------------
+
+    async def committed(self, parent: Location) -> Mapping[str, Mapping[str, list[Member]]]:
+        """The checkpoints directly below ``parent`` that other nodes have committed: by name and attempt, who has it.
+
+        Cost: one small question to each member, at most once in ``LIVE_SECONDS`` for one place.
+        """
+        asked_at, known = self._committed.get(parent, (float("-inf"), {}))
+        if time.monotonic() - asked_at > LIVE_SECONDS:
+            known = {}
+            for member, answer in await self._all(lambda member: self.wire.steps(member, parent.uri)):
+                for name, attempt in list(answer.items())[:NAMES_MAX]:
+                    if _is_name(name) and is_token(attempt):
+                        known.setdefault(name, {}).setdefault(attempt, []).append(member)
+            while len(self._committed) >= PLACES_MAX:
+                del self._committed[next(iter(self._committed))]
+            self._committed[parent] = (time.monotonic(), known)
+        return known
+
+    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
+        """The checkpoints at ``location`` that are committed on other nodes, by attempt.
+
+        Args:
+            known: manifests that need not be asked for.
+        """
+        attempts = (await self.committed(location.parent)).get(location.name, {})
+        manifests = {manifest.attempt: manifest for manifest in known if manifest is not None}
+        found: dict[str, PeerReplicas] = {}
+        for attempt, members in attempts.items():
+            manifest = manifests.get(attempt) or await self._manifest(location, attempt, members)
+            if manifest is not None:
+                found[attempt] = PeerReplicas(self, location, manifest, list(members))
+        return found
+
+    async def _manifest(self, location: Location, attempt: str, members: Sequence[Member]) -> Manifest | None:
+        """The manifest of ``attempt`` from the first of ``members`` that gives a good one."""
+        for member in members[:ASKED_FOR_MANIFEST]:
+            try:
+                manifest = await self.manifest_of(member, location)
+            except (TierckptError, OSError, TimeoutError) as error:
+                log.warning("no manifest of %s from %s: %s", location.uri, member.name, error)
+                continue
+            if manifest is not None and manifest.attempt == attempt:
+                return manifest
+        return None
+
+    async def manifest_of(self, member: Member, location: Location) -> Manifest | None:
+        """What ``member`` has committed at ``location``. Raises ManifestError when what it gives is none."""
+        async with asyncio.timeout(MANIFEST_SECONDS):
+            data = await self.wire.manifest(member, location.uri)
+        return decode(data, where=f"the manifest of {member.name}") if data is not None else None
+
+    async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[FreshCheckpoint], list[LogRow]]]:
+        """What each of ``members`` tells of its newest checkpoints and logs; who does not answer is left out."""
+        told = await self._all(self.wire.fresh, members)
+        return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in told}
+
+    async def _all(
+        self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member] | None = None
+    ) -> list[tuple[Member, T]]:
+        """Ask everybody; return who answered what."""
+
+        async def one(member: Member) -> tuple[Member, T] | None:
+            try:
+                async with self._gate, asyncio.timeout(ASK_SECONDS):
+                    return member, await ask(member)
+            except (TierckptError, OSError, TimeoutError) as error:
+                log.info("%s does not list its checkpoints: %s", member.name, error)
+                return None
+
+        asked = (await self.meet()).others if members is None else members
+        answers = await asyncio.gather(*(one(member) for member in asked))
+        return [answer for answer in answers if answer is not None]
+
+
+@dataclass
+class PeerReplicas:
+    """The copies that other nodes have of one checkpoint, all of one attempt."""
+
+    cluster: PeerCatalog
+    location: Location
+    manifest: Manifest
+    members: list[Member] = field(default_factory=list)
+    """Those who have committed it."""
+    _holders: dict[str, list[Member]] | None = None
+
+    def __post_init__(self) -> None:
+        files = tuple(from_manifest(self.manifest))
+        self.frozen = FileSet(self.location.uri, files, self.manifest.chunk_size_bytes)
+        self._first: dict[str, int] = {}
+        ordinal = 0
+        for index, item in enumerate(files):
+            self._first[item.key] = ordinal
+            ordinal += self.frozen.chunks_of(index)
+
+    @property
+    def attempt(self) -> str:
+        return self.manifest.attempt
+
+    async def look(self) -> PeerReplicas:
+        """Ask which files each has, once. Returns itself."""
+        if self._holders is not None:
+            return self
+        version, chunk = self.frozen.version, self.frozen.chunk_size_bytes
+        answers = await self.cluster._all(
+            lambda member: self.cluster.wire.ordinals(member, version, chunk), list(self.members)
+        )
+        me = (await self.cluster.live()).me
+        holders: dict[str, list[Member]] = {}
+        for index, item in enumerate(self.frozen.files):
+            first = self._first[item.key]
+            needed = range(first, first + self.frozen.chunks_of(index))
+            having = [member for member, held in answers if held is None or all(map(held.__contains__, needed))]
+            # Each reader begins with another holder, so that those who want the same do not all ask one.
+            holders[item.key] = sorted(having, key=lambda member: digest_of(f"{me} {member.name} {item.key}".encode()))
+        self._holders = holders
+        return self
+
+    def holders(self, entry: FileEntry) -> Sequence[Member]:
+        """Who had the whole of ``entry`` at the last ``look``."""
+        return self._holders.get(entry.key, ()) if self._holders is not None else ()
+
+    def lacks(self, entries: Iterable[FileEntry]) -> list[FileEntry]:
+        return [entry for entry in entries if not self.holders(entry)]
+
+    def report(self, member: Member) -> None:
+        """What ``member`` gave was not what was saved: no bytes are asked of it for a while."""
+        log.warning("%s has given wrong bytes of %s: it is not asked for any now", member.name, self.location.uri)
+        self.cluster.wire.ban(member)
+
+    async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
+        """Chunk ``index`` of ``entry`` from ``member``, verified.
+
+        Raises:
+            IntegrityError: it gives other bytes. ObjectNotFoundError, PeerError: it gives none.
+        """
+        size_bytes = min(self.frozen.chunk_size_bytes, entry.size_bytes - index * self.frozen.chunk_size_bytes)
+        ordinal = self._first[entry.key] + index
+        return await self.cluster.wire.chunk(
+            member, self.frozen.version, self.frozen.chunk_size_bytes, ordinal, size_bytes, entry.digests[index]
+        )
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= 255 and "/" not in name and "\0" not in name and name[0] != "."
+
+
+class ByContact:
+    """Who is there, as this node's agent says; it is started when there is none."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._contact = own_contact(settings)
+
+    async def __call__(self) -> Live:
+        message: Json = {"op": "peers", "version": None, "directory": None}
+        return live_of(await asyncio.to_thread(self._contact.ask, message))
+
+    def close(self) -> None:
+        self._contact.close()
+
+
+def live_of(answer: Any) -> Live:
+    """Decode what the agent answers to ``peers``."""
+    me = member_of(answer["me"])
+    rows = (member_of(row) for row in answer["live"])
+    return Live(me, tuple(member for member in rows if member.name != me.name))
+
+
+class PeerWire:
+    """What is asked of one peer, in the name of this node, which is known once its agent has been asked.
+
+    Raises TierckptError; None is said where a peer has no such thing.
+    """
+
+    def __init__(self, settings: Settings, me: Callable[[], str]) -> None:
+        self._settings, self._me = settings, me
+        self._client: PeerClient | None = None
+        self._banned: dict[str, float] = {}
+
+    def _asked(self) -> PeerClient:
+        if self._client is None:
+            from .peer_client import PeerClient  # most processes have no peers, and need no TLS
+
+            self._client = PeerClient(self._settings, self._me())
+        return self._client
+
+    async def manifest(self, member: Member, uri: str) -> bytes | None:
+        try:
+            return await self._asked().manifest(member, uri)
+        except ObjectNotFoundError:
+            return None
+
+    async def steps(self, member: Member, parent_uri: str) -> Json:
+        return await self._asked().steps(member, parent_uri)
+
+    async def fresh(self, member: Member) -> Json:
+        return await self._asked().fresh(member)
+
+    async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
+        """What it has of a version; None: all of it."""
+        client, found, after = self._asked(), set[int](), 0
+        while True:
+            held = await client.held(member, version, chunk_size_bytes, after=after)
+            if held.whole:
+                return None
+            found |= {ordinal for ordinal, _ in held.new}
+            if held.next <= after or held.next >= held.landed:
+                return frozenset(found)
+            after = held.next
+
+    async def chunk(
+        self, member: Member, version: str, chunk_size_bytes: int, ordinal: int, size_bytes: int, digest: str
+    ) -> Buffer:
+        into = memoryview(bytearray(size_bytes))
+        chunk = partial(self._asked().chunk, member, version, chunk_size_bytes, ordinal, into, expected=digest)
+        await self._patiently(member, chunk)
+        return into
+
+    async def segment(self, member: Member, identity: str, at: ByteRange) -> Buffer:
+        """A range of a segment of a gradient log, not verified."""
+        into = memoryview(bytearray(at.size_bytes))
+        await self._patiently(member, partial(self._asked().segment, member, identity, at.start, into))
+        return into
+
+    async def _patiently(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
+        """Ask again while the peer serves as much as it may."""
+        if time.monotonic() < self._banned.get(member.name, 0.0):
+            raise PeerError(f"peer {member.name} has given wrong bytes: it is not asked for any now", tier=Tier.PEER)
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                await ask()
+                return
+            except PeerBusyError as error:
+                pause = float(error.context.get("retry_after_seconds", 1.0)) * random.uniform(0.5, 1.0)
+                if time.monotonic() + pause > deadline:
+                    raise
+                await asyncio.sleep(pause)
+
+    def ban(self, member: Member) -> None:
+        """It gives wrong bytes: ask it for none for a while. What it says it has is still heard."""
+        self._banned[member.name] = time.monotonic() + BAN_SECONDS
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+def cluster_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
+    """The other nodes; None where there are no ``peers``.
+
+    Args:
+        live: who is there. None: this node's agent is asked.
+    """
+    if settings.peers is None:
+        return None
+    wire = PeerWire(settings, lambda: cluster.me)
+    cluster = PeerCatalog(live or ByContact(settings), wire, _expected(settings.peers))
+    return cluster
+
+
+def _expected(peers: str) -> int | None:
+    """How many nodes the setting names; None where it does not say."""
+    from . import discovery
+
+    try:
+        named = discovery.parse(peers)
+    except ConfigError:
+        return None  # the agent says what is wrong with it
+    return len(named.hosts) if named.kind == "static" else None

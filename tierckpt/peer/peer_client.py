@@ -1,0 +1,328 @@
+"""Asking one peer: one request at a time on a connection, the bytes of a chunk straight into memory of the caller's.
+
+An answer is used only when it is proven to be of a member (auth.py), has exactly the expected length, and a chunk has
+its digest. No redirect is followed, nothing is decompressed, and requests go only to addresses of the member list.
+Every wait has a deadline, and a malformed answer costs the connection (stores/http_client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+from ..cache.partial_entry import same_digest
+from ..config import Settings
+from ..errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
+from ..format.manifest import digest_of
+from ..stores import get_concurrency
+from ..stores.http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
+from ..types import Json, Tier
+from .auth import Signer, client_tls, denied, read_secret
+from .membership import Member, is_plain_address
+from .peer_http import (
+    DIGEST,
+    HELD,
+    JSON_BYTES_MAX,
+    MANIFEST_BYTES_MAX,
+    ME,
+    TIME,
+    ChunkReport,
+    WireError,
+    chunk_target,
+    encode_head,
+    held_target,
+    host_and_port,
+    hub_target,
+    parse_json,
+    parse_response,
+)
+
+CONNECT_SECONDS = 2.0
+FIRST_BYTE_SECONDS = 5.0
+IDLE_MAX = 8
+"""Idle connections to one peer."""
+CONNECTIONS_MAX = 256
+CLOCKS_MAX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAnswer:
+    """A chunk that has arrived: its digest, as computed here, and what else the peer has."""
+
+    digest: str
+    held: ChunkReport
+
+
+class PeerClient:
+    """Asks peers in the name of ``me``. Runs on one event loop; close it."""
+
+    def __init__(self, settings: Settings, me: Member | str) -> None:
+        """Raises ConfigError: the secret or the certificates cannot be used."""
+        self.signer = Signer(read_secret(settings), me if isinstance(me, str) else me.name)
+        self.tls = client_tls(settings)
+        self._connections = Connections("peer", CONNECTIONS_MAX, IDLE_MAX)
+        self._ahead: dict[str, float] = {}
+        """By how many seconds the clocks of peers are ahead of ours, of those that have told."""
+
+    def learn_clock(self, address: str, ahead_seconds: float) -> None:
+        if address not in self._ahead and len(self._ahead) >= CLOCKS_MAX:
+            self._ahead.clear()  # they tell it again
+        self._ahead[address] = ahead_seconds
+
+    def ahead_seconds(self, address: str) -> float:
+        return self._ahead.get(address, 0.0)
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._connections.abort()
+
+    # --- what can be asked ---------------------------------------------------------------------------------------
+
+    async def chunk(
+        self,
+        member: Member,
+        version: str,
+        chunk_size_bytes: int,
+        ordinal: int,
+        into: memoryview,
+        *,
+        expected: str = "",
+        after: int = 0,
+        wait_seconds: float = 0.0,
+    ) -> ChunkAnswer:
+        """Receive one chunk, all of ``into``, and verify it.
+
+        Args:
+            expected: its digest, where the manifest knows it: that decides. '': what the peer says it landed with.
+            after: how many lines of the peer's list are known already.
+            wait_seconds: how long the peer may wait for it to land, at most 10.
+
+        When this returns or raises, cancelled too, nothing writes to ``into`` any more.
+
+        Raises:
+            ObjectNotFoundError: it is not there. PeerBusyError: it is, and the peer serves enough others.
+            IntegrityError: these are not its bytes, or not as many.
+            PeerError: no answer, a broken one, or one that came too slowly.
+            PermissionDeniedError: the peer does not take us for a member.
+        """
+        target = chunk_target(version, chunk_size_bytes, ordinal, after, wait_seconds)
+        answer, _ = await self._ask(member, target, into=into, patience_seconds=FIRST_BYTE_SECONDS + wait_seconds)
+        digest = await asyncio.to_thread(digest_of, into)
+        claimed = answer.headers.get(DIGEST, "")
+        if not same_digest(into, digest, expected or claimed):
+            raise _lies(member, f"chunk {ordinal} of {version} is not what {'was saved' if expected else 'it says'}")
+        try:
+            return ChunkAnswer(digest, ChunkReport.of_header(answer.headers.get(HELD, "")))
+        except WireError as error:
+            raise _broken(member, str(error)) from None
+
+    async def segment(self, member: Member, identity: str, start: int, into: memoryview) -> None:
+        """Receive a range of a segment of a gradient log, as it lies on the peer's disk. Raises as ``chunk``.
+
+        The range is what the peer has read; whether that is what was written, the frames in it say.
+        """
+        await self._range(member, f"/v1/segment/{identity}/{start}/{len(into)}", into)
+
+    async def hub_range(
+        self,
+        member: Member,
+        uri: str,
+        start: int,
+        into: memoryview,
+        patience_seconds: float = FIRST_BYTE_SECONDS,
+        *,
+        reads: bool = True,
+    ) -> str:
+        """Receive a range of a file of a Hub, which the peer ``reads`` there if it has to. Returns its digest.
+
+        Raises as ``chunk``. PeerBusyError: it is at it.
+        """
+        return await self._range(member, hub_target(uri, start, len(into), reads), into, patience_seconds)
+
+    async def _range(
+        self, member: Member, target: str, into: memoryview, patience_seconds: float = FIRST_BYTE_SECONDS
+    ) -> str:
+        answer, _ = await self._ask(member, target, into=into, patience_seconds=patience_seconds)
+        digest = await asyncio.to_thread(digest_of, into)
+        if not same_digest(into, digest, answer.headers.get(DIGEST, "")):
+            raise _lies(member, f"{target} is not what it says")
+        return digest
+
+    async def held(
+        self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
+    ) -> ChunkReport:
+        """What the peer has of a version, from line ``after`` of its list. Raises as ``chunk``."""
+        body = await self._json(member, held_target(version, chunk_size_bytes, after, interested))
+        try:
+            return ChunkReport.of_json(body)
+        except WireError as error:
+            raise _broken(member, str(error)) from None
+
+    async def tell_slow(self, member: Member, version: str) -> None:
+        """Tell the peer that it takes far longer than others to give chunks of a version. Raises as ``chunk``."""
+        await self._json(member, f"/v1/slow/{version}")
+
+    async def members(self, member: Member | str, me: Json | None = None) -> Json:
+        """Whom the peer knows. ``member`` may be an address; ``me`` is told to it. Raises as ``chunk``."""
+        about = json.dumps(me, separators=(",", ":")) if me is not None else ""
+        return await self._json(member, "/v1/members", about_me=about)
+
+    async def manifest(self, member: Member, uri: str) -> bytes:
+        """The manifest of the checkpoint at ``uri`` that is committed on the peer's node, not yet decoded.
+
+        Raises as ``chunk``. Whoever decodes it decides whether to believe it: a peer can be wrong about what is newest.
+        """
+        return await self._body(member, f"/v1/manifest/{digest_of(uri.encode())}", MANIFEST_BYTES_MAX)
+
+    async def steps(self, member: Member, uri: str) -> dict[str, str]:
+        """Names and attempts of the checkpoints below ``uri`` that are committed on the peer's node."""
+        body = await self._json(member, f"/v1/steps/{digest_of(uri.encode())}")
+        steps = body.get("steps")
+        if not isinstance(steps, dict) or not all(isinstance(one, str) for one in steps.values()):
+            raise _broken(member, "steps that cannot be")
+        return steps
+
+    async def status(self, member: Member) -> Json:
+        """What the peer serves and fetches now. Raises as ``chunk``."""
+        return await self._json(member, "/v1/status")
+
+    async def fresh(self, member: Member) -> Json:
+        """What was saved last on the peer's node (peer/replica_policy.py). Raises as ``chunk``."""
+        return await self._json(member, "/v1/fresh")
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    async def _json(self, member: Member | str, target: str, *, about_me: str = "") -> Json:
+        body = await self._body(member, target, JSON_BYTES_MAX, about_me=about_me)
+        try:
+            return parse_json(body)
+        except WireError as error:
+            raise _broken(member, str(error)) from None
+
+    async def _body(self, member: Member | str, target: str, most: int, *, about_me: str = "") -> bytes:
+        _, body = await self._ask(member, target, most=most, about_me=about_me)
+        return bytes(body)
+
+    async def _ask(
+        self,
+        member: Member | str,
+        target: str,
+        *,
+        into: memoryview | None = None,
+        most: int = 0,
+        about_me: str = "",
+        patience_seconds: float = FIRST_BYTE_SECONDS,
+    ) -> tuple[Response, memoryview]:
+        address = member if isinstance(member, str) else member.address
+        if not is_plain_address(address):
+            raise PeerError(f"{address!r:.100} is no address that a peer can have", tier=Tier.PEER)
+        for is_last in (False, True):
+            call = _PeerCall(self, member, address, target, into, most, about_me, patience_seconds)
+            body = await self._connections.run(call)
+            if call.answer.status == 200:
+                return call.answer, body
+            ahead = self.signer.ahead_seconds(call.answer.headers) if call.answer.status == 401 else None
+            if ahead is None or is_last:
+                raise _refusal(member, call.answer)
+            self.learn_clock(address, ahead)
+        raise AssertionError("unreachable")
+
+
+class _PeerCall(Call):
+    """One request to one peer."""
+
+    connect_seconds = CONNECT_SECONDS
+
+    def __init__(
+        self,
+        client: PeerClient,
+        member: Member | str,
+        address: str,
+        target: str,
+        into: memoryview | None,
+        most: int,
+        about_me: str,
+        patience_seconds: float,
+    ) -> None:
+        super().__init__()
+        self._client, self._member, self._address, self._target = client, member, address, target
+        self._into, self._most, self._about_me = into, most, about_me
+        self.host, self.port = host_and_port(address)
+        self.tls, self.head_seconds = client.tls, patience_seconds
+        self.window_seconds = get_concurrency.WINDOW_SECONDS
+        self.enough_bytes = max(1, int(get_concurrency.WINDOW_SECONDS * get_concurrency.BYTES_PER_SECOND_MIN))
+        self._nonce = ""
+
+    def head(self) -> bytes:
+        to = "" if isinstance(self._member, str) else self._member.name
+        ahead_seconds = self._client.ahead_seconds(self._address)
+        signer = self._client.signer
+        authorization, self._nonce = signer.sign("GET", self._target, to, self._about_me, ahead_seconds=ahead_seconds)
+        headers = {"Host": self._address, "Authorization": authorization}
+        if self._about_me:
+            headers[ME] = self._about_me
+        return encode_head(f"GET {self._target} HTTP/1.1", headers)
+
+    def parse(self, head: bytes) -> Response:
+        return parse_response(head)
+
+    def judge(self, answer: Response) -> memoryview:
+        if answer.status == 200 and self._into is not None:
+            if answer.length != len(self._into):
+                raise _lies(self._member, f"{answer.length} bytes of a chunk of {len(self._into)}")
+            return self._into
+        most = self._most if answer.status == 200 else 0
+        if answer.length > most:
+            raise WireError(f"a body of {answer.length} bytes, {most} may be")
+        return memoryview(bytearray(answer.length))
+
+    def check(self, answer: Response, body: memoryview) -> None:
+        """See that the answer is proven to be of a member."""
+        if answer.status in (400, 401, 405) and TIME not in answer.headers:
+            return
+        said = None if self._into is not None and answer.status == 200 else body
+        if not self._client.signer.is_proven(self._nonce, answer.status, answer.headers, said):
+            raise denied("its answer is not proven to be of a member", _name(self._member))
+
+    def failure(self, error: HttpError) -> Exception:
+        if isinstance(error, TlsError):
+            return denied(str(error), _name(self._member))
+        return _broken(self._member, str(error), **({"too_slow": True} if isinstance(error, TooSlow) else {}))
+
+
+def _refusal(member: Member | str, answer: Response) -> TierckptError:
+    """What an answer says that is not the one that was asked for."""
+    name = _name(member)
+    if answer.status == 404:
+        return ObjectNotFoundError(f"peer {name} does not have it", tier=Tier.PEER, peer=name)
+    if answer.status == 503:
+        after = answer.headers.get("retry-after", "1")
+        seconds = min(60.0, float(after)) if after.isdecimal() else 1.0
+        return PeerBusyError(
+            f"peer {name} serves as much as it may", tier=Tier.PEER, peer=name, retry_after_seconds=seconds
+        )
+    if answer.status == 401:
+        return denied("it refuses the request", name)
+    return _broken(member, f"HTTP {answer.status}")
+
+
+def _name(member: Member | str) -> str:
+    return member if isinstance(member, str) else member.name
+
+
+def _broken(member: Member | str, reason: str, **context: object) -> PeerError:
+    name = _name(member)
+    return PeerError(
+        f"peer {name}: {reason}", hint="Another holder, or the store, has it too", tier=Tier.PEER, peer=name, **context
+    )
+
+
+def _lies(member: Member | str, what: str) -> TierckptError:
+    name = _name(member)
+    return IntegrityError(
+        f"peer {name} gives other bytes: {what}",
+        hint="They are not used. `tierckpt verify --read-data` on that node says what is damaged there",
+        tier=Tier.PEER,
+        peer=name,
+    )

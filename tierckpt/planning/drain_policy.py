@@ -1,0 +1,290 @@
+"""The drain policy: what goes to shared storage, when, how fast; what may leave the SSD; where the next save goes.
+
+A pure state machine. The mover (and the simulator) tells it what it measured (``observe``) and asks what to do
+(``decide``) whenever a checkpoint is committed, a drain ends, and every few seconds; it keeps the returned ``State``
+and carries the ``Decision`` out. Every decision carries its numbers, for the log.
+
+Rules (tests cite them):
+    D1  Newest first. What is older than the newest on the SSD, and not being sent, is superseded: skipped, never sent.
+    D2  A drain that runs is never given up for a newer checkpoint: slow storage would then get nothing at all.
+    D3  Every ``every``-th checkpoint is sent, and sooner where waiting for the next one would break the exposure
+        bound: the age, at any time, of the newest state on shared storage (``rpo_seconds``), with ``outage_seconds``
+        to spare for storage that stops answering.
+    D4  Removed from the SSD is only what shared storage has, or what is superseded; never the newest ``keep_local``,
+        nor what is being sent. So the newest state that this node has is always whole somewhere.
+    D5  A save goes straight to shared storage when the SSD has no room; or when it is no faster, and the checkpoint is
+        due anyway or the SSD cannot keep up. A change of mind takes three votes in a row, or a factor of 1.5.
+    D6  Nothing waits for bandwidth: at zero, saves go on to the SSD, which never fills while it has room for
+        ``keep_local`` + 2 checkpoints, and the newest one is sent when there is bandwidth again.
+    D7  Drains stay below what training leaves of the network, unless the exposure bound needs more.
+
+From the dynamic local/remote decision of SK hynix; the numbers are argued in docs/adr/0012-planning.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from .checked_numbers import not_negative, positive, share, whole
+
+Place: TypeAlias = Literal["local", "shared"]
+Standing: TypeAlias = Literal["held", "at risk", "missed"]
+
+LEAST_SHARE = 0.05
+"""Of the measured bandwidth, what a drain is always granted: training must not be able to starve it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the policy is asked to keep. Bytes are of one checkpoint on whatever ``local_bytes_max`` counts."""
+
+    every: int = 1
+    rpo_seconds: float = math.inf
+    outage_seconds: float = 0.0
+    local_bytes_max: float = math.inf
+    keep_local: int = 2
+    in_flight: int = 2
+    as_fast: float = 1.1
+    votes_to_change: int = 3
+    factor_to_change: float = 1.5
+    weight: float = 0.2
+    step_slowdown_max: float = 0.03
+
+    def __post_init__(self) -> None:
+        whole(self.every, "every")
+        whole(self.keep_local, "keep_local")
+        whole(self.in_flight, "in_flight")
+        not_negative(self.outage_seconds, "outage_seconds")
+        share(self.weight, "weight of a measurement")
+        if not math.isinf(self.rpo_seconds):
+            positive(self.rpo_seconds, "rpo_seconds", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One checkpoint: which save of the job it is (1, 2, ...), the time its state was taken, its size, where it is."""
+
+    number: int
+    size_bytes: float
+    taken_at: float
+    on_local: bool = True
+    on_shared: bool = False
+    skipped: bool = False
+    sent_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the policy remembers between two decisions. Throughputs are None until measured."""
+
+    local_rate: float | None = None
+    shared_rate: float | None = None
+    direct: bool = False
+    votes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The state at the moment of a decision. ``versions`` have a copy or will have one, oldest first,
+    the newest on shared storage among them; ``sending`` is the number of the one being sent.
+
+    ``began_at`` is when the job began: the exposure counts from there until shared storage has a checkpoint.
+    ``interval_seconds`` is the expected time between two saves; ``local_queue_bytes`` what is still to be flushed, and
+    ``local_reserved_bytes`` the room that this takes on the SSD when it is.
+    """
+
+    now: float
+    versions: Sequence[Version]
+    next_bytes: float
+    interval_seconds: float
+    sending: int | None = None
+    local_queue_bytes: float = 0.0
+    local_reserved_bytes: float = 0.0
+    training_bytes_per_second: float = 0.0
+    step_slowdown: float = 0.0
+    began_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do. ``rate_bytes_per_second`` None is as fast as it goes."""
+
+    place: Place
+    send: int | None
+    skip: tuple[int, ...]
+    remove: tuple[int, ...]
+    rate_bytes_per_second: float | None
+    rpo: Standing
+    reason: str
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def observe(state: State, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float) -> State:
+    """Take in that ``size_bytes`` went to ``tier`` in ``seconds``. Zero bytes are a measurement too: an outage."""
+    if seconds <= 0:
+        return state
+    rate = not_negative(size_bytes, "measured bytes") / seconds
+    if tier == "local":
+        return replace(state, local_rate=_mixed(state.local_rate, rate, rules.weight))
+    return replace(state, shared_rate=_mixed(state.shared_rate, rate, rules.weight))
+
+
+def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[State, Decision]:
+    """Return the new state and what to do. Pure: the same arguments give the same answer.
+
+    ``votes=False`` is a second question about the same moment, which is no second vote for another place (D5).
+    """
+    pending = _pending(now.versions)
+    exposure = now.now - _newest_shared(now)
+    due, why = _due(state, rules, now, pending)
+    send = pending[-1].number if due and now.sending is None and pending else None
+    newest_sent = send if send is not None else now.sending
+    skip = _superseded(pending, newest_sent)
+    remove = _room(rules, now, skip, newest_sent)
+    voted, place = _place(state, rules, now, remove, newest_sent)
+    state = voted if votes else state
+    standing = _standing(state, rules, now, pending, exposure)
+    numbers = {
+        "exposure_seconds": exposure,
+        "local_bytes_per_second": state.local_rate or 0.0,
+        "shared_bytes_per_second": state.shared_rate or 0.0,
+        "pending": len(pending),
+        "free_bytes": _free(rules, now, remove),
+    }
+    rate = _rate(state, rules, now, exposure, send)
+    return state, Decision(place, send, skip, remove, rate, standing, why, numbers)
+
+
+def with_version(now: Situation, version: Version) -> Situation:
+    """``now`` as it will be when ``version`` stands on the SSD."""
+    return replace(now, versions=[*now.versions, version])
+
+
+def _superseded(pending: Sequence[Version], sent: int | None) -> tuple[int, ...]:
+    """D1: there is a newer one on the SSD, or on its way to shared storage."""
+    newest = max([one.number for one in pending] + [sent or 0])
+    return tuple(one.number for one in pending if one.number < newest and one.number != sent)
+
+
+def _due(state: State, rules: Rules, now: Situation, pending: Sequence[Version]) -> tuple[bool, str]:
+    """D3: is it time to send the newest?"""
+    if now.sending is not None:
+        return False, f"checkpoint {now.sending} is being sent"
+    if not pending:
+        return False, "nothing to send"
+    since = pending[-1].number - _newest_shared_number(now)
+    if since >= rules.every:
+        return True, f"{since} checkpoints since the last one on shared storage, every {rules.every} is sent"
+    waiting = now.interval_seconds + _seconds(now.next_bytes, state.local_rate)
+    done_if_waiting = now.now + waiting + _seconds(now.next_bytes, state.shared_rate)
+    if done_if_waiting - _newest_shared(now) > rules.rpo_seconds - rules.outage_seconds:
+        return True, f"waiting for the next one would break the bound of {rules.rpo_seconds:.0f} s"
+    return False, f"{since} of {rules.every} checkpoints since the last one on shared storage"
+
+
+def _place(
+    state: State, rules: Rules, now: Situation, remove: tuple[int, ...], sent: int | None
+) -> tuple[State, Place]:
+    """D5: where the next save goes."""
+    free = _free(rules, now, remove)
+    remote = _seconds(_left(now, now.sending) + now.next_bytes, state.shared_rate)
+    local = _seconds(now.local_queue_bytes + now.next_bytes, state.local_rate)
+    state = vote(state, rules, now, local, remote)
+    if free < now.next_bytes:
+        return state, "shared"
+    newest = max((one.number for one in now.versions), default=0)
+    is_due = newest + 1 - (sent or _newest_shared_number(now)) >= rules.every
+    keeps_up = local <= rules.in_flight * now.interval_seconds  # so long, host memory can hold it
+    return state, "shared" if state.direct and (is_due or not keeps_up) else "local"
+
+
+def vote(state: State, rules: Rules, now: Situation, local: float, remote: float) -> State:
+    """Is shared storage as fast as the SSD, and fast enough to have each checkpoint before the next is taken?"""
+    if state.local_rate is None or state.shared_rate is None:
+        return replace(state, direct=False, votes=0)
+    wanted = remote <= rules.as_fast * local and remote <= now.interval_seconds
+    if wanted == state.direct:
+        return replace(state, votes=0)
+    slower, faster = (local, remote) if wanted else (remote, local)
+    if state.votes + 1 >= rules.votes_to_change or slower >= rules.factor_to_change * faster:
+        return replace(state, direct=wanted, votes=0)
+    return replace(state, votes=state.votes + 1)
+
+
+def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None) -> tuple[int, ...]:
+    """D4: the fewest removals, oldest first, that make room for the next save."""
+    local = [one for one in now.versions if one.on_local]
+    kept = {one.number for one in local[-rules.keep_local :]} | {sent}
+    free = _free(rules, now)
+    durable = _newest_shared_number(now)
+    is_evictable = [
+        one for one in local if one.number not in kept and (one.number <= durable or one.skipped or one.number in skip)
+    ]
+    removed = []
+    for one in is_evictable:
+        if free >= now.next_bytes:
+            break
+        free += one.size_bytes
+        removed.append(one.number)
+    return tuple(removed)
+
+
+def _rate(state: State, rules: Rules, now: Situation, exposure: float, send: int | None) -> float | None:
+    """D7: what training leaves, at least a little, and at least what the bound needs."""
+    if state.shared_rate is None or (now.training_bytes_per_second <= 0 and now.step_slowdown <= 0):
+        return None
+    left = max(state.shared_rate - now.training_bytes_per_second, LEAST_SHARE * state.shared_rate)
+    if now.step_slowdown > rules.step_slowdown_max:
+        left = max(left * rules.step_slowdown_max / now.step_slowdown, LEAST_SHARE * state.shared_rate)
+    bytes_left = _left(now, now.sending if now.sending is not None else send)
+    seconds_left = rules.rpo_seconds - rules.outage_seconds - exposure
+    if bytes_left and seconds_left <= 0:
+        return None  # the bound is broken or about to be: everything there is
+    return max(left, bytes_left / seconds_left)
+
+
+def _standing(state: State, rules: Rules, now: Situation, pending: Sequence[Version], exposure: float) -> Standing:
+    if exposure > rules.rpo_seconds:
+        return "missed"
+    left = _left(now, now.sending)
+    if not left and pending:
+        left = pending[-1].size_bytes
+    return "at risk" if left and exposure + _seconds(left, state.shared_rate) > rules.rpo_seconds else "held"
+
+
+def _pending(versions: Sequence[Version]) -> list[Version]:
+    """What shared storage might still want: on the SSD, not there yet, and newer than what it has (D1)."""
+    newest = max((one.number for one in versions if one.on_shared), default=0)
+    return [one for one in versions if one.on_local and not one.skipped and one.number > newest]
+
+
+def _newest_shared(now: Situation) -> float:
+    return max((one.taken_at for one in now.versions if one.on_shared), default=now.began_at)
+
+
+def _newest_shared_number(now: Situation) -> int:
+    return max((one.number for one in now.versions if one.on_shared), default=0)
+
+
+def _left(now: Situation, number: int | None) -> float:
+    """What of a checkpoint is still to be sent."""
+    return next((one.size_bytes - one.sent_bytes for one in now.versions if one.number == number), 0.0)
+
+
+def _free(rules: Rules, now: Situation, without: tuple[int, ...] = ()) -> float:
+    used = sum(one.size_bytes for one in now.versions if one.on_local and one.number not in without)
+    return rules.local_bytes_max - used - now.local_reserved_bytes
+
+
+def _seconds(size_bytes: float, rate: float | None) -> float:
+    """Time for ``size_bytes``: forever at zero (D6), no time where nothing is known yet."""
+    if rate is None or size_bytes <= 0:
+        return 0.0
+    return size_bytes / rate if rate > 0 else math.inf
+
+
+def _mixed(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else (1 - weight) * old + weight * new

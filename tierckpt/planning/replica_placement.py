@@ -1,0 +1,121 @@
+"""Which nodes keep replicas of which, and how likely a checkpoint survives the loss of several at once.
+
+The nodes of a cluster use it by ``peer/replica_policy.py`` (``holders``), the simulator by itself.
+
+From Gemini (Wang et al., SOSP 2023). Nodes are numbered so that neighbours share a failure domain (rack, power); the
+holders of one shard lie as far apart as there are nodes, so that no domain smaller than N/m takes all its copies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Sequence
+
+from ..errors import ConfigError
+from .checked_numbers import whole
+
+
+def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
+    """For each node the nodes that hold its shard, itself first: groups whose members all hold each other's.
+
+    Where ``replicas`` does not divide ``nodes``, the last group and the rest form a ring (Gemini's mixed placement).
+
+    Raises:
+        ConfigError: more replicas than nodes.
+    """
+    _check(nodes, replicas)
+    stride = nodes // replicas
+    whole_groups = stride if nodes % replicas == 0 else stride - 1
+    holders: list[tuple[int, ...]] = [()] * nodes
+    for first in range(whole_groups):
+        members = [first + place * stride for place in range(replicas)]
+        for place, node in enumerate(members):
+            holders[node] = (*members[place:], *members[:place])
+    rest = [node for node in range(nodes) if not holders[node]]
+    for place, node in enumerate(rest):
+        holders[node] = tuple(rest[(place + ahead) % len(rest)] for ahead in range(replicas))
+    return holders
+
+
+def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, ...]]:
+    """``group_placement`` of nodes in failure domains that lie anyhow: for each node its holders, itself first.
+
+    Where it can be, no two holders of a shard share a domain, so that losing any one domain loses no shard; where a
+    domain has more nodes than there are groups that is not possible, and its nodes are dealt out evenly.
+
+    Args:
+        domains: the domain of each node. Nodes that tell none (all alike) are placed as well as any.
+
+    Raises:
+        ConfigError: more replicas than nodes.
+    Cost: N log N for N nodes.
+    """
+    blocks = _blocks(len(domains), replicas)
+    seated = _seated(domains, [len(block) for block in blocks])
+    node_at: dict[int, int] = {}
+    for block, nodes in zip(blocks, seated, strict=True):
+        # In a ring the holders are neighbours: nodes of one domain sit as far apart as they can.
+        places = sorted(range(len(block)), key=lambda place: (place % replicas, place))
+        node_at |= {block[place]: node for place, node in zip(places, nodes, strict=True)}
+    placed = group_placement(len(domains), replicas)
+    holders = {node_at[at]: tuple(node_at[other] for other in held) for at, held in enumerate(placed)}
+    return [holders[node] for node in range(len(domains))]
+
+
+def _seated(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
+    """Deal the nodes to blocks of these sizes, large domains first, each to the blocks that are emptiest."""
+    members: dict[str, list[int]] = {}
+    for node, domain in enumerate(domains):
+        members.setdefault(domain, []).append(node)
+    seated: list[list[int]] = [[] for _ in sizes]
+    emptiest = [(-size, at) for at, size in enumerate(sizes)]
+    heapq.heapify(emptiest)
+    for nodes in sorted(members.values(), key=lambda nodes: (-len(nodes), domains[nodes[0]])):
+        waiting = list(nodes)
+        while waiting:
+            chosen = [heapq.heappop(emptiest) for _ in range(min(len(waiting), len(emptiest)))]
+            for minus_free, at in chosen:
+                seated[at].append(waiting.pop(0))
+                if minus_free < -1:
+                    heapq.heappush(emptiest, (minus_free + 1, at))
+    return seated
+
+
+def _blocks(nodes: int, replicas: int) -> list[list[int]]:
+    """The groups of ``group_placement``, and its ring where there is one, as positions in order."""
+    blocks: dict[frozenset[int], list[int]] = {}
+    placed = group_placement(nodes, replicas)
+    rest = []
+    for at, held in enumerate(placed):
+        if all(set(placed[other]) == set(held) for other in held):
+            blocks.setdefault(frozenset(held), sorted(held))
+        else:
+            rest.append(at)
+    return [*([rest] if rest else []), *blocks.values()]
+
+
+def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
+    """True when every lost node's shard is on a node that is not lost."""
+    return all(any(holder not in lost for holder in holders[node]) for node in lost)
+
+
+def survival_probability(nodes: int, replicas: int, lost: int) -> float:
+    """Probability that groups survive the loss of ``lost`` nodes at random, all at once; a lower bound.
+
+    Exact for fewer than ``2 * replicas`` lost and ``replicas`` a divisor of ``nodes``:
+    1 - (N/m)·C(N-m, k-m)/C(N, k). Beyond that, cases in which several groups are lost are counted more than once.
+    """
+    _check(nodes, replicas)
+    if not 0 <= lost <= nodes:
+        raise ConfigError(f"lost nodes are {lost}: of {nodes} nodes between 0 and {nodes} can be lost")
+    if lost < replicas:
+        return 1.0
+    wiped = nodes / replicas * math.comb(nodes - replicas, lost - replicas) / math.comb(nodes, lost)
+    return max(0.0, 1 - wiped)
+
+
+def _check(nodes: int, replicas: int) -> None:
+    whole(nodes, "nodes")
+    if whole(replicas, "replicas") > nodes:
+        raise ConfigError(f"replicas are {replicas}: {nodes} nodes hold at most {nodes} copies")

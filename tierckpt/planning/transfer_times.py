@@ -1,0 +1,249 @@
+"""How long bytes take: restores and model loads, and the four ways a state leaves an accelerator.
+
+Times are bounds by bandwidth: the slowest link that all bytes of the plan must pass. Latencies and small files come on
+top, and are small beside them for the sizes this is for.
+
+The four ways, with M bytes of state, G = rM of gradients, b of link and F of forward and backward pass:
+    async           training waits for the whole copy: M/b
+    lazy            the copy runs beside the next step, and its update waits for the rest: M/b - F (DataStates-LLM)
+    multi-step      a part each of K steps, and the gradients of those before it: what takes longer than F (GoCkpt)
+    gradient log    G each step, behind a base: fewer bytes than full checkpoints every i steps when i < M/G
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import ettr, optimal_interval
+from .checked_numbers import positive, whole
+
+STEPS_DEFAULT = 7
+STEPS_MAX = 32
+SHARE_MAX = 0.5
+"""Before its first step an optimizer has no state: as many bytes of gradients as of all else. It will have some."""
+STALL_SECONDS_MAX = 0.04
+"""What a window of equal parts may keep training waiting, before parts of equal traffic are moved instead."""
+UPDATES_PER_SECOND = 1e9
+"""Parameters that a node's processors update: fused AdamW of ``torch.optim`` does 0.9 to 1.6 billion on two cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """Bytes per second: of shared storage as a whole, of one node's SSDs and network, of one GPU's link to its host."""
+
+    shared_write: float
+    shared_read: float
+    local_write: float
+    local_read: float
+    nic: float
+    pcie: float
+
+    def __post_init__(self) -> None:
+        for name in ("shared_write", "shared_read", "local_write", "local_read", "nic", "pcie"):
+            positive(getattr(self, name), f"bandwidth {name.replace('_', ' ')}", "bytes per second")
+
+
+def write_seconds(size_bytes: float, nodes: int, rates: Bandwidths) -> float:
+    """``size_bytes`` from ``nodes`` to shared storage."""
+    return max(size_bytes / rates.shared_write, size_bytes / (nodes * rates.nic))
+
+
+def read_seconds(shared_bytes: float, node_bytes: float, rates: Bandwidths) -> float:
+    """``shared_bytes`` out of shared storage, of which each node takes in ``node_bytes``."""
+    return max(shared_bytes / rates.shared_read, node_bytes / rates.nic)
+
+
+def load_direct_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
+    """Every node reads the whole model from shared storage: N·M/B, or what its network takes."""
+    return read_seconds(whole(nodes, "nodes") * model_bytes, model_bytes, rates)
+
+
+def load_cached_seconds(model_bytes: float, rates: Bandwidths) -> float:
+    """Every node reads it from its own SSDs, however many nodes there are."""
+    return model_bytes / rates.local_read
+
+
+def load_fanout_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
+    """Each byte leaves shared storage once, each node reads 1/N and has the rest from its peers, one after the other.
+
+    M/B + M(N-1)/N/b: flat in N. A loader that passes chunks on while more arrive comes near the larger of the two.
+    """
+    share = model_bytes / whole(nodes, "nodes")
+    return read_seconds(model_bytes, share, rates) + (model_bytes - share) / rates.nic
+
+
+def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
+    """What the SSDs of all nodes read together: the figure that shared storage would have to match."""
+    return nodes * rates.local_read
+
+
+# --- out of the accelerator -----------------------------------------------------------------------------------------
+
+
+def best_steps(gradient_share: float, steps_bytes: float = 0.0, state_bytes: float = 0.0) -> int:
+    """Return how many steps a window should have.
+
+    What a window hides, K - r K (K - 1) / 2 of a step's transfer, is largest at K = 1/r + 1/2: 7 or 8 for 14 bytes of
+    state and 2 of gradient. The fewest steps in which the link carries all are better.
+
+    Args:
+        gradient_share: bytes of gradient for each byte of state.
+        steps_bytes: what the link moves during the forward and backward passes of one step; 0 when it is not known.
+        state_bytes: of parameters and optimizer state.
+    """
+    if not 0 < gradient_share < 1:
+        return STEPS_DEFAULT
+    most = max(1, min(STEPS_MAX, round(1 / gradient_share + 0.5)))
+    if steps_bytes <= 0 or state_bytes <= 0:
+        return min(most, STEPS_DEFAULT)
+    return next(
+        (steps for steps in range(1, most + 1) if state_bytes * _step_share(gradient_share, steps) <= steps_bytes), most
+    )
+
+
+def _step_share(gradient_share: float, steps: int) -> float:
+    """Traffic of each step, as a share of the state: r / (1 - (1 - r)^K), of parts that fall by (1 - r) a step."""
+    return gradient_share / (1 - (1 - gradient_share) ** steps)
+
+
+def weights_of(falling_share: float, steps: int) -> list[float]:
+    """Sizes of parts, beside each other, that fall by ``falling_share`` from step to step. 0: equal ones."""
+    return [(1 - falling_share) ** step for step in range(steps)]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a window would move, and what the link moves beside one step. 0: not known yet.
+
+    Equal parts move least: 1 + r (K - 1) / 2 of the state, with r bytes of gradient for a byte of state: gradients of a
+    part follow it in every later step, so the last steps of a window have most to move. Where the link does not carry
+    that, sizes that fall by (1 - r) from step to step make the traffic of all steps equal, for 1.62 of the state
+    instead of 1.5 (r = 1/6, K = 7). Source: GoCkpt; the equations are derived in its terms.
+    """
+
+    state_bytes: float
+    gradient_bytes: float
+    bytes_per_second: float = 0.0
+    step_seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Bytes of gradient for each byte of state."""
+        return self.gradient_bytes / max(1, self.state_bytes)
+
+    @property
+    def step_bytes(self) -> float:
+        return self.bytes_per_second * self.step_seconds
+
+    def best_steps(self) -> int:
+        return best_steps(self.share, self.step_bytes, self.state_bytes)
+
+    def moved_bytes(self, weights: Sequence[float]) -> list[float]:
+        """What each step moves of parts whose sizes are as ``weights``: its part, and gradients of those before it."""
+        total, copied, found = sum(weights), 0.0, []
+        for weight in weights:
+            size = self.state_bytes * weight / total
+            found.append(size + self.share * copied)
+            copied += size
+        return found
+
+    def stall_seconds(self, weights: Sequence[float]) -> float:
+        """How long training waits for parts whose sizes are as ``weights``, by arithmetic."""
+        over = sum(max(0.0, moved - self.step_bytes) for moved in self.moved_bytes(weights))
+        return over / self.bytes_per_second if self.bytes_per_second else 0.0
+
+    def falling_share(self, steps: int) -> float:
+        """Return by what share parts are to fall from step to step: 0, equal parts, unless the link is too narrow."""
+        share = min(self.share, SHARE_MAX)
+        equal, falling = (self.stall_seconds(weights_of(one, steps)) for one in (0.0, share))
+        return 0.0 if equal <= max(falling, STALL_SECONDS_MAX) else share
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to take checkpoints, and what it costs. Bytes are of one rank's link, intervals are of training.
+
+    ``stall_seconds`` is of one checkpoint, ``stall_step_seconds`` of every step beside it. A checkpoint is on the SSD
+    ``latency_seconds`` after the stall. With ``is_log``, so is every step, and a restart replays the steps
+    since the last base, each in ``replay_step_seconds``.
+    """
+
+    name: str
+    window_steps: int
+    step_seconds: float
+    stall_seconds: float
+    stall_step_seconds: float
+    link_bytes: float
+    link_step_bytes: float
+    latency_seconds: float
+    interval_min_seconds: float
+    is_log: bool = False
+    replay_step_seconds: float = 0.0
+
+    def stalled_share(self, interval_seconds: float) -> float:
+        """Seconds that training stands still for each second of training."""
+        return self.stall_seconds / interval_seconds + self.stall_step_seconds / self.step_seconds
+
+    def replay_seconds(self, interval_seconds: float) -> float:
+        """What a restart takes for the steps of a log, on average: half of an interval's."""
+        return self.replay_step_seconds * interval_seconds / self.step_seconds / 2
+
+    def lost_seconds(self, interval_seconds: float) -> float:
+        """What a failure costs, on average, in training done again and steps replayed."""
+        since = self.step_seconds if self.is_log else interval_seconds
+        return since / 2 + self.latency_seconds + self.replay_seconds(interval_seconds)
+
+    def best_interval_seconds(self, mtbf_seconds: float) -> float:
+        """Whole steps with the least stall and loss, and no shorter than this way can. Bases of a log cost no stall."""
+        found = max(self.interval_min_seconds, optimal_interval.exact(self.stall_seconds, mtbf_seconds))
+        return max(1, math.ceil(found / self.step_seconds - 1e-9)) * self.step_seconds
+
+    def ettr(self, interval_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
+        """``ettr.exact`` of a checkpoint every ``interval_seconds``; a log takes one each step."""
+        span = self.step_seconds if self.is_log else interval_seconds
+        restart = restart_seconds + self.replay_seconds(interval_seconds)
+        return ettr.exact(
+            span, span * self.stalled_share(interval_seconds), mtbf_seconds, restart, self.latency_seconds
+        )
+
+
+def modes(
+    state_bytes: float,
+    gradient_bytes: float,
+    parameters: float,
+    *,
+    ranks: float,
+    step_seconds: float,
+    interval_min_seconds: float,
+    rates: Bandwidths,
+) -> tuple[Mode, ...]:
+    """The four ways, for a rank that writes ``state_bytes`` of ``parameters``, and ``ranks`` of them on a node.
+
+    Forward and backward pass are taken for the whole of a step. A window has the steps and parts that ``Traffic``
+    chooses for one that is saved. The node's processors bring its copies to the version of its last step; a log is
+    replayed by the accelerators, as fast as it is read.
+    """
+    copy, flush = state_bytes / rates.pcie, ranks * state_bytes / rates.local_write
+    traffic = Traffic(state_bytes, gradient_bytes, rates.pcie, step_seconds)
+    steps = traffic.best_steps()
+    parts = weights_of(traffic.falling_share(steps), steps)
+    frame = gradient_bytes / rates.pcie + ranks * gradient_bytes / rates.local_write
+    slowest = max(gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_write)
+    update = ranks * parameters / UPDATES_PER_SECOND
+    beside = max(0.0, copy - step_seconds)
+    window = max(steps * step_seconds, interval_min_seconds)
+    return (
+        Mode("async", 0, step_seconds, copy, 0.0, state_bytes, 0.0, flush, interval_min_seconds),
+        Mode("lazy", 1, step_seconds, beside, 0.0, state_bytes, 0.0, copy - beside + flush, interval_min_seconds),
+        Mode(
+            "multi-step", steps, step_seconds, traffic.stall_seconds(parts), 0.0, sum(traffic.moved_bytes(parts)), 0.0,
+            gradient_bytes / rates.pcie + update + flush, window,
+        ),
+        Mode(
+            "gradient log", 0, step_seconds, 0.0, max(0.0, slowest - step_seconds), 0.0, gradient_bytes, frame,
+            interval_min_seconds, is_log=True,
+            replay_step_seconds=max(gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_read),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+"""Copies of a file, on this node, on another, or on the shared tier, each with a blocking read: for threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ..disk.durable import translated
+from ..disk.file_io import open_direct, open_file, pread_all, read_direct, read_into
+from ..disk.io_tuner import WAYS, ReadMode, ReadTuner, device_of
+from ..disk.page_cache import Resident
+from ..errors import TierckptError
+from ..quantities import DISK_BLOCK_BYTES, round_up
+from ..telemetry import QUARANTINES, logger
+from ..types import Buffer, ByteRange, Tier
+
+log = logger("restore")
+
+
+class Copy(Protocol):
+    """One copy of a file. ``read`` returns a range of it or raises one of our errors; any thread may call it.
+
+    ``into``: page-aligned memory, whole blocks of it, which the range may be read into instead of new memory.
+    ``through``: a buffer of whole blocks, which may be read into first, if that is faster.
+    """
+
+    tier: Tier
+    where: str
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer: ...
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        """True when to read the range is to copy it from memory: nobody waits for a disk or a network."""
+
+    def quarantine(self) -> None:
+        """Put a bad copy out of the way, where that is ours to do."""
+
+    def close(self) -> None: ...
+
+
+class LocalCopy:
+    """A copy on a mounted file system. A bad one of this node is renamed and kept for a person to look at.
+
+    What is in the page cache is taken from there; the rest is read past it (O_DIRECT), where the file system can, or
+    through it, where that is faster (``tuner``).
+
+    Attributes:
+        is_direct: read past the page cache.
+        is_straight: and not through a buffer, even where one is given.
+        cold_bytes: what was read and was not in the page cache.
+    """
+
+    def __init__(self, path: Path, tier: Tier = Tier.LOCAL, tuner: ReadTuner | None = None) -> None:
+        self.tier = tier
+        self.where = str(path)
+        self.tuner = tuner
+        self.is_direct = self.is_straight = True
+        self.cold_bytes = 0
+        self._path = path
+        self._file = -1
+        self._device = ""
+        self._direct_file: int | None = None
+        self._may_direct = True
+        self._resident: Resident | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def device(self) -> str:
+        """What the file lies on, once it is open."""
+        return self._device
+
+    @property
+    def way(self) -> ReadMode:
+        """How the device is read, as far as is known."""
+        return self.tuner.way(self._device) if self.tuner is not None else WAYS[0]
+
+    @property
+    def is_untried(self) -> bool:
+        """True when there are ways to try, and nobody has."""
+        return self.tuner is not None and not self.tuner.is_known(self._device)
+
+    def take(self, way: ReadMode) -> None:
+        """Read what comes now in this way."""
+        self.is_direct, self.is_straight = way.direct, way.straight
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
+        self.open()
+        if into is None:
+            return pread_all(self._file, byte_range, self._path)
+        done = 0
+        with translated(self._path, is_above=True):
+            if not (is_cached := self.is_in_memory(byte_range)):
+                self.cold_bytes += byte_range.size_bytes
+            if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
+                file, blocks = self._direct(), into[: round_up(byte_range.size_bytes)]
+                if file is not None:
+                    done = read_direct(file, blocks, byte_range.start, None if self.is_straight else through)
+                    done = min(done, byte_range.size_bytes)
+            if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
+                os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
+            done += read_into(self._file, into[done : byte_range.size_bytes], byte_range.start + done)
+        return into[:done]
+
+    def read_pieces(self, start: int, size: int, step: int, into: memoryview) -> int:
+        """Fill ``into`` with ``size`` bytes of each ``step`` from ``start`` on, through the page cache; return how many
+        there were. What lies between them is read from the disk where the ranks of this node want it between them."""
+        self.open()
+        starts, advised = range(start, start + len(into) // size * step, step), size
+        with translated(self._path, is_above=True):
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+            if self.way.ranks * size >= step:
+                advised = starts[-1] + size - start
+            for at in starts[:1] if advised > size else starts:
+                os.posix_fadvise(self._file, at, advised, os.POSIX_FADV_WILLNEED)
+            for done, at in zip(range(0, len(into), size), starts, strict=True):
+                if (count := read_into(self._file, into[done : done + size], at)) < size:
+                    return done + count
+        return len(into)
+
+    def open(self) -> None:
+        """Raises our error when it cannot be had. Once is enough."""
+        with self._lock:
+            if self._file < 0:
+                self._file = open_file(self._path)
+                self._device = device_of(self._file)
+                self.take(self.way)
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        """True for what is in the page cache."""
+        try:
+            self.open()
+        except TierckptError:
+            return False  # who reads it is told why
+        return self.is_in_page_cache(byte_range)
+
+    def is_in_page_cache(self, byte_range: ByteRange) -> bool:
+        """True when the whole range is in the page cache.
+
+        Asked of the kernel by ``mincore``: a read with RWF_NOWAIT, when it finds nothing, starts readahead of what is
+        then read past it. Cost: some 20 us for 8 MiB.
+        """
+        with self._lock:
+            if self._resident is None:
+                self._resident = Resident(self._file)
+        return self._resident.has(byte_range)
+
+    def _direct(self) -> int | None:
+        """The file, opened past the page cache at the first call; None where that cannot be had."""
+        with self._lock:
+            if self._may_direct and self._direct_file is None:
+                self._may_direct = False
+                with contextlib.suppress(OSError):  # what is wrong is said when it is read through the page cache
+                    self._direct_file = open_direct(self._path, os.O_RDONLY)
+            return self._direct_file
+
+    def quarantine(self) -> None:
+        if self.tier is not Tier.LOCAL:
+            return
+        try:
+            self._path.rename(self._path.with_name(f"{self._path.name}.bad"))
+            QUARANTINES.emit(1, tier=self.tier)
+        except OSError as error:
+            log.warning("cannot quarantine %s: %s", self._path, error)
+
+    def close(self) -> None:
+        for file in (self._file, self._direct_file):
+            if file is not None and file >= 0:
+                os.close(file)
+        self._file, self._direct_file = -1, None
+        self._resident = None
+
+
+class RemoteCopy:
+    """A copy behind a network, each read of which is a request (``get_range``, blocking), into memory of its own.
+
+    Args:
+        chunk_size_bytes: of a peer, which gives whole chunks only; 0: any range can be asked for.
+        report: is told when what came was not what was saved. The shared tier is not ours to rename in:
+            ``tierckpt verify`` reports it.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        get_range: Callable[[ByteRange], Buffer],
+        tier: Tier = Tier.SHARED,
+        *,
+        chunk_size_bytes: int = 0,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.where, self.tier, self.chunk_size_bytes, self.quarantine = where, tier, chunk_size_bytes, report
+        self._get_range = get_range
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
+        if not self.chunk_size_bytes:
+            return self._get_range(byte_range)
+        size = self.chunk_size_bytes
+        first = byte_range.start // size * size
+        starts = range(first, max(byte_range.stop, first + 1), size)
+        chunks = [self._get_range(ByteRange(start, start + size)) for start in starts]
+        data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
+        return memoryview(data)[byte_range.start - first : byte_range.stop - first]
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,122 @@
+"""Async sources of ranges of a checkpoint's files: other nodes, and the nearest of them and the shared tier.
+
+Each is a ``RangeSource`` (stores/base.py), as are stores and ``LocalFiles``: whoever moves bytes on the event loop
+takes any of them. Threads read through a ``Copy`` (file_copies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from ..checkpoint.peer_copies import Member, PeerCopies
+from ..errors import IntegrityError, ObjectNotFoundError, StoreUnavailableError, TierckptError
+from ..stores.base import Recoverable, Store
+from ..stores.verified_read import again, available
+from ..telemetry import logger
+from ..types import Buffer, ByteRange, Tier
+
+log = logger("restore")
+
+T = TypeVar("T")
+
+PEERS_TRIED_MAX = 3
+"""Peers that are asked for a file, one after another, before it is read from the shared tier."""
+
+
+class PeerSource:
+    """Whole chunks of a checkpoint's files from other nodes, each verified as it comes.
+
+    A peer that fails is not asked again; one that gives wrong bytes is reported.
+
+    Args:
+        members: who is asked. None: of each file those who have it.
+        spend: is awaited with the size of each chunk before it is asked for.
+    """
+
+    tier = Tier.PEER
+
+    def __init__(
+        self,
+        copies: PeerCopies,
+        members: Sequence[Member] | None = None,
+        spend: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        self.uri = f"peers {', '.join(member.name for member in members)}" if members is not None else "peers"
+        self.size_bytes = 0
+        """What has come."""
+        self._copies, self._members, self._spend = copies, members, spend
+        self._entries = {entry.key: entry for entry in copies.manifest.entries}
+        self._given_up: dict[str, TierckptError] = {}
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        """Return one chunk. Raises TierckptError: nobody who has it gives it."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.digests:
+            raise ObjectNotFoundError(f"peers give no {key}", key=key)
+        if self._spend is not None:
+            await self._spend(byte_range.size_bytes)
+        index = byte_range.start // self._copies.manifest.chunk_size_bytes
+        holders = self._members if self._members is not None else self._copies.holders(entry)
+        nobody: TierckptError = ObjectNotFoundError(f"no peer has {entry.path}", key=key)
+        last = next((self._given_up[one.name] for one in holders if one.name in self._given_up), nobody)
+        asked = [one for one in holders if one.name not in self._given_up]
+        for member in asked if self._members is not None else asked[:PEERS_TRIED_MAX]:
+            try:
+                data = await self._copies.chunk(member, entry, index)
+                self.size_bytes += byte_range.size_bytes
+                return data
+            except ObjectNotFoundError as error:
+                log.info("%s: %s", key, error)
+                last = error
+            except (TierckptError, OSError, TimeoutError) as error:
+                if isinstance(error, IntegrityError):
+                    self._copies.report(member)
+                last = error if isinstance(error, TierckptError) else StoreUnavailableError(f"{member.name}: {error}")
+                self._given_up[member.name] = last
+                log.warning("%s is given up: %s", member.name, error)
+        raise last
+
+
+class NearestSource:
+    """The files of one checkpoint: chunks of peers that have them, else ranges of the store, which it does not verify.
+
+    What a store can do about failures (``Recoverable``), this can.
+    """
+
+    def __init__(self, store: Store, elsewhere: PeerCopies | None) -> None:
+        self.uri = store.uri
+        self._store, self._peers = store, PeerSource(elsewhere) if elsewhere is not None else None
+
+    @property
+    def peer_bytes(self) -> int:
+        return self._peers.size_bytes if self._peers is not None else 0
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        """Return one chunk, or any range that only the store has.
+
+        Raises:
+            ObjectNotFoundError, StoreError, IntegrityError: of the shared tier, when no peer gives it.
+        """
+        if self._peers is not None:
+            try:
+                return await self._peers.get_range(key, byte_range)
+            except TierckptError as error:
+                log.debug("%s: %s", self.uri, error)
+        return await self._store.get_range(key, byte_range, if_match=if_match)
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await again(self._store, work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        """Chunks of peers are verified when they come here: the damage is the store's."""
+        if not isinstance(self._store, Recoverable):
+            raise damage
+        await self._store.reconnect(damage)
+
+    async def available(self) -> bool:
+        return await available(self._store)
+
+    def hasten(self) -> None:
+        if isinstance(self._store, Recoverable):
+            self._store.hasten()

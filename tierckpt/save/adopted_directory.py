@@ -1,0 +1,201 @@
+"""Takes a directory that somebody else wrote into the local tier: looked at twice, linked or copied, digested.
+
+A1  The writer may delete or replace its files as soon as they are taken in: the local tier has names of its own.
+A2  What is digested is what was taken in. A file that differs between the first look and the last, or that anybody has
+    open for writing, refuses the whole: no commit names half of a write.
+A3  A reflink or a copy shares nothing with the writer. A hard link shares its inode: a write in place after the commit
+    changes our bytes too, and every reader finds that by the digests (P4). So links are made only where the caller says
+    that its files are never written in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..disk.durable import create_file, durable_link, fsync_dir, make_dirs, translated
+from ..disk.file_io import open_file, pread_all
+from ..errors import CheckpointError, ConfigError
+from ..format.layout import PRIVATE_DIR
+from ..format.manifest import chunk_count, digest_of, is_safe_path
+from ..types import ByteRange
+
+FICLONE = 0x40049409
+"""``ioctl_ficlone(2)``: one file gets the blocks of another, copied when either is written to."""
+THREADS = 4
+COPY_BYTES = 8 << 20
+QUIET_SECONDS = 0.05
+"""Time stamps are as fine as a tick of the kernel: what was written later than this ago is looked at a moment later."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file as it was seen: two that are equal have not been written to between the looks."""
+
+    place: Path
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+    identity: tuple[int, int]
+
+
+def identity(directory: Path) -> str | None:
+    """What all who see one directory say of it, once all have written: its inode, last changed at one moment.
+
+    None where it has no file: a framework may make it on nodes that write nothing.
+    """
+    if not any(files for _, _, files in os.walk(directory)):
+        return None
+    status = directory.stat()
+    return f"{status.st_ino}-{status.st_mtime_ns}"
+
+
+def look(directory: Path) -> dict[str, SourceFile]:
+    """Return the files below ``directory`` by their relative path. Links that stay inside are followed.
+
+    Raises:
+        ConfigError: no directory, nothing in it, or something in it that cannot be taken in: a link that leads out of
+            it or nowhere, a name that no store has, a device, a pipe, a socket.
+    """
+    with translated(directory):
+        if not directory.is_dir():
+            raise ConfigError(
+                f"{directory} is no directory", hint="Give the directory that the checkpoint was written to"
+            )
+        top = directory.resolve()
+        found = dict(_walk(top, top, "", (top,)))
+    if not found:
+        raise ConfigError(f"{directory} has no file in it", hint="Adopt a checkpoint when its writer has written it")
+    return found
+
+
+def _walk(top: Path, place: Path, below: str, above: tuple[Path, ...]) -> Iterator[tuple[str, SourceFile]]:
+    for entry in sorted(os.scandir(place), key=lambda one: one.name):
+        path, real = f"{below}{entry.name}", Path(entry.path)
+        if path == PRIVATE_DIR:  # the receipt of a restore, not the checkpoint
+            continue
+        if entry.is_symlink():
+            real = _followed(top, real, path)
+        status = real.stat()
+        if stat.S_ISDIR(status.st_mode):
+            if real in above:
+                raise ConfigError(f"{top}/{path} is a link to a directory that it lies in", hint="Remove the link")
+            yield from _walk(top, real, f"{path}/", (*above, real))
+        elif not stat.S_ISREG(status.st_mode) or not is_safe_path(path):
+            raise ConfigError(f"{top}/{path!r} is no file that a store can hold", hint="Remove it from the directory")
+        else:
+            identity = (status.st_dev, status.st_ino)
+            yield path, SourceFile(real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, identity)
+
+
+def _followed(top: Path, link: Path, path: str) -> Path:
+    try:
+        real = link.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise ConfigError(f"{top}/{path} is a link that leads nowhere", hint="Remove the link") from None
+    if not real.is_relative_to(top):
+        raise ConfigError(
+            f"{top}/{path} is a link out of the directory, to {real}",
+            hint="A checkpoint holds its own files: put the file itself there, or remove the link",
+        )
+    return real
+
+
+def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
+    """Raise CheckpointError when anybody has one of ``files`` open for writing, where the kernel tells."""
+    newest = max(file.modified_ns for file in files.values()) / 1e9
+    time.sleep(min(QUIET_SECONDS, max(0.0, newest + QUIET_SECONDS - time.time())))
+    for path, file in files.items():
+        if _is_open_for_writing(file.place):
+            raise _still_written(directory, path)
+
+
+def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:
+    """Raise CheckpointError when ``directory`` is not what it was at the first look."""
+    after = look(directory)
+    for path in sorted(before.keys() | after.keys()):
+        was, now = before.get(path), after.get(path)
+        is_same = was is not None and now is not None and _seen(was, links) == _seen(now, links)
+        if not is_same:
+            raise _still_written(directory, path)
+
+
+def _seen(file: SourceFile, links: bool) -> tuple[object, ...]:
+    """A second name changes the inode's own time, and no byte."""
+    return (file.size_bytes, file.modified_ns, file.identity, None if links else file.changed_ns)
+
+
+def _still_written(directory: Path, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} is still being written: {path} changes",
+        hint="Adopt it when its writer has closed every file; nothing was committed",
+        file=path,
+    )
+
+
+def _is_open_for_writing(path: Path) -> bool:
+    """True when some process has the file open for writing: then the kernel gives nobody a read lease (fcntl(2)).
+
+    It gives none on network mounts, nor for files of others: there the two looks have to do.
+    """
+    file = open_file(path)
+    try:
+        # Whoever opens the file in the moment that we hold the lease has us signalled; SIGIO would end the process.
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(file)
+    return False
+
+
+def take_in(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
+    """Give each file a durable name below ``target``: a hard link where ``links``, else a reflink, else a copy (A3)."""
+    with translated(target, is_above=True):
+        for place in sorted({(target / path).parent for path in files}):
+            make_dirs(place)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda path: _take_file(files[path].place, target / path, links), files))
+        for place in {(target / path).parent for path in files}:
+            fsync_dir(place)
+
+
+def _take_file(source: Path, target: Path, links: bool) -> None:
+    if links and durable_link(source, target):
+        return
+    with os.fdopen(open_file(source), "rb", 0) as old, os.fdopen(create_file(target, 0o644), "wb", 0) as new:
+        try:
+            fcntl.ioctl(new, FICLONE, old.fileno())
+        except OSError:  # another file system, or one that shares no blocks
+            shutil.copyfileobj(old, new, COPY_BYTES)
+        os.fsync(new.fileno())
+
+
+def digests(target: Path, sizes: Mapping[str, int], chunk_size_bytes: int) -> dict[str, tuple[str, ...]]:
+    """Return the digests of the chunks of each file below ``target``, read with a few threads."""
+
+    def digest(place: tuple[str, int]) -> str:
+        path, start = place
+        file = open_file(target / path)
+        try:
+            byte_range = ByteRange(start, min(start + chunk_size_bytes, sizes[path]))
+            return digest_of(pread_all(file, byte_range, target / path))
+        finally:
+            os.close(file)
+
+    starts = {path: range(chunk_count(size, chunk_size_bytes)) for path, size in sizes.items()}
+    places = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]
+    with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as pool:
+        found = iter(list(pool.map(digest, places)))
+    return {path: tuple(next(found) for _ in indices) for path, indices in starts.items()}

@@ -1,0 +1,116 @@
+"""How many GETs one store gets at a time: half as many once a GET was too slow. (A 503 only waits: retry.py.)
+
+GETs share a path. On one that is narrow, or shared with many other nodes, many GETs move too little each, count as
+hung, are broken off, and are asked again: nothing arrives, for ever. So the number is halved when one was too slow,
+and grows by one each time as many as are allowed had much more than they need: not until one fails again, because what
+fails a few times is given up.
+
+Source: additive increase, multiplicative decrease (RFC 5681, 3.1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from ..errors import StoreUnavailableError
+from ..telemetry import logger
+from ..types import Buffer
+
+log = logger("stores.get_concurrency")
+
+BYTES_PER_SECOND_MIN = 16 << 10
+"""A request slower than this over a window is taken for a connection that hangs: it is aborted and retried. Sixteen
+nodes on a narrow link got all their files with this floor (bench/README.md, fan-out)."""
+WINDOW_SECONDS = 15.0
+
+GETS_MAX = 1 << 20
+"""More than anybody asks for."""
+
+AMPLE = 2.0
+"""GETs become more where each moves this many times what it must."""
+
+CROWDED_MAX = 8
+"""So many halvings lead from 256 GETs, more than any caller has, to one."""
+
+
+class GetConcurrency:
+    """The GETs of one store under way. Of one event loop."""
+
+    def __init__(self, name: str, least_bytes_per_second: int) -> None:
+        self.name = name
+        self._ample_bytes_per_second = AMPLE * least_bytes_per_second
+        self.gets_max: float = GETS_MAX
+        """No limit until a GET has been too slow."""
+        self._running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._reduced_at = -math.inf
+        self._arrived_at = -math.inf
+
+    async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
+        """Make one GET and return what came. First come, first served; whoever waits does so for others that end.
+
+        One that crept in a crowd of ours, or stood while others arrived, is made again once there are fewer, which is
+        neither its fault nor the store's: that costs no retry, at most ``CROWDED_MAX`` times. What crept alone, or
+        stood while nothing arrived, has failed. Its error says how long it waited for others before
+        (``crowded_seconds``), which is not to be counted against it either.
+        """
+        asked_at = time.monotonic()
+        for crept in range(CROWDED_MAX + 1):
+            await self._begin()
+            begun, crowd = time.monotonic(), self._running
+            try:
+                data = await get()
+                self._went_well(len(data), time.monotonic() - begun)
+                return data
+            except StoreUnavailableError as error:
+                crowd = max(crowd, self._running)
+                is_crowded = False
+                if error.context.get("too_slow"):
+                    self.reduce(begun)
+                    is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
+                    is_crowded = crowd > 1 and bool(is_alive)
+                if not is_crowded or crept == CROWDED_MAX:
+                    error.context["crowded_seconds"] = round(begun - asked_at, 1)
+                    raise
+            finally:
+                self._end()
+        raise AssertionError("unreachable")
+
+    async def _begin(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self.wake()
+        try:
+            await turn  # whoever set it has counted us in
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._end()
+            raise
+
+    def _end(self) -> None:
+        self._running -= 1
+        self.wake()
+
+    def wake(self) -> None:
+        while self._waiting and (self._waiting[0].done() or self._running + 1 <= self.gets_max):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
+
+    def _went_well(self, size_bytes: int, seconds: float) -> None:
+        self._arrived_at = time.monotonic()
+        if size_bytes >= seconds * self._ample_bytes_per_second:
+            self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
+
+    def reduce(self, begun: float) -> None:
+        """Halve it, once for all that were under way at the same time."""
+        if begun < self._reduced_at:
+            return
+        self._reduced_at = time.monotonic()
+        self.gets_max = max(1.0, self._running // 2)
+        log.info("%s moves too little: %d GETs at a time from here on", self.name, self.gets_max)

@@ -1,0 +1,598 @@
+"""S3, Azure Blob and GCS through obstore (obstore_module.py).
+
+Four habits of obstore shape this file:
+    - It sends buffers without copying them, even after ``write`` has returned: a piece that its producer may still
+      change is copied first.
+    - A request that is cancelled half way leaves a multipart transfer behind: requests are always awaited to their
+      end, then aborted (``to_completion``).
+    - It raises one wide type for most failures: obstore_errors.py reads its text.
+    - Its retries know no budget: they are off, and stores/retry.py does it. Except for the parts of a large object,
+      which nobody outside can send again: each has ``PART_RETRIES_MAX`` inside, because the alternative is to send the
+      whole object again. A transfer is not begun while the store is down, so an outage sees them once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..config import MiB, Settings
+from ..errors import (
+    BucketNotFoundError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from ..format.layout import CLAIM, Location
+from ..redaction import printable
+from ..telemetry import logger
+from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from . import get_concurrency
+from .bucket import Client
+from .common import (
+    PART_SIZE_BYTES_MIN,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    closing,
+    frozen_piece,
+    limited,
+    part_size_bytes,
+    short_answer,
+    to_completion,
+)
+from .obstore_errors import (
+    error_code,
+    first_line,
+    http_status,
+    is_missing,
+    refused,
+    renewed_meanwhile,
+    still_refused,
+    translate,
+)
+from .obstore_module import Module
+from .retry import Retries, Tries
+from .signed_requests import Get, NotThisWay, delete_if, is_behind_proxy
+from .store_breaker import PROBE_SECONDS_MAX
+
+if TYPE_CHECKING:
+    import obstore
+    from obstore import GetOptions
+    from obstore import exceptions as obstore_errors
+else:
+    obstore, obstore_errors = Module(), Module("exceptions")
+
+log = logger("stores.remote")
+
+T = TypeVar("T")
+
+DELETE_BATCH = 1000
+BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
+"""Said of a bucket that was there before, too: a place that has gone is not an empty place."""
+PART_RETRIES_MAX = 3
+DIRECT_BYTES_MIN = 256 << 10
+"""Smaller ranges are not worth a request of our own."""
+SIGNED_FOR = timedelta(minutes=15)
+
+
+class RemoteStore:
+    """Objects of a bucket or container below a key prefix.
+
+    Clients and credentials are the bucket's, one set for all stores of one ``retries``. Requests that fail in a way
+    that may pass are tried again as ``retries`` allows. Memory: one ``put_stream`` holds at most
+    ``settings.concurrency + 1`` parts of 8 MiB (larger only above 78 GiB per object).
+    """
+
+    def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
+        """Raises ConfigError when the key prefix has empty or relative parts."""
+        self.location = location
+        self.settings = settings
+        self.uri = location.uri
+        self.has_put_if_absent = True
+        self.retries = retries or Retries(settings)
+        self._prefix = f"{check_key(location.path)}/" if location.path else ""
+        self._bucket = self.retries.bucket(location.scheme, location.authority)
+        self._breaker = self.retries.breaker(self._bucket.name)
+        self._get_concurrency = self.retries.get_concurrency(self._bucket.name)
+        self._is_watching = False
+
+    async def _client(self, part_retries: int = 0) -> Client:
+        # A part is not watched while it is sent, so its whole time is limited.
+        limit = self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
+        return await self._bucket.client(part_retries, limit)
+
+    # --- one request ---------------------------------------------------------------------------------------------
+
+    async def _request(self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False) -> T:
+        """Make one idempotent request by ``call``, again while it fails in a way that may pass; when it is refused
+        because the credentials have expired, once more with newer ones. ``key`` None: it is about the bucket.
+
+        Raises:
+            StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
+        """
+        tries, is_renewed = Tries(self.retries, self.settings.store_timeout_seconds), False
+        while True:
+            generation = self._bucket.generation
+            try:
+                async with self.retries.asking(self._breaker, self._probe):
+                    client = await self._client()
+                    async with self._errors(key, writing=writing):
+                        return await call(client)
+            except PermissionDeniedError as refusal:
+                if is_renewed:
+                    raise still_refused(refusal) from refusal
+                if not await self._bucket.renewed(generation, refusal):
+                    raise
+                is_renewed = True
+            except StoreUnavailableError as error:
+                if not await tries.pause(error):
+                    raise
+
+    async def _probe(self) -> bool:
+        """Ask for something cheap, once. True when the store answered, if only to refuse or to say "not found"."""
+        try:
+            client = await self._client()
+            async with asyncio.timeout(min(PROBE_SECONDS_MAX, self._limit_seconds(0))):
+                await obstore.head_async(client, self._prefix + CLAIM)
+        except (obstore_errors.BaseError, OSError, ValueError) as error:
+            self.retries.counts["probes"] += 1
+            return not isinstance(self._translate(error, None, self._bucket.is_proven), StoreUnavailableError)
+        self.retries.counts["probes"] += 1
+        return True
+
+    def _limit_seconds(self, size_bytes: int) -> float:
+        """Longest that a request of ``size_bytes`` may take, from the least throughput that counts as moving."""
+        moving = get_concurrency.WINDOW_SECONDS + size_bytes / get_concurrency.BYTES_PER_SECOND_MIN
+        return min(moving, self.settings.store_timeout_seconds)
+
+    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do ``work``, made of verbs of this store, again while it fails in a way that may pass (within the budget)."""
+        return await self.retries.again(work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        """Give up the connections after a damaged answer, so that the next request takes another way.
+
+        Raises ``damage`` when the budget has nothing left to ask again with.
+        """
+        if not await self.retries.pay():
+            raise damage
+        self.retries.counts["damaged_answers"] += 1
+        self._bucket.reconnect()
+
+    async def available(self) -> bool:
+        """Wait, as long as it takes, until the store is up. False, at once, when it was not down."""
+        if not self._breaker.is_open:
+            return False
+        await self._breaker.passed(self._probe, patient=True)
+        return True
+
+    def hasten(self) -> None:
+        self._breaker.hasten()
+
+    # --- verbs ---------------------------------------------------------------------------------------------------
+
+    async def head(self, key: str) -> ObjectInfo:
+        check_key(key)
+
+        async def call(client: Client) -> Any:
+            async with asyncio.timeout(self._limit_seconds(0)):
+                return await obstore.head_async(client, self._prefix + key)
+
+        return self._info(await self._request(key, call))
+
+    async def get(self, key: str) -> bytes:
+        check_key(key)
+        return bytes(await self._request(key, lambda client: self._read(client, key, {})))
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        check_key(key)
+        if not check_range(byte_range).size_bytes:  # no such request exists in HTTP
+            return await self._get_nothing(key, if_match)
+        options: GetOptions = {"range": (byte_range.start, byte_range.stop)}
+        if if_match is not None:
+            options["if_match"] = if_match
+
+        async def call(client: Client) -> Buffer:
+            try:
+                return await self._read(client, key, options)
+            except obstore_errors.GenericError as error:
+                if http_status(error) == 416:
+                    raise short_answer(self.uri, key, byte_range, 0) from None
+                raise
+
+        data = await self._request(key, call)
+        if len(data) != byte_range.size_bytes:
+            raise short_answer(self.uri, key, byte_range, len(data))
+        return data
+
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None:
+        """``get_range`` into memory of the caller's. From S3, large ranges on connections of our own
+        (stores/signed_requests.py)."""
+        check_key(key)
+        size_bytes = check_range(byte_range).size_bytes
+        if size_bytes >= DIRECT_BYTES_MIN and self.location.scheme == "s3" and self._bucket.ranges.is_usable:
+            try:
+                await self._request(key, lambda client: self._receive(client, key, byte_range, into, if_match))
+                self._bucket.ranges.hit()
+                return
+            except NotThisWay as reason:
+                self._bucket.ranges.miss(reason)
+        into[:size_bytes] = await self.get_range(key, byte_range, if_match=if_match)
+
+    async def _receive(
+        self, client: Client, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None
+    ) -> None:
+        try:
+            url = await obstore.sign_async(client, "GET", self._prefix + key, SIGNED_FOR)
+        except (obstore_errors.BaseError, ValueError) as error:
+            raise NotThisWay(f"no URL can be signed ({type(error).__name__})", for_good=True) from None
+        if is_behind_proxy(url):
+            raise NotThisWay("there is a proxy", for_good=True)
+        window = self._limit_seconds(0)
+        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
+        tls = self._bucket.ranges.tls if url.startswith("https:") else None
+        get = Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough, tls)
+        await self._get_concurrency.run(partial(self._bucket.ranges.connections.run, get))
+
+    async def _read(self, client: Client, key: str, options: GetOptions) -> Buffer:
+        """Return the body of one GET. Broken off when a window passes in which too little of it came."""
+        return await self._get_concurrency.run(lambda: self._watch(client, key, options))
+
+    async def _watch(self, client: Client, key: str, options: GetOptions) -> Buffer:
+        """Receive the body.
+
+        What is there within one window, all of it, is taken in one piece, for half of the CPU. The first time that it
+        is not, nobody knows whether it crept or stood: from then on bodies are watched piece by piece, until they are
+        quick again.
+        """
+        window, begun = self._limit_seconds(0), time.monotonic()
+        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
+        moved = counted = 0
+        try:
+            async with asyncio.timeout(window) as limit:
+                answer = await obstore.get_async(client, self._prefix + key, options=options)
+                if not self._is_watching:
+                    return memoryview(await answer.bytes_async())
+                pieces = []
+                async for piece in answer.stream(min_chunk_size=min(MiB, max(4096, enough // 2))):
+                    pieces.append(piece)
+                    moved += len(piece)
+                    if moved - counted >= enough:
+                        counted = moved
+                        limit.reschedule(asyncio.get_running_loop().time() + window)
+        except TimeoutError:
+            self.retries.counts["broken_off"] += 1
+            error = self._too_slow(key, window)
+            error.context |= {"too_slow": self._is_watching, "moved_bytes": moved - counted}
+            self._is_watching = True
+            raise error from None
+        self._is_watching = time.monotonic() > begun + window / 2
+        return b"".join(pieces)
+
+    def _too_slow(self, key: str, seconds: float) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"{self.uri}/{key} cannot be reached: too little moved in {seconds:g} s",
+            hint=f"The request was aborted: less than {get_concurrency.BYTES_PER_SECOND_MIN} bytes per second is taken "
+            "for a connection that hangs",
+            uri=self.uri,
+            endpoint=self._bucket.endpoint or None,
+            tier=Tier.SHARED,
+        )
+
+    async def _get_nothing(self, key: str, if_match: str | None) -> bytes:
+        info = await self.head(key)
+        if if_match is not None and info.etag != if_match:
+            raise PreconditionFailedError(f"{key} has changed", uri=self.uri, key=key)
+        return b""
+
+    async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Write a small object in one request.
+
+        With ``if_absent``, a request whose answer was lost and that was tried again may find its own object: what is
+        there is read, and is a success when it is ``data`` byte for byte.
+        """
+        await self._put(key, data, "create" if if_absent else "overwrite")
+
+    async def _put(self, key: str, data: Buffer, mode: Any) -> None:
+        check_key(key)
+        body = frozen_piece(data)  # a request that is broken off may hold it a moment longer than we do
+        size_bytes, tries = memoryview(body).nbytes, 0
+
+        async def call(client: Client) -> None:
+            nonlocal tries
+            tries += 1
+            name = self._prefix + key
+            put = obstore.put_async(client, name, body, mode=mode, use_multipart=False)
+            try:
+                await to_completion(limited(put, self._limit_seconds(size_bytes)))
+            except TimeoutError:
+                self.retries.counts["broken_off"] += 1
+                raise self._too_slow(key, self._limit_seconds(size_bytes)) from None
+
+        try:
+            await self._request(key, call, writing=isinstance(mode, str))
+        except PreconditionFailedError:
+            if tries == 1 or not await self.holds(key, body):
+                raise
+
+    async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
+        """``put`` on the condition that ``etag`` is there. On GCS a HEAD more: its condition is on another number."""
+        mode = {"e_tag": etag}
+        try:
+            if self.location.scheme == "gs":
+                mode["version"] = await self._generation_of(key, etag) or ""
+            try:
+                await self._put(key, data, mode)
+            except PreconditionFailedError:
+                # Ceph RGW compares the header of a PUT with the etag as it stores it, without the quotes.
+                if self.location.scheme != "s3" or (await self.head(key)).etag != etag:
+                    raise
+                await self._put(key, data, {"e_tag": etag.strip('"')})
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            raise PreconditionFailedError(f"{self.uri}/{key} is gone", uri=self.uri, key=key) from None
+
+    async def remove(self, key: str, *, etag: str) -> None:
+        """``delete`` on that condition. It is looked at first, as servers that know no conditional DELETE ignore the
+        condition (Ceph RGW 16); on GCS, and where no DELETE can be signed, that look is all there is."""
+        check_key(key)
+
+        async def call(client: Client) -> None:
+            url = await obstore.sign_async(client, "DELETE", self._prefix + key, SIGNED_FOR)
+            limit = self._limit_seconds(0)
+            await to_completion(asyncio.to_thread(delete_if, url, etag, f"{self.uri}/{key}", limit))
+
+        try:
+            await self._generation_of(key, etag)
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            return
+        if self.location.scheme != "gs":
+            try:
+                await self._request(key, call)
+                return
+            except (BucketNotFoundError, PreconditionFailedError, StoreUnavailableError):
+                raise
+            except StoreError as error:
+                log.info("%s/%s is deleted without a condition: %s", self.uri, key, error.message)
+        await self.delete(key)
+
+    async def _generation_of(self, key: str, etag: str) -> str | None:
+        """What GCS calls the version that ``etag`` names. Raises PreconditionFailedError when another one is there."""
+
+        async def call(client: Client) -> Any:
+            async with asyncio.timeout(self._limit_seconds(0)):
+                return await obstore.head_async(client, self._prefix + key)
+
+        meta = await self._request(key, call)
+        if self._info(meta).etag != etag:
+            raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
+        version: str | None = meta.get("version")
+        return version
+
+    async def holds(self, key: str, data: Buffer) -> bool:
+        try:
+            return await self.get(key) == bytes(data)
+        except ObjectNotFoundError:
+            return False
+
+    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+        """Write a large object in parts. Aborted on any error: no object and, on S3 and GCS, no parts stay behind.
+
+        What fits one part is one request, tried again here. A larger object cannot be: its pieces are gone. Callers
+        that have them still use ``again``. Azure has no abort; parts that were never committed are invisible and go
+        away by themselves after a week.
+        """
+        check_key(key)
+        async with closing(pieces):
+            if size_bytes <= PART_SIZE_BYTES_MIN:
+                data = b"".join([frozen_piece(piece) async for piece in pieces])
+                check_size(self.uri, key, size_bytes, len(data))
+                await self.put(key, data)
+                return
+            generation = self._bucket.generation
+            try:
+                async with self.retries.asking(self._breaker, self._probe):
+                    await self._put_parts(key, pieces, size_bytes)
+            except PermissionDeniedError as error:
+                if await self._bucket.renewed(generation, error):
+                    raise renewed_meanwhile(error) from error
+                raise
+
+    async def _put_parts(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+        client = await self._client(PART_RETRIES_MAX)
+        writer = obstore.open_writer_async(
+            client,
+            self._prefix + key,
+            buffer_size=part_size_bytes(size_bytes),
+            max_concurrency=self.settings.concurrency,
+        )
+        try:
+            written = 0
+            async for piece in pieces:
+                async with self._errors(key, writing=True):
+                    written += await to_completion(writer.write(frozen_piece(piece)))
+            check_size(self.uri, key, size_bytes, written)
+            async with self._errors(key, writing=True):
+                await to_completion(writer.close())
+        except BaseException as error:
+            await self._abort(writer, key, error)
+            raise
+
+    async def _abort(self, writer: Any, key: str, cause: BaseException) -> None:
+        try:
+            await to_completion(writer.__aexit__(type(cause), cause, cause.__traceback__))
+        except (obstore_errors.BaseError, OSError, ValueError) as error:
+            # The cause is what the caller must see. Parts that stay are invisible; a lifecycle rule removes them.
+            log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, first_line(error))
+
+    async def link(self, key: str, source: Path) -> bool:
+        """False: a bucket shares no filesystem with anyone."""
+        return False
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        held: ObjectInfo | None = None  # an empty object may be the marker of the "directory" that comes after it
+        async for info in self._listed(check_prefix(prefix)):
+            if held is not None and not info.key.startswith(f"{held.key}/"):
+                yield held
+            held = None if info.size_bytes else info
+            if info.size_bytes:
+                yield info
+        if held is not None:
+            yield held
+
+    async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Yield what the server lists, each key once. A page that fails begins the listing again."""
+        seen: set[str] = set()
+        stream: Any = None
+
+        async def page(client: Client) -> Any:
+            nonlocal stream
+            stream = stream or obstore.list(client, self._directory(prefix), chunk_size=1000)
+            try:
+                return await stream.__anext__()
+            except StopAsyncIteration:
+                return None
+            except BaseException:
+                stream = None
+                raise
+
+        while (metas := await self._request(None, page)) is not None:
+            for info in map(self._info, metas):
+                if info.key and info.key not in seen:  # the empty key is the marker of the root itself
+                    seen.add(info.key)
+                    yield info
+
+    async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
+        answer = await self._list_level(check_prefix(prefix))
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        directory = check_prefix(prefix)
+        answer = await self._list_level(directory)
+        names = sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
+        infos = [info for info in map(self._info, answer["objects"]) if info.key and not _marks(info, directory, names)]
+        return (infos, names) if infos or names or not directory else None
+
+    async def _list_level(self, directory: str) -> Any:
+        name = self._directory(directory)
+        return await self._request(None, lambda client: obstore.list_with_delimiter_async(client, name))
+
+    async def delete(self, key: str) -> None:
+        await self._delete_all([check_key(key)])
+
+    async def delete_dir(self, prefix: str) -> None:
+        batch: builtins.list[str] = []
+        async for info in self.list(prefix):
+            batch.append(info.key)
+            if len(batch) == DELETE_BATCH:
+                await self._delete_all(batch)
+                batch = []
+        if batch:
+            await self._delete_all(batch)
+
+    async def _delete_all(self, keys: builtins.list[str]) -> None:
+        """Delete ``keys``; one that is gone already does not keep the others."""
+        try:
+            names = [self._prefix + key for key in keys]
+            await self._request(keys[0], lambda client: to_completion(obstore.delete_async(client, names)))
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:  # Azure says so and may stop there; S3 never does
+            for key in keys if len(keys) > 1 else []:
+                await self._delete_all([key])
+
+    async def close(self) -> None:
+        """Close the bucket's connections: other stores of it open others."""
+        self._bucket.close()
+
+    @contextlib.asynccontextmanager
+    async def _errors(self, key: str | None, *, writing: bool = False) -> AsyncIterator[None]:
+        """Translate what obstore raises. ``key`` None means that the request was about the bucket itself."""
+        bucket = self._bucket
+        generation, was_proven = bucket.generation, bucket.is_proven  # others may renew the credentials meanwhile
+        try:
+            yield
+        except (TierckptError, asyncio.CancelledError):
+            raise
+        except (obstore_errors.BaseError, OSError, ValueError) as error:
+            # No name for it here: an error that a frame of its own traceback names is garbage only a collector finds,
+            # with all that these frames hold, and a training loop may have switched that off.
+            raise await self._ours(error, key, writing, (generation, was_proven)) from printable(error)
+        else:
+            bucket.exists = True
+            bucket.proves(generation)
+
+    async def _ours(
+        self, error: Exception, key: str | None, writing: bool, credentials: tuple[int, bool]
+    ) -> TierckptError:
+        """The error of ours for ``error``, of a request made with ``credentials`` (generation, whether proven)."""
+        generation, was_proven = credentials
+        ours = self._translate(error, key, was_proven)
+        if isinstance(ours, ObjectNotFoundError) and (
+            error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)
+        ):
+            ours = self._missing_bucket()
+        if not isinstance(ours, PermissionDeniedError | StoreUnavailableError):
+            self._bucket.proves(generation)
+        return ours
+
+    async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
+        """Tell a missing bucket from a missing key, which answer alike. One listing, once per bucket."""
+        if key is None or writing:  # neither a listing nor a put can miss anything but the bucket
+            return True
+        if self._bucket.exists:
+            return False
+        try:
+            await obstore.list(await self._client(), self._directory(), chunk_size=1).__anext__()
+        except StopAsyncIteration:
+            pass
+        except (obstore_errors.BaseError, OSError) as error:
+            return is_missing(error)
+        self._bucket.exists = True
+        return False
+
+    def _missing_bucket(self) -> BucketNotFoundError:
+        return BucketNotFoundError(
+            f"{self._bucket.name} does not exist",
+            hint="Create it, or check the name and the endpoint",
+            uri=self.uri,
+            endpoint=self._bucket.endpoint or None,
+        )
+
+    def _directory(self, prefix: str = "") -> str | None:
+        """The key prefix of the directory ``prefix`` in the bucket; None: all of it."""
+        return (self._prefix + prefix).rstrip("/") or None
+
+    def _info(self, meta: Any) -> ObjectInfo:
+        etag = meta["e_tag"]
+        if etag and not etag.endswith('"'):  # Azure's listings leave out the quotes that every other answer has
+            etag = f'"{etag}"'
+        return ObjectInfo(meta["path"][len(self._prefix) :], meta["size"], etag)
+
+    def _translate(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError:
+        if http_status(error) == 400 and not error_code(error) and was_proven:
+            # S3 says "expired" with status 400, and to a HEAD without a word more.
+            return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
+        return translate(error, self.location, key, self._bucket.endpoint)
+
+
+def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:
+    """True for an empty object that stands for a "directory": this one, or one of ``names`` in it."""
+    return not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)

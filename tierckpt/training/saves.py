@@ -1,0 +1,425 @@
+"""One save of a Checkpointer: its record, and its stages from staging memory to the local tier."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from ..arena import slots
+from ..checkpoint.retention import Rule
+from ..config import Settings
+from ..dcp.handoff.handoff_client import HandoffHandle
+from ..dcp.planner import TierSavePlanner
+from ..dcp.stager import StagedItems, TierStager
+from ..dcp.writer import TierStorageWriter
+from ..disk.illness import ill_disk, requests
+from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
+from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
+from ..telemetry import logger
+from .codec import near_state
+from .rank_exchange import Exchange, all_gather, is_distributed
+
+log = logger("checkpointer")
+
+EXTRA_SECONDS = 60.0
+"""What a save may take beyond its own deadline for the other ranks."""
+PROMPT_SECONDS = 0.02
+ROUND_SECONDS = 0.1
+"""How often ranks that wait for their oldest saves tell each other how they stand."""
+NAMES_SHOWN = 4
+
+
+@dataclass
+class SaveRecord:
+    """How one save went. Seconds count from the call of ``save``; None until known (or not known on this rank)."""
+
+    step: int
+    uri: str
+    size_bytes: int = 0
+    blocked_seconds: float = 0.0
+    local_commit_seconds: float | None = None
+    shared_commit_seconds: float | None = None
+    error: str = ""
+    is_sent: bool = True
+    """False: it stays on the local tier; only newer ones go to shared storage."""
+    is_direct_put: bool = False
+    """True: it does not lie on the SSD on its way, or not all of it; its local and its shared commit are one."""
+    window_steps: int = 0
+    """Of a multi-step save that was copied in parts: how many steps these moved in."""
+    moved_bytes: int = 0
+    """Of such a save: what this rank copied to host memory, parts and gradients."""
+    waited_bytes: int = 0
+    """How much of that did not fit beside the steps: training waited until it was copied."""
+    fallback: str = ""
+    """Why a multi-step save was copied whole. '' for all others."""
+    notes: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """What its manifest says of it: whether its steps were made again, and bit for bit."""
+    base: str = ""
+    """What gradient logs that lead on from it call it. '' without a log."""
+    begun_at: float = field(default_factory=time.monotonic, repr=False)
+
+    def name(self, run: Location, step: int) -> None:
+        """Make this the record of ``step`` of ``run``."""
+        self.step, self.uri = step, run.child(step_name(step)).uri
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the call of ``save``."""
+        return time.monotonic() - self.begun_at
+
+    @property
+    def drain_seconds(self) -> float | None:
+        """Time from the local to the shared commit."""
+        if self.shared_commit_seconds is None or self.local_commit_seconds is None:
+            return None
+        return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
+
+
+@dataclass
+class Job:
+    """One save on its way from staging memory to the local tier."""
+
+    writer: TierStorageWriter
+    plan: SavePlan
+    staged: StagedItems
+    metadata: Metadata | None
+    record: SaveRecord
+    exchange: Exchange
+    begun: float
+    handle: Future[HandoffHandle | None] | None = None
+
+    def write(self, wait_shared: Callable[[], None]) -> None:
+        """Write this rank's shards and have the coordinator commit. Sets what the record knows then, or its error."""
+        record, is_settled = self.record, True
+
+        def write() -> tuple[list[Any], bool]:
+            self.handoff()
+            self.staged.wait(slots.SLOT_SECONDS)
+            future = self.writer.write_data(self.plan, self.staged)
+            future.wait()
+            self.staged.release()
+            return future.value(), self.writer.is_direct_put
+
+        def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
+            if self.metadata is None:
+                raise RuntimeError("only the coordinator commits")
+            results = [result for result, _ in outcomes]
+            if any(straight for _, straight in outcomes):
+                self.writer.send_after_all()
+            self.writer.finish(self.metadata, results)
+            files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
+            return sum(file.size_bytes for file in files), any(straight for _, straight in outcomes)
+
+        try:
+            record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit)
+            if record.is_direct_put:
+                self.writer.send_after_all()
+                record.is_sent = True
+            self.writer.hand_over()
+            if record.is_direct_put:
+                wait_shared()
+        except BaseException as error:
+            record.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, TierckptError):
+                error.context.setdefault("checkpoint", record.uri)
+            self.writer.report_outcome(error)
+            is_settled = self.give_up()
+            raise
+        finally:
+            if is_settled:
+                self.take_back_will()
+            self.let_go()
+
+    def offer(self) -> HandoffHandle | None:
+        """Have the agent see to this save if this process ends before it is on the SSD."""
+        self.staged.wait(slots.SLOT_SECONDS)
+        return self.writer.offer_handoff(self.plan, self.staged, self.metadata, self.exchange.key)
+
+    def handoff(self) -> HandoffHandle | None:
+        """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
+        return self.handle.result() if self.handle is not None else None
+
+    def take_back_will(self) -> None:
+        with contextlib.suppress(Exception):  # it was raised where the save needed it
+            handoff = self.handoff()
+            if handoff is not None:
+                handoff.take_back()
+
+    def give_up(self) -> bool:
+        """End a save that failed here. False when nobody here knows whether it failed as a whole.
+
+        Then all this rank had to do is done, and the shards and the handoff stay: should the rest of the job be killed,
+        what every rank had staged is still a checkpoint.
+        """
+        with contextlib.suppress(Exception):
+            self.handoff()  # until then another thread has the writer
+        if self.exchange.may_be_done:
+            return self.writer.let_go()
+        self.writer.reset()
+        return True
+
+    def let_go(self) -> None:
+        """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
+        with contextlib.suppress(TierckptError):  # raised where the save needed it
+            self.staged.release()
+        self.staged = StagedItems()
+        self.metadata = None
+
+
+def left_out(record: SaveRecord, why: CheckpointSkippedError) -> Future[None]:
+    """Note that a save is left out. Returns the future of it, which has the error that says so."""
+    context = {"rank": 0, **why.context, "checkpoint": record.uri}
+    error = CheckpointSkippedError(f"step {record.step} was left out: {why.message}", hint=why.hint, **context)
+    log.warning("%s", error)
+    record.error = f"{type(error).__name__}: {error}"
+    skipped: Future[None] = Future()
+    skipped.set_exception(error)
+    return skipped
+
+
+def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
+    """Return the newest save of each step, without those that retention has removed or is about to."""
+    newest = {record.step: record for record in records if not record.error and record.is_sent}
+    kept = rule.kept(newest)
+    return [record for step, record in newest.items() if step in kept or step == max(newest)]
+
+
+def note_commits(records: Sequence[SaveRecord], settings: Settings, committed_at: Mapping[str, float]) -> None:
+    """Note which saves the shared tier has: as this process saw it (``committed_at``), or as the SSD says."""
+    for record in records:
+        if record.shared_commit_seconds is None and record.is_sent and not record.error:
+            seconds = _drained_after(record, settings, committed_at)
+            if seconds is not None and seconds > 0:
+                record.shared_commit_seconds = seconds
+
+
+def _drained_after(record: SaveRecord, settings: Settings, committed_at: Mapping[str, float]) -> float | None:
+    seen = committed_at.get(record.uri)
+    if seen is not None:
+        return seen - record.begun_at
+    try:
+        noted = (local_dir(settings.local_root, parse_uri(record.uri)) / DRAINED).stat().st_mtime
+    except OSError:
+        return None
+    return noted - time.time() + record.age_seconds
+
+
+def stage(
+    stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any], *, is_copied: bool = False
+) -> tuple[StagedItems, BaseException | None]:
+    """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it.
+
+    ``is_copied``: training has no part in the tensors any more.
+    """
+    try:
+        if is_copied:
+            return stager.stage_items(plan.items, planner, in_background=True), None
+        stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
+        return near_state.stage(stager, plan, planner, state), None
+    except BaseException as error:
+        staged = StagedItems()
+        staged.copied.set_exception(error)
+        return staged, error
+
+
+class RunningSaves:
+    """The saves that have been staged, oldest first, until their outcome has been raised or logged."""
+
+    def __init__(self, settings: Settings, timeout_seconds: float) -> None:
+        self._settings, self._timeout_seconds = settings, timeout_seconds
+        self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
+        self._reported: set[str] = set()
+        """Saves whose error another rank's knowledge of it has made a call here raise."""
+
+    @property
+    def uris(self) -> set[str]:
+        return {record.uri for record, _ in self._saves}
+
+    @property
+    def is_last_under_way(self) -> bool:
+        return bool(self._saves) and not self._saves[-1][1].done()
+
+    def add(self, record: SaveRecord, future: Future[None]) -> None:
+        self._saves.append((record, future))
+
+    def unfinished(self) -> list[tuple[SaveRecord, Future[None]]]:
+        return [(record, future) for record, future in self._saves if not future.done()]
+
+    def note_reported(self, uris: Collection[str]) -> None:
+        """The errors of these saves, if they are under way here, have been raised: once on each rank is enough."""
+        self._reported |= self.uris & set(uris)
+
+    def wait(self, seconds: float, *, last: bool = False) -> None:
+        """Wait until all of them have ended, or the ``last`` one, at most ``seconds``."""
+        waited = list(self._saves)[-1:] if last else list(self._saves)
+        futures.wait([future for _, future in waited], seconds)
+
+    def refuses(self, uri: str) -> CheckpointSkippedError | None:
+        """Wait until a save to ``uri`` may begin. Returns why it is left out: by the policy, or as a disk of some rank
+        is ill, and its saves are not waited for. On all ranks together; the same on each.
+
+        Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
+        """
+        # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
+        if not requests.is_ill:
+            self.wait(PROMPT_SECONDS, last=True)
+        policy, most = self._settings.staging_policy, self._settings.checkpoints_in_flight_max
+        deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
+        # What it replaces must be known when it is planned.
+        count = 1 if uri in self.uris else most if policy == "wait" else math.inf
+        told: list[CheckpointSkippedError | bool] = [False]
+        while not all(told):
+            told = all_gather(self._look(count, deadline))
+            if (refused := next((one for one in told if isinstance(one, CheckpointSkippedError)), None)) is not None:
+                return refused
+        if policy == "skip" and any(all_gather(len(self.unfinished()) >= most)):
+            return CheckpointSkippedError(
+                f"{most} saves are still being written",
+                hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
+            )
+        return None
+
+    def _look(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
+        """Whether fewer are under way here, or will be in a moment; why not, where that is not waited for."""
+        if len(unfinished := self.unfinished()) < count:
+            return True
+        record, oldest = unfinished[0]
+        futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
+        if len(self.unfinished()) < count:
+            return True
+        if requests.is_ill:
+            return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
+        if time.monotonic() < deadline:
+            return False
+        late = self._not_ended(record)
+        return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
+
+    def raise_ended(self) -> None:
+        """Raise the first error of the saves that have ended."""
+        while self._saves and self._saves[0][1].done():
+            self._finish_oldest()
+
+    def finish(self, deadline: float | None = None) -> None:
+        """Wait for every save that is under way. Raises the first error among them; the others are logged.
+
+        After ``deadline`` it waits only for what is not on the local tier yet: nothing else would be lost.
+        """
+        first: BaseException | None = None
+        while self._saves:
+            unfinished = len(self._saves)
+            try:
+                self._finish_oldest(deadline)
+            except BaseException as error:
+                if first is not None:
+                    log.error("another save failed too: %s", error)
+                first = first or error
+                if len(self._saves) == unfinished:
+                    break  # it hangs, and those behind it wait for it: once is long enough to wait
+        if first is not None:
+            raise first
+
+    def _finish_oldest(self, deadline: float | None = None) -> None:
+        record, running = self._saves[0]
+        seconds = self._timeout_seconds + EXTRA_SECONDS
+        if deadline is not None and record.is_direct_put:  # it goes to shared storage past the SSD
+            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+        futures.wait([running], seconds)
+        try:
+            running.result(timeout=0)
+        except CheckpointSkippedError as error:
+            log.warning("%s", error)  # the declared policy, not a failure
+        except TimeoutError as error:
+            if isinstance(error, TierckptError):
+                self._raise_once(record, error)
+                return
+            raise self._not_ended(record) from error
+        except BaseException as error:
+            self._raise_once(record, error)
+        finally:
+            if running.done():
+                self._saves.popleft()
+
+    def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
+        return OperationTimeoutError(
+            f"the save to {record.uri} has not ended",
+            hint="Look for a hung disk",
+            waited_seconds=self._timeout_seconds,
+        )
+
+    def _raise_once(self, record: SaveRecord, error: BaseException) -> None:
+        if record.uri in self._reported:
+            self._reported.discard(record.uri)
+            return
+        raise error
+
+
+def plan_save(
+    collect: Callable[[], dict[str, Any]],
+    writer: TierStorageWriter,
+    running: RunningSaves,
+    raise_failures: Callable[[], None],
+) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
+    """DCP's planning, on the caller's thread: the only collectives of a save."""
+    planner = TierSavePlanner()
+    ranks = _DistWrapper(None, is_distributed(), 0)
+    metadata: Metadata | None = None
+
+    def local_step() -> SavePlan:
+        raise_failures()  # here, so that all ranks raise it and none is left in the collective
+        collected = collect()  # here too: what one rank cannot save is raised on all of them
+        planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    try:
+        plan = ranks.reduce_scatter("plan", local_step, global_step)
+    except CheckpointException as error:
+        running.note_reported(_checkpoints_of(error))
+        writer.report_outcome(error)
+        raise
+    return planner.finish_plan(plan), planner, metadata
+
+
+def _checkpoints_of(error: CheckpointException) -> set[str]:
+    """The checkpoints that the errors of any rank are about."""
+    return {
+        checkpoint
+        for cause, _ in error.failures.values()
+        if isinstance(checkpoint := getattr(cause, "context", {}).get("checkpoint"), str)
+    }
+
+
+def describe_wait(
+    location: Location, settings: Settings, running: RunningSaves, stats: Sequence[SaveRecord], deadline: float
+) -> str:
+    """What is waited for, how long, and how to stop."""
+    saving = sum(record.local_commit_seconds is None for record, _ in running.unfinished())
+    if saving:
+        return f"closing: {saving} save(s) of {location.uri} are on their way to the SSD"
+    records = [record for record in stats if not record.error and record.is_sent]
+    names = [step_name(record.step) for record in records if record.shared_commit_seconds is None]
+    shown = f"{', '.join(names[-NAMES_SHOWN:])}{' and others' if len(names) > NAMES_SHOWN else ''}"
+    return (
+        f"closing: waiting for {shown or 'retention'} to reach {location.uri}, "
+        f"{max(0.0, deadline - time.monotonic()):.0f} of {settings.exit_timeout_seconds:g} s left "
+        "(exit_timeout_seconds). Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
+    )
