@@ -282,8 +282,9 @@ def test_a_disk_that_cannot_be_read_fails_the_save_and_the_trainer_restores(
 
         monkeypatch.setattr(Hold, "wait", cut_off)
         job.train()
+        checkpointer.save(2, state)
         with pytest.raises(IntegrityError, match="cannot be read"):
-            checkpointer.save(2, state).result(ANSWER_SECONDS)
+            checkpointer.wait("local")
         monkeypatch.undo()
         for told in ("SIGBUS", "it is too short"):  # now, and when it has been begun again
             with pytest.raises(IntegrityError, match=told):

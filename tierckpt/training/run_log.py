@@ -39,6 +39,8 @@ LINE_SECONDS = 1.0
 """Time between two lines of progress that stay. The last step is always there."""
 SEND_SECONDS = 5.0
 """Time between two copies on shared storage."""
+KEEP_SECONDS = 0.05
+"""What a step waits until the file has it. The thread takes 0.1 ms, where the disk is well."""
 LAST_SEND_SECONDS = 5.0
 LOOK_SECONDS = 5.0
 """What a look at the records of others may take."""
@@ -68,6 +70,7 @@ class RunLog:
         """The line of the last step, when it is younger than the last line that stays."""
         self._changes = self._kept = self._thinned = 0
         """How much has happened, and how much of it the file has; how often lines were left out."""
+        self._left_seconds = 0.0
         self._thread: threading.Thread | None = None
         now = time.time()
         self._process_at = min(process_started_at(), now)
@@ -237,11 +240,16 @@ class RunLog:
         self._thinned += 1
 
     def _tell(self) -> None:
+        self._left_seconds = KEEP_SECONDS if self._kept == self._changes else self._left_seconds
         self._changes += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True)
             self._thread.start()
         self._lock.notify_all()
+        if self._left_seconds > 0:  # so that a kill hides no step, and a disk that hangs costs no more than that, once
+            begun = time.monotonic()
+            self._lock.wait_for(lambda: self._kept == self._changes, self._left_seconds)
+            self._left_seconds -= time.monotonic() - begun
 
     def _flush(self, seconds: float) -> bool:
         """Whether the file has all that has happened, now or within ``seconds``."""
