@@ -237,7 +237,8 @@ class Mover:
         found = [row for row in rows if row is not None]
         if not found:
             raise CheckpointNotFoundError(
-                f"no checkpoint at or under {location.uri}", hint="Check the URI, the endpoint and local_root"
+                f"no checkpoint at or under {location.uri}",
+                hint="Name a run or a checkpoint; check the URI, the endpoint and local_root",
             )
         return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
 

@@ -197,6 +197,13 @@ def test_two_threads_of_a_host_save_at_once_and_its_retention_takes_nothing_undr
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(save, range(6)))
     assert "is not drained yet: tierckpt keeps it" in caplog.text
+    caplog.clear()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "model").write_text("5")
+    run.forget(run.save(tmp_path / "own", "step-0"))
+    shutil.rmtree(tmp_path / "own")
+    save(1)
+    assert f"{tmp_path / 'own'} was removed" not in caplog.text
     assert run_cli(["drain", "--resume"]) == 0
     for step in range(6):
         tierckpt.wait(f"{s3_uri}/run/step-{step}", timeout_seconds=60)

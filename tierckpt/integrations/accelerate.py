@@ -62,8 +62,10 @@ class TierState:
         self.accelerator.wait_for_everyone()
         adopted = self.run.save(place)
         self.accelerator.wait_for_everyone()
-        if not self._names and self.accelerator.is_local_main_process:
-            shutil.rmtree(place, ignore_errors=True)
+        if not self._names:
+            self.run.forget(adopted)
+            if self.accelerator.is_local_main_process:
+                shutil.rmtree(place, ignore_errors=True)
         return adopted
 
     def load(self, **options: Any) -> int | None:

@@ -56,6 +56,11 @@ class Directories:
                 self._saved[adopted.uri] = place
         return adopted
 
+    def forget(self, adopted: Adoption) -> None:
+        """Say nothing when the directory of ``adopted`` goes: whoever calls this removes it, and no retention does."""
+        with self._lock:
+            self._saved.pop(adopted.uri, None)
+
     def _say_what_was_removed(self) -> None:
         """The host's retention goes by its own directories; what is not drained yet stays, and that is said."""
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
