@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,8 +221,11 @@ def test_a_fold_that_is_killed_leaves_the_checkpoint_and_logs_that_it_was_made_o
     run(nursery, tmp_path / "other", ranks, uri=f"{file_uri}-other", steps=step + 1, interval=step, drain=True)
     found, wanted = (saved_in(local_root, f"{uri}/step-{step}") for uri in (file_uri, f"{file_uri}-other"))
     assert found.keys() == wanted.keys() and [name for name in found if not same(found[name], wanted[name])] == []
-    seen, said = run(nursery, tmp_path, ranks, uri=file_uri, steps=14, drain=True)
+    logs = local_dir(local_root, parse_uri(f"{file_uri}-other")) / GRADIENTS_DIR
+    if ranks > 1:
+        assert log_segments.chains(logs / "rank-0")[-1].not_folded == ""
+        shutil.rmtree(logs / "rank-1")
+        assert "the logs of 1 of its 2 ranks are on other nodes" in log_segments.chains(logs / "rank-0")[-1].not_folded
+    seen, said = run(nursery, tmp_path, ranks, uri=file_uri, steps=0, drain=True)
     at = seen.resumed()
     assert at >= 11 and f"step {at} is the checkpoint of step {step} and {at - step} steps" in said
-    seen, _ = run(nursery, tmp_path, ranks, uri=file_uri, steps=0, drain=True)
-    assert seen.resumed() >= 13

@@ -117,7 +117,7 @@ def test_the_agent_folds_while_training_goes_on_and_the_job_resumes_behind_it(
     async def fold_beside() -> None:
         monkeypatch.setattr(log_folds, "LOOK_SECONDS", 0.05)
         working = asyncio.create_task(LogFolds(settings, RateLimiter(None, 4)).run())
-        for _ in range(600):
+        for _ in range(2000):
             digests.update(await asyncio.to_thread(train, checkpointer, job, job.state["step"] + 1))
             if not working.done() and is_committed(local_root, f"{file_uri}/step-9"):
                 break
