@@ -350,6 +350,33 @@ def test_a_step_leaves_the_store_after_what_was_saved_beside_it_has_come(
     assert fs.ls(top, detail=False) == [f"{top}/step-2"]
 
 
+def test_a_step_stays_on_the_store_while_those_after_it_are_removed_undrained(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(step: int) -> None:
+        for name in (f"__{step}_0.distcp", ".metadata"):
+            fs.pipe_file(f"{top}/step-{step}/{name}", b"%d" % step)
+
+    save(1)
+    fs.wait(top)
+    second, third = Held("__2_0.distcp", monkeypatch), Held("__3_0.distcp", monkeypatch)
+    try:
+        save(2)
+        assert second.begun.wait(SECONDS)
+        fs.rm(f"{top}/step-1", recursive=True)
+        save(3)
+        fs.rm(f"{top}/step-2", recursive=True)
+        second.released.set()
+        assert third.begun.wait(SECONDS)
+        time.sleep(0.3)  # a removal that waits for nothing has gone through by then
+        assert stored(top).keys() >= {"step-1/.metadata", "step-1/__1_0.distcp"}
+    finally:
+        second.released.set()
+        third.released.set()
+    fs.wait(top)
+    assert stored(top) == {"step-3/.metadata": b"3", "step-3/__3_0.distcp": b"3"}
+
+
 def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_path: Path) -> None:
     short = fsspec.filesystem("tierckpt", commit_timeout_seconds=0.5, skip_instance_cache=True)
     short.pipe_file(f"{top}/step-1/.metadata", b"... __1_0.distcp ...")

@@ -12,8 +12,9 @@ Invariants:
     W3  A file that was removed while it drains does not come back: its removal is an entry that drains after it.
     W4  What is being sent is locked. So whoever writes a file anew, or removes it, knows what has not begun, and
         cancels that: the later entry is durable by then, and an entry without its bytes is one that was never whole.
-    W5  What is removed with its directory goes after all that was closed beside that: a job that keeps the newest few
-        steps does not remove the last one that the shared tier has while the newer ones are on this node only.
+    W5  What is removed with its directory goes after all that was closed beside that, until the latest removal there: a
+        job that keeps the newest few steps does not remove the last one that the shared tier has while the newer ones
+        are on this node only, or were removed before they had drained.
 """
 
 from __future__ import annotations
@@ -186,9 +187,23 @@ def _remove_empty(entry: Entry) -> None:
 
 
 def _before(journal: Journal, entry: Entry) -> list[Entry]:
-    """What was closed before ``entry``, in its directory (W5: beside that) or below it."""
+    """What was closed before ``entry``, in its directory (W5: beside that) or below it.
+
+    What a removal waited for (W5) may have been removed itself since, undrained: what replaced it stands in for it. So
+    it waits for what was closed before the latest removal there, but for files that wait for this one (W2).
+    """
     above = f"{(entry.after_uri or entry.location.parent.uri).rstrip('/')}/"
-    return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
+    if not entry.after_uri:
+        return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
+    found = [other for other in journal.files() if other.uri.startswith(above)]
+    place = next((number for number, other in enumerate(found) if other.token == entry.token), len(found))
+    last = max((number for number, other in enumerate(found) if other.after_uri == entry.after_uri), default=place)
+    later = [
+        other
+        for other in found[place + 1 : last]
+        if other.files and not entry.uri.startswith(f"{other.location.parent.uri.rstrip('/')}/")
+    ]
+    return found[:place] + later
 
 
 async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: float) -> None:
