@@ -417,6 +417,3 @@ def _locked(directory: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise
         yield
-
-
-# --- shared tier -----------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """TierSavePlanner: plans a structure once; saving it again costs a walk over the state dict and two small messages.
 
+Which rank writes a replicated tensor is decided in ``split``.
+
 A plan depends on keys, shapes, dtypes and layouts, not on values. DCP plans anew at every save: flattening, a write
 item for every tensor, all of them pickled to the coordinator, dedup, validation, and all of them pickled back. Here
 

@@ -1,5 +1,7 @@
 """Move one file between the local tier and a store, every byte checked on the way (P4).
 
+A file that is there whole is not sent again (``_is_there``); one that was sent in part begins anew.
+
 File operations in threads run ``to_completion``: a cancelled one is waited for before its descriptor is closed, or it
 would write into whatever gets the descriptor next.
 """

@@ -1,4 +1,7 @@
-"""Copies of a file, on this node, on another, or on the shared tier, each with a blocking read: for threads."""
+"""Copies of a file, on this node, on another, or on the shared tier, each with a blocking read: for threads.
+
+Their order is decided in ``dcp/checkpoint_files``; ``replicated_file`` goes on to the next one when a copy fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read a file of a checkpoint from its nearest good copy, every chunk verified before a byte of it is handed out."""
+"""Read a file of a checkpoint from its first good copy, every chunk verified before a byte of it is handed out.
+
+The order of copies is the caller's: ``dcp/checkpoint_files`` for a load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bring files of a checkpoint to this node from the nearest other copy: peers that have them, then the shared tier."""
+"""Bring files of a checkpoint to this node from the nearest other copy: peers that have them, then the shared tier.
+
+A load that reads ranges of files in place takes its copies from ``dcp/checkpoint_files``.
+"""
 
 from __future__ import annotations
 
