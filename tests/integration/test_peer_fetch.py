@@ -69,8 +69,9 @@ def test_three_nodes_read_a_model_once_and_say_where_it_came_from(cluster: Clust
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_directory_is_filled_from_peers_as_the_cache_is(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.fetch()
+    cluster.results()
     cluster.origin.reset()
     target = tmp_path / "copy"
     cluster.fetch(cluster.nodes[:1], more=["--to", str(target)])

@@ -50,6 +50,7 @@ def test_a_lost_node_resumes_at_the_newest_step_and_keep_latest_k_holds(
     manager_class: Any, s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+    fsspec.get_filesystem_class("tierckpt").clear_instance_cache()  # it would have another test's settings
     folder = f"tierckpt://s3/{s3_uri.removeprefix('s3://')}/run"
     manager, model = run_of(manager_class, folder, 1.0)
     assert not manager.load()

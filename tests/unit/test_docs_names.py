@@ -29,6 +29,7 @@ FOREIGN = {
     ),
     *(
         "GradScaler",
+        "LlamaForCausalLM",
         "ModelCheckpoint",
         "MultiStepLR",
         "Counter",

@@ -73,7 +73,7 @@ class Job:
         retry.PAUSE_SECONDS_MAX = 0.01  # of this child
         settings = Settings.load(
             local_root=world.local_root,
-            drain=drainer,
+            drain=drain,
             chunk_size_bytes=CHUNK_BYTES,
             concurrency=1,
             commit_timeout_seconds=Job.wait_seconds,
