@@ -5,14 +5,15 @@
 A throttled link stands in for that between an accelerator and its host: the copy of the state (float32 parameters and
 both moments, 12 bytes a parameter) takes ``copy-ms``, the forward and backward passes ``step-ms``. Gradients were
 reduced in bfloat16 and are sent so. Each row trains before, through and after one save; its stall is what the training
-thread waited for the save. "synchronous" waits for the whole copy; "lazy" copies beside the next forward and backward
-passes and waits before the update; the others are windows of K steps, the last of them on a link that is twice as wide,
-and carries a part and all gradients of a step. Every copy is compared with the state it is of. Beside what was measured
-stands what arithmetic says: what of the parts and their gradients does not fit beside the steps, and 1 + r (K - 1) / 2.
+thread waited for the save. The first save of a row gets the memory that the others use again, and does not count.
+"synchronous" waits for the whole copy; "lazy" copies beside the next forward and backward passes and waits before the
+update; the others are windows of K steps, the last of them on a link that is twice as wide, and carries a part and all
+gradients of a step. Every copy is compared with the state it is of. Beside what was measured stands what arithmetic
+says: what of the parts and their gradients does not fit beside the steps, and 1 + r (K - 1) / 2.
 
 The second table has the time of a step beside a window, and beside a log of gradients, as a share of that without
 either, and of that beside a bare thread that moves the same bytes at the same rate and does nothing else, as the copy
-mover of a device would: in turns, medians of single steps, without what a step waited for the link; and the processor
+engine of a device would: in turns, medians of single steps, without what a step waited for the link; and the processor
 seconds of a step.
 
 The third table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
@@ -187,7 +188,7 @@ class BareLink:
 
 class Beside:
     """The time of a step beside what makes it recoverable, in turns with steps that nothing is beside, and with steps
-    that only the link is beside: it moves the same bytes after the same steps, as the copy mover of a device would."""
+    that only the link is beside: it moves the same bytes after the same steps, as the copy engine of a device would."""
 
     STEPS = 7
 
@@ -332,12 +333,15 @@ def main() -> None:
         ("K = 7, a link twice as wide", windowed, 7, 2 * rate),
     ]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in rows}
-    for number in range(given.rounds):
-        for name, save, steps, width in rows if number % 2 == 0 else rows[::-1]:
-            link = Link(width)
-            found[name].append(save(job, link, steps))
-            link.close()
+    links = {name: Link(width) for name, *_, width in rows}
+    for number in range(1 + given.rounds):
+        for name, save, steps, _ in rows if number % 2 == 0 else rows[::-1]:
+            sample = save(job, links[name], steps)
+            if number:  # the first one has to have its memory
+                found[name].append(sample)
             job.train()
+    for link in links.values():
+        link.close()
     console = Console()
     table = Table("a save", "stall, ms", "spread", "by arithmetic", "bytes moved / state", "1 + r (K - 1) / 2")
     results = []

@@ -1,4 +1,4 @@
-"""Load a directory of ``config.json`` and safetensors files, as any mover would, and write one line of text.
+"""Load a directory of ``config.json`` and safetensors files, as any engine would, and write one line of text.
 
     python generate.py DIR --out generated.json
 

@@ -3,7 +3,7 @@
 A thread looks every few seconds and calls back once. Off unless ``preempt_notices`` names the cloud. The address is
 asked directly, never through a proxy, and what it answers decides nothing but that a checkpoint is taken.
 
-Sources: the providers' documentation of EC2 spot interruption notices (IMDSv2), Compute Mover preemption and Azure
+Sources: the providers' documentation of EC2 spot interruption notices (IMDSv2), Compute Engine preemption and Azure
 Scheduled Events.
 """
 
