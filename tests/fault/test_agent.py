@@ -168,7 +168,7 @@ ASKS = (
     "import sys, time\n"
     "from pathlib import Path\n"
     "from tierckpt.config import Settings\n"
-    "from tierckpt.ipc import client\n"
+    "from tierckpt.ipc import agent_client as client\n"
     "folder, root = map(Path, sys.argv[1:])\n"
     "client.IDLE_SECONDS = 0.7\n"
     "contact = client.contact_for(Settings.load(local_root=root, mover='agent'))\n"

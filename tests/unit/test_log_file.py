@@ -32,7 +32,7 @@ print("said on stdout")
 
 AGENT = """
 import sys, threading, time
-from tierckpt.agent import __main__ as main, log_file, server
+from tierckpt.agent import __main__ as main, agent_server as server, log_file
 log_file.LOG_BYTES_MAX, server.LOG_CHECK_SECONDS = 64 << 10, 0.02
 def flood():
     for number in range(4000):
