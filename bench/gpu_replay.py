@@ -11,7 +11,8 @@ import torch
 
 from tierckpt.replay.checksum import Fingerprint
 from tierckpt.replay.log import GradientLog
-from tierckpt.replay.multi_step import MultiStepStager, Snapshot
+from tierckpt.replay.multi_step import MultiStepStager
+from tierckpt.replay.snapshot import Snapshot
 
 MULTI_STEP = "tierckpt: MultiStepStager, K = 7"
 LOG = "tierckpt: GradientLog, each step"

@@ -22,8 +22,9 @@ from tierckpt.planning.transfer_times import Traffic, best_steps
 from tierckpt.replay import link as links
 from tierckpt.replay import multi_step
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
-from tierckpt.replay.multi_step import MultiStepStager, Snapshot
+from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.parts import split_parts
+from tierckpt.replay.snapshot import Snapshot
 
 SECONDS = 60.0
 

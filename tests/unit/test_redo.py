@@ -14,8 +14,9 @@ from tests.unit.test_multi_step import SECONDS, Job, changes, check
 from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, matrix
 from tierckpt.errors import IntegrityError, StateMismatchError, TierckptError
 from tierckpt.replay import apply, redo
-from tierckpt.replay.multi_step import MultiStepStager, Snapshot
+from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.redo import Conditions, Redo, pack, tolerance, unpack
+from tierckpt.replay.snapshot import Snapshot
 from tierckpt.replay.tree import fill
 
 OTHER = Conditions("torch 0.0", "another device", "foreach")

@@ -27,7 +27,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -47,7 +47,8 @@ from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
 from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
 from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
-from .tree import detach, fill, like
+from .snapshot import Snapshot, SnapshotFuture, put
+from .tree import detach
 
 log = logger("replay")
 
@@ -59,66 +60,12 @@ EDITED = "a parameter was changed by something beside the optimizer"
 Take = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A training state in host memory, all of one version. Nothing in it shares memory with training."""
-
-    state: Any
-    """What ``take`` returned, its tensors in host memory."""
-    steps: int
-    """Optimizer steps since the window was opened: the state is that after the last of them."""
-    moved_bytes: int
-    blocked_seconds: float
-    """How long training waited, in all calls and steps of the window."""
-    fallback: str = ""
-    """Why the state was copied whole. '' when it was copied in parts."""
-    waited_bytes: int = 0
-    """What forward and backward passes did not hide: training waited until these were copied."""
-    inexact: str = ""
-    """What was not as in training when steps were made again, so that the last bits differ. '' for bit for bit."""
-    conditions: Conditions | None = None
-    """What training was on, when steps were made again or are to be."""
-    redo: Redo | None = None
-    """The parts, still at several versions: ``redo.fold()`` brings them to the last one. ``state`` has none of them."""
-    tree: Any = None
-    """With ``redo``: what ``take`` returned, with gaps where the optimizer's tensors were (``tree.gaps``)."""
-    held: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False)
-
-    def fold(self, exact: Exact = "required") -> Snapshot:
-        """Return this with ``state``, all of one version: itself, unless its parts are still at several.
-
-        Raises what ``Redo.fold`` raises, and takes what that takes. Not while something else folds ``redo``.
-        """
-        if self.redo is None:
-            return self
-        inexact = self.redo.fold(exact)
-        state = _put(self.tree, self.held, self.redo.tensors)
-        return replace(self, state=state, inexact=inexact, redo=None, tree=None, held={})
-
-
 @dataclass
 class _Part:
     keys: list[str]
     version: int = -1
     copy: Copy | None = None
     replay: Replay | None = None
-
-
-class _Result(Future[Snapshot]):
-    """Of a window. Whoever waits for it on the thread that trains is not waiting for a step that would copy whole what
-    could not be brought to one version: that is done here."""
-
-    def __init__(self, end_of_step: Callable[[], None]) -> None:
-        super().__init__()
-        self.sealed: Future[None] | None = None
-        """Done when the parts are at one version, or cannot be."""
-        self._end_of_step, self._thread = end_of_step, threading.get_ident()
-
-    def result(self, timeout: float | None = None) -> Snapshot:
-        sealed, is_here = self.sealed, threading.get_ident() == self._thread
-        if is_here and sealed is not None and futures.wait([sealed], timeout).done and not self.done():
-            self._end_of_step()
-        return super().result(timeout)
 
 
 @dataclass
@@ -128,7 +75,7 @@ class _Window:
     parts: list[_Part]
     steps_left: int
     falls_back: bool
-    result: _Result
+    result: SnapshotFuture
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
     copies: list[Copy] = field(default_factory=list)
@@ -274,7 +221,7 @@ class MultiStepStager:
         steps = window_steps or self.window_steps or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, steps, traffic.falling_share(steps))]
         window = self._window = _Window(
-            take, self._capture.version, parts, steps, falls_back, _Result(self.end_of_step)
+            take, self._capture.version, parts, steps, falls_back, SnapshotFuture(self.end_of_step)
         )
         self.end_of_step()
         return window.result
@@ -497,7 +444,7 @@ class MultiStepStager:
                     copies[key, ""] = tensor
                     copies |= {(key, name): one for name, one in part.replay.state[key].items()}
             steps = window.sealed - window.begun
-            state = _put(tree, held, copies)
+            state = put(tree, held, copies)
             moved, waited = window.moved_bytes, window.waited_bytes
             blocked = window.blocked_seconds
             self._settle(window, Snapshot(state, steps, moved, blocked, waited_bytes=waited, conditions=conditions))
@@ -555,7 +502,7 @@ class MultiStepStager:
         if self.exact == "required":
             return replace(told, redo=redo, tree=tree, held=held)
         inexact = redo.fold(self.exact, on="cpu")
-        return replace(told, state=_put(tree, held, redo.tensors), inexact=inexact)
+        return replace(told, state=put(tree, held, redo.tensors), inexact=inexact)
 
     def _settle(self, window: _Window, snapshot: Snapshot) -> None:
         if self._window is window:
@@ -587,7 +534,7 @@ class MultiStepStager:
         blocked = window.blocked_seconds + time.perf_counter() - begun
         steps = self._capture.version - window.begun
         moved = window.moved_bytes + sum(one.nbytes for one in copies.values())
-        state, waited = _put(tree, held, copies), window.waited_bytes
+        state, waited = put(tree, held, copies), window.waited_bytes
         self._settle(window, Snapshot(state, steps, moved, blocked, window.failure, waited))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -605,9 +552,3 @@ class MultiStepStager:
 
     def _held(self) -> dict[tuple[str, str], torch.Tensor]:
         return {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
-
-
-def _put(
-    tree: Any, held: Mapping[tuple[str, str], torch.Tensor], copies: Mapping[tuple[str, str], torch.Tensor]
-) -> Any:
-    return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})

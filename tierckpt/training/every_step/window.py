@@ -29,8 +29,9 @@ from ...errors import CheckpointError, ConfigError
 from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer_times import STEPS_MAX, Traffic
 from ...quantities import human_bytes
-from ...replay.multi_step import COPY_TIMEOUT_SECONDS, HANGS, OUT_OF_MEMORY, MultiStepStager, Snapshot
+from ...replay.multi_step import COPY_TIMEOUT_SECONDS, HANGS, OUT_OF_MEMORY, MultiStepStager
 from ...replay.redo import Exact
+from ...replay.snapshot import Snapshot
 from ...replay.tree import detach, fill
 from ...telemetry import logger
 from ..codec import job_state as states
