@@ -32,7 +32,7 @@ from tierckpt.agent.hub_proxy import HubProxy
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
 from tierckpt.errors import ConfigError, ObjectNotFoundError, PeerError
-from tierckpt.peer.fetch import owners
+from tierckpt.peer.fetch import chunk_owners, hub_owners
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_catalog import Live
 
@@ -315,7 +315,7 @@ def owner(hub: FakeHub, name: str, start: int, nodes: int) -> int:
     """Who owns a chunk."""
     data = next(iter(hub.repositories[REPO].commits.values()))[name]
     key = f"{'sha256' if len(data) >= 1000 else 'git'}:{oid(data)}/{start}"
-    return min(range(nodes), key=lambda number: owners.fraction(f"{key}/node-{number}"))
+    return min(range(nodes), key=lambda number: chunk_owners.fraction(f"{key}/node-{number}"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -347,7 +347,7 @@ def test_nodes_that_come_later_have_it_from_those_that_are_there(hub: FakeHub, t
 def nobody_owns(monkeypatch: pytest.MonkeyPatch) -> None:
     async def receive(*_: object) -> None: ...
 
-    monkeypatch.setattr(owners.Owners, "receive", receive)
+    monkeypatch.setattr(hub_owners.HubOwners, "receive", receive)
 
 
 def nobody_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ def test_an_owner_that_is_gone_costs_what_it_took_with_it(
     is_silent: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that it has read and that no other node has are read once more, by the next in rank, and no others."""
-    monkeypatch.setattr(owners, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(hub_owners, "SILENT_SECONDS", 3.0)
     files, first = published(hub), "model-00000.safetensors"
     with several(tmp_path, 4) as hubs:
         assert hubs.get(0, first) == files[first]

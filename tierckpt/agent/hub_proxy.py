@@ -1,7 +1,7 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
 Files come through the node cache; where there are ``peers``, the Hub sends each chunk to one node, its owner, and the
-others have it from there (peer/fetch/owners.py). Of its API, what readers ask of repositories is passed on
+others have it from there (peer/fetch/hub_owners.py). Of its API, what readers ask of repositories is passed on
 (``_READS``), without the mention of xet, which would go round the cache.
 
 Invariants:
@@ -45,7 +45,7 @@ from ..errors import (
 )
 from ..format.layout import Location, parse_uri
 from ..format.manifest import is_safe_path
-from ..peer.fetch.owners import Owners
+from ..peer.fetch.hub_owners import HubOwners
 from ..peer.peer_catalog import Live
 from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
 from ..telemetry import ignore_progress, logger
@@ -91,7 +91,9 @@ class HubProxy:
         self._client = Client(settings)
         mover = self._client.mover
         self._hub = hub_of(mover.drainer.retries)
-        self._owners = [Owners(settings, live, is_owner=is_owner) for is_owner in (False, True)] if live else [None] * 2
+        self._owners = (
+            [HubOwners(settings, live, is_owner=is_owner) for is_owner in (False, True)] if live else [None] * 2
+        )
         self._alone, self._shared, self._owned = (
             NodeCache(settings, mover.store, ignore_progress, owners) for owners in (None, *self._owners)
         )

@@ -50,7 +50,7 @@ GONE_SECONDS: Final = 60.0
 BUSY_SECONDS: Final = 0.05
 
 
-class Owners:
+class HubOwners:
     """Joins fills of files of a Hub with the owners of their chunks. Runs on one event loop; close it.
 
     Args:
@@ -121,7 +121,7 @@ class OwnerFill:
 
     slots = 16
 
-    def __init__(self, owners: Owners, cached: StoreReader, filling: PartialEntry) -> None:
+    def __init__(self, owners: HubOwners, cached: StoreReader, filling: PartialEntry) -> None:
         self._owners, self._cached, self._frozen = owners, cached, filling.frozen
         self.sources = Sources()
 
