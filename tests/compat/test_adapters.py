@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,8 @@ from tests.compat.adapter_drivers import STEPS, tierckpt_url
 from tests.services import free_port
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
-from tierckpt.errors import CheckpointError, ConfigError
+from tierckpt.drain import rate_limiter
+from tierckpt.errors import CapacityError, CheckpointError, ConfigError
 from tierckpt.integrations.directories import Directories
 from tierckpt.integrations.fsspec import TierFileSystem
 
@@ -314,12 +316,35 @@ def test_lightning_saves_in_a_thread_and_what_it_removes_stays_until_newer_ones_
     here.wait(url)
     assert on_the_store() == [1, 2, 3]
     assert run_cli(["drain", "--pause"]) == 0
+    time.sleep(1.5 * rate_limiter.LOOK_SECONDS)  # by then every mover has heard of it
     save(4)
     assert on_the_store() == [1, 2, 3]
     assert run_cli(["drain", "--resume"]) == 0
     here.wait(url)
     assert on_the_store() in ([3, 4], [4])  # 3 goes with the next, if 4 had begun to be saved when it was removed
     assert writes.load_checkpoint(newest(url)) == {"global_step": 4}
+
+
+def test_a_removal_that_fails_fails_no_save_in_lightning_and_is_made_up_for(
+    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    from tierckpt.integrations.lightning import TierCheckpointIO
+
+    def no_room(*_: object) -> None:
+        raise CapacityError("the SSD is full", hint="Remove something")
+
+    url, io, fs = tierckpt_url(f"{s3_uri}/run"), TierCheckpointIO(), fsspec.filesystem("tierckpt")
+    io.save_checkpoint({"global_step": 1}, f"{url}/step=1.ckpt")
+    io.save_checkpoint({"global_step": 2}, f"{url}/step=2.ckpt")
+    fs.wait(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(TierFileSystem, "rm_behind", no_room)
+        io.remove_checkpoint(f"{url}/step=1.ckpt")
+    assert "step=1.ckpt is removed later: the SSD is full" in caplog.text
+    io.save_checkpoint({"global_step": 3}, f"{url}/step=3.ckpt")
+    fs.wait(url)
+    assert [path.rpartition("/")[2] for path in sorted(fs.ls(url, detail=False))] == ["step=2.ckpt", "step=3.ckpt"]
 
 
 def load_on_two_nodes(url: str, folder: str) -> dict[str, Any]:

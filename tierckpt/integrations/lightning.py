@@ -26,7 +26,7 @@ except ModuleNotFoundError:
     from lightning_fabric import __version__ as VERSION
     from lightning_fabric.plugins import CheckpointIO
 
-from ..errors import CheckpointError, ConfigError, OperationTimeoutError, UnsafeCheckpointError
+from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError, UnsafeCheckpointError
 from ..poll import SHARED, Poll
 from ..telemetry import logger
 from .directories import RESTORE_SECONDS, rank_0_finds
@@ -118,11 +118,14 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """The removal drains after what was saved until now; no store is asked here. What is not drained waits."""
         for path, was_said in doomed.items():
             fs, name = _place(path)
-            if fs.is_drained(name):
-                fs.rm_behind(name)
-                continue
-            if not was_said:
-                log.warning("%s was removed and is not drained yet: it stays until it is", path)
+            try:
+                if fs.is_drained(name):
+                    fs.rm_behind(name)
+                    continue
+                if not was_said:
+                    log.warning("%s was removed and is not drained yet: it stays until it is", path)
+            except (TierckptError, OSError) as error:  # the save is made, and what cannot be removed yet fails it not
+                log.warning("%s is removed later: %s", path, error)
             with self._lock:
                 self._doomed[path] = True
 
