@@ -225,7 +225,8 @@ class RunLog:
     def _write_tail(self) -> None:
         """Note the step that has just ended where the next line overwrites it, so that a kill hides no step.
 
-        A kill tears no write of one page. A power cut may: the reader leaves out a line that is none. Cost: 20 us.
+        A kill tears no write of one page. A power cut may: the reader leaves out a line that is none. Cost:
+        0.1 ms, ``KEEP_SECONDS`` at most.
         """
         if self._is_on and self._thread is not None:
             # Never shorter than the tail before it, of which nothing must be left behind.

@@ -118,11 +118,11 @@ class Job:
             if self.metadata is None:
                 raise RuntimeError("only the coordinator commits")
             results = [result for result, _ in outcomes]
-            if any(straight for _, straight in outcomes):
+            if any(is_direct_put for _, is_direct_put in outcomes):
                 self.writer.send_after_all()
             self.writer.finish(self.metadata, results)
             files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
-            return sum(file.size_bytes for file in files), any(straight for _, straight in outcomes)
+            return sum(file.size_bytes for file in files), any(is_direct_put for _, is_direct_put in outcomes)
 
         try:
             record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit)
@@ -141,7 +141,7 @@ class Job:
             raise
         finally:
             if is_settled:
-                self.take_back_will()
+                self.take_back_handoff()
             self.let_go()
 
     def offer(self) -> HandoffHandle | None:
@@ -153,7 +153,7 @@ class Job:
         """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
         return self.handle.result() if self.handle is not None else None
 
-    def take_back_will(self) -> None:
+    def take_back_handoff(self) -> None:
         with contextlib.suppress(Exception):  # it was raised where the save needed it
             handoff = self.handoff()
             if handoff is not None:
@@ -281,32 +281,32 @@ class RunningSaves:
         deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
         # What it replaces must be known when it is planned.
         count = 1 if uri in self.uris else most if policy == "wait" else math.inf
-        told: list[CheckpointSkippedError | bool] = [False]
-        while not all(told):
+        while True:
             told = all_gather(self._look(count, deadline))
             if (refused := next((one for one in told if isinstance(one, CheckpointSkippedError)), None)) is not None:
                 return refused
-        if policy == "skip" and any(all_gather(len(self.unfinished()) >= most)):
+            if all(told):
+                return None
+
+    def _look(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
+        """Whether fewer are under way here, or will be in a moment; why not, where that is not waited for."""
+        if len(unfinished := self.unfinished()) >= count:
+            record, oldest = unfinished[0]
+            futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
+            if len(self.unfinished()) >= count:
+                if requests.is_ill:
+                    return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
+                if time.monotonic() < deadline:
+                    return False
+                late = self._not_ended(record)
+                return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
+        most = self._settings.checkpoints_in_flight_max
+        if self._settings.staging_policy == "skip" and len(self.unfinished()) >= most:
             return CheckpointSkippedError(
                 f"{most} saves are still being written",
                 hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
             )
-        return None
-
-    def _look(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
-        """Whether fewer are under way here, or will be in a moment; why not, where that is not waited for."""
-        if len(unfinished := self.unfinished()) < count:
-            return True
-        record, oldest = unfinished[0]
-        futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
-        if len(self.unfinished()) < count:
-            return True
-        if requests.is_ill:
-            return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
-        if time.monotonic() < deadline:
-            return False
-        late = self._not_ended(record)
-        return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
+        return True
 
     def raise_ended(self) -> None:
         """Raise the first error of the saves that have ended."""
