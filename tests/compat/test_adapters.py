@@ -216,6 +216,10 @@ def test_two_threads_of_a_host_save_at_once_and_its_retention_takes_nothing_undr
     assert (found / "model").read_text() == "5"
 
 
+def no_room(*_: object) -> Any:
+    raise CapacityError("the SSD is full", hint="Remove something")
+
+
 @pytest.fixture
 def paused() -> Iterator[None]:
     assert run_cli(["drain", "--pause"]) == 0
@@ -252,6 +256,71 @@ def test_what_the_rotation_of_transformers_removes_undrained_is_kept_and_said(
     found = resume_and_restore(f"{s3_uri}/run", [f"checkpoint-{step}" for step in (1, 2, 3)], tmp_path / "back")
     assert found is not None
     assert (found / "model").read_text() == "step 3"
+
+
+def written_again_by_transformers(uri: str, place: Path, *, is_told: bool) -> None:
+    """A training that begins anew, and one that is told to save what it has just saved."""
+    from tierckpt.integrations.transformers import TierCallback
+
+    args, saved = SimpleNamespace(output_dir=str(place.parent), enable_jit_checkpoint=is_told), SimpleNamespace()
+    first, second = TierCallback(uri), TierCallback(f"{uri}-other")
+    place.mkdir()
+    (place / "model").write_text("first")
+    saved.global_step = 1
+    first.on_save(args, saved, None)
+    if not is_told:
+        second.on_train_begin(args, None, None)
+        saved.global_step = 0
+        second.on_step_begin(args, saved, None)
+    (place / "model").write_text("again")
+
+
+def written_again_by_lightning(uri: str, place: Path) -> None:
+    """``last.ckpt``, of a step and of the next."""
+    from tierckpt.integrations.lightning_sharded import TierModelParallelStrategy
+
+    strategy = TierModelParallelStrategy(uri, data_parallel_size=1, tensor_parallel_size=1)
+    for step in (1, 2):
+        strategy.save_checkpoint({"state_dict": {"x": torch.full((9,), step)}, "global_step": step}, place)
+
+
+def written_again_by_deepspeed(uri: str, place: Path) -> None:
+    """A tag that is used again, and a save that is cut short."""
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+    from tierckpt.integrations.deepspeed import TierCheckpointEngine
+
+    engine, info = TierCheckpointEngine(uri), CheckpointCommitInfo(place.name, str(place.parent), True)
+    place.mkdir()
+    engine.save({"x": 1}, str(place / "model"))
+    engine.commit(info)
+    engine.save({"x": 2}, str(place / "model"))
+
+
+AGAIN: list[Any] = [
+    framework("transformers"), framework("transformers", "transformers, told"), framework("lightning"),
+    framework("deepspeed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_host_that_writes_in_place_where_it_has_written_before_leaves_what_was_adopted(
+    name: str, s3_uri: str, tmp_path: Path, paused: None
+) -> None:
+    uri, out = f"{s3_uri}/run", tmp_path / "out"
+    out.mkdir()
+    if name == "lightning":
+        written_again_by_lightning(uri, out / "last.ckpt")
+        names = ["step-1", "step-2"]
+    elif name == "deepspeed":
+        written_again_by_deepspeed(uri, out / "step-1")
+        names = ["step-1"]
+    else:
+        written_again_by_transformers(uri, out / "checkpoint-1", is_told=name.endswith("told"))
+        names = ["checkpoint-1"]
+    found = resume_and_restore(uri, names, tmp_path / "back")
+    assert found is not None
+    assert name.startswith(("lightning", "deepspeed")) or (found / "model").read_text() == "first"
 
 
 def test_what_accelerate_removes_undrained_is_kept_and_said_and_it_goes_on_counting(
@@ -330,9 +399,6 @@ def test_a_removal_that_fails_fails_no_save_in_lightning_and_is_made_up_for(
 ) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
     from tierckpt.integrations.lightning import TierCheckpointIO
-
-    def no_room(*_: object) -> None:
-        raise CapacityError("the SSD is full", hint="Remove something")
 
     url, io, fs = tierckpt_url(f"{s3_uri}/run"), TierCheckpointIO(), fsspec.filesystem("tierckpt")
     io.save_checkpoint({"global_step": 1}, f"{url}/step=1.ckpt")

@@ -32,7 +32,7 @@ from tierckpt.errors import (
     OperationTimeoutError,
 )
 from tierckpt.format.layout import parse_uri
-from tierckpt.integrations.directories import Directories
+from tierckpt.integrations.directories import Directories, make_way
 from tierckpt.save import adopted_directory as directories
 
 SECONDS = 120.0
@@ -263,6 +263,16 @@ def test_with_links_a_write_in_place_is_found_by_the_digests(written: Path, s3_u
     client = get_client(Settings(drain=False))
     with pytest.raises(IntegrityError):
         client.run(client.mover.restore(parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
+
+
+def test_way_that_is_made_takes_the_names_of_what_was_linked_and_of_nothing_else(written: Path, s3_uri: str) -> None:
+    before = tree(written)
+    tierckpt.adopt(written, f"{s3_uri}/run/step-5", links=True, drain=False)
+    (written / "own").write_text("own")
+    make_way(written)
+    assert sorted(path.name for path in written.rglob("*") if path.is_file()) == ["own"]
+    (written / "model.safetensors").write_bytes(b"something else")
+    assert restored(f"{s3_uri}/run", written.parent / "back") == before
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ..config import Settings
+from ..errors import ConfigError
 from .directories import Directories
 
 
@@ -24,9 +25,19 @@ class TierCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         super().__init__()
         self.run = Directories(uri, settings, **overrides)
 
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file anew: it may be that of a tag that is used again, and adopted by a link."""
+        Path(path).unlink(missing_ok=True)
+        super().save(state_dict, path)
+
     def commit(self, info: Any) -> bool:
         """Adopt the directory of the tag. DeepSpeed calls this on every rank. Raises as ``tierckpt.adopt``."""
-        self.run.save(Path(info.save_dir, info.tag))
+        place = Path(info.save_dir, info.tag)
+        try:
+            self.run.save(place)
+        except ConfigError:
+            if place.exists():
+                raise  # else no rank has one: the file of save_16bit_model is no checkpoint
         return True
 
     def restore(self, save_dir: str | os.PathLike[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -41,15 +42,18 @@ class Directories:
         self._lock = threading.Lock()
 
     @short_traceback
-    def save(self, directory: str | os.PathLike[str], name: str | None = None) -> Adoption:
-        """Adopt ``directory``, which is written once and by name replaced or deleted later. On every rank of a job.
+    def save(
+        self, directory: str | os.PathLike[str], name: str | None = None, *, is_written_once: bool = True
+    ) -> Adoption:
+        """Adopt ``directory``. On every rank of a job.
 
         Args:
             name: of the checkpoint; by default the directory's.
+            is_written_once: replaced by name or deleted later, so that links take it in (and see ``make_way``).
         """
         place = local_path(directory, "directory")
         uri = self.location.child(name or place.name).uri
-        adopted = adopt(place, uri, overwrite=True, links=True, settings=self.settings)
+        adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
         with self._lock:
             self._say_what_was_removed()
             if adopted.files:  # else it is another rank's to say
@@ -100,6 +104,18 @@ class Directories:
 
         client.run(retry_until_available(once, RESTORE_SECONDS, found.uri))
         return target
+
+
+def make_way(directory: Path) -> None:
+    """Unlink the files of ``directory`` that were adopted by links: a host that writes in place would write into them.
+
+    Only what has another name goes. Before any rank writes there.
+    """
+    for above, _, names in os.walk(directory):
+        for path in (Path(above, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):  # another rank's
+                if path.lstat().st_nlink > 1:
+                    path.unlink()
 
 
 _finds: dict[str, int] = {}

@@ -22,7 +22,7 @@ except ModuleNotFoundError:
 
 from ..config import Settings
 from ..format.layout import step_name
-from .directories import Directories
+from .directories import Directories, make_way
 from .lightning import NEWEST, nothing_to_restore
 
 
@@ -40,6 +40,8 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         place, step = Path(self.broadcast(filepath)), checkpoint["global_step"]
+        make_way(place)  # last.ckpt is written in place, again and again
+        self.barrier()
         super().save_checkpoint(checkpoint, place, storage_options)
         self.run.save(place, step_name(step))
 

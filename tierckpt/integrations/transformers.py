@@ -18,7 +18,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import Settings
-from .directories import Directories
+from ..format.layout import step_of
+from .directories import Directories, make_way
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
@@ -29,9 +30,22 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
+        self._left: dict[int | None, Path] = {}
+        """What an earlier training has left in ``output_dir``, by step: this one may write there again, in place."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        places = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        self._left = {step_of(place.name): place for place in places}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Ranks meet within the step, so that none of them writes yet.
+        if (place := self._left.pop(state.global_step + 1, None)) is not None:
+            make_way(place)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run.save(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+        place = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        # On SIGTERM it may save this step again.
+        self.run.save(place, is_written_once=not getattr(args, "enable_jit_checkpoint", False))
 
     def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
         """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None."""
