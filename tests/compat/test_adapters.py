@@ -323,6 +323,36 @@ def test_a_host_that_writes_in_place_where_it_has_written_before_leaves_what_was
     assert name.startswith(("lightning", "deepspeed")) or (found / "model").read_text() == "first"
 
 
+def test_accelerate_removes_nothing_that_is_not_of_a_save_of_ours(s3_uri: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from tierckpt.integrations.accelerate import TierState
+
+    own = tmp_path / "out/checkpoints/checkpoint_0"
+    own.mkdir(parents=True)
+    (own / "model").write_text("from before")
+    run = TierState(Accelerator(cpu=True, project_dir=str(tmp_path / "out")), f"{s3_uri}/run")
+    for name in (str(tmp_path / "out"), "../out", "checkpoints/checkpoint_0", "best", ""):
+        with pytest.raises(ConfigError, match="no name of a checkpoint"):
+            run.save(name)
+    named = ProjectConfiguration(str(tmp_path / "out"), automatic_checkpoint_naming=True)
+    run = TierState(Accelerator(cpu=True, project_config=named), f"{s3_uri}/run")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="already exists"):
+            run.save()
+    assert (own / "model").read_text() == "from before"
+    shutil.rmtree(own)
+    run.run.save = no_room  # type: ignore[method-assign]
+    with pytest.raises(CapacityError):
+        run.save()
+    assert own.is_dir()
+    named.iteration = 0  # in another process
+    TierState(Accelerator(cpu=True, project_config=named), f"{s3_uri}/run").save()
+    assert tierckpt.latest(f"{s3_uri}/run") == f"{s3_uri}/run/checkpoint_0"
+
+
 def test_what_accelerate_removes_undrained_is_kept_and_said_and_it_goes_on_counting(
     s3_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, paused: None
 ) -> None:

@@ -47,16 +47,23 @@ class TierState:
     def save(self, name: str | None = None, **options: Any) -> Adoption:
         """``accelerator.save_state`` to ``name``, which ends in the step, adopted. No name where Accelerate gives it.
 
-        Raises: ConfigError: a name too many, or none. As ``tierckpt.adopt``.
+        Raises: ConfigError: a name too many, none, or one without a step. As ``tierckpt.adopt``.
         """
         if (name is None) != self._names:
             raise ConfigError(
                 "Accelerate names its checkpoints itself" if name else "a checkpoint of Accelerate has no name",
                 hint="save(name), or automatic_checkpoint_naming=True of ProjectConfiguration and save()",
             )
+        if name is not None and (step_of(name) is None or Path(name).name != name):
+            raise ConfigError(f"{name!r} is no name of a checkpoint", hint="Say save(f'step-{step}'): no path, a step")
         place = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
+        begun = self.directory.parent / f".{place.name}-begun"  # Accelerate takes what lies beside it for its own
         if self.accelerator.is_local_main_process:
-            shutil.rmtree(place, ignore_errors=True)  # of a save that was cut short
+            if not self._names or begun.exists():
+                shutil.rmtree(place, ignore_errors=True)  # of a save that was cut short
+            elif not place.exists():  # else Accelerate refuses: it is not of a save of ours
+                begun.parent.mkdir(parents=True, exist_ok=True)
+                begun.touch()
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(None if self._names else str(place), **options)
         self.accelerator.wait_for_everyone()
@@ -64,7 +71,10 @@ class TierState:
         self.accelerator.wait_for_everyone()
         if not self._names:
             self.run.forget(adopted)
-            if self.accelerator.is_local_main_process:
+        if self.accelerator.is_local_main_process:
+            if self._names:
+                begun.unlink(missing_ok=True)
+            else:
                 shutil.rmtree(place, ignore_errors=True)
         return adopted
 
