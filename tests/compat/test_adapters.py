@@ -443,6 +443,21 @@ def test_a_removal_that_fails_fails_no_save_in_lightning_and_is_made_up_for(
     assert [path.rpartition("/")[2] for path in sorted(fs.ls(url, detail=False))] == ["step=2.ckpt", "step=3.ckpt"]
 
 
+def test_the_newest_of_lightning_is_the_latest_version_and_is_not_guessed(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    from tierckpt.integrations.lightning import TierCheckpointIO, newest
+
+    url, io = tierckpt_url(f"{tmp_path}/run"), TierCheckpointIO()
+    assert not io.load_checkpoint(newest(url))
+    io.save_checkpoint({"global_step": 9}, f"{url}/epoch=9.ckpt")
+    with pytest.raises(ConfigError, match="their names do not say"):
+        io.load_checkpoint(newest(url))
+    names = ["epoch=9-step=10-loss=0.5.ckpt", "epoch=1-step=9.ckpt", "step=10-v2.ckpt", "last.ckpt", "last-v1.ckpt"]
+    for number, name in enumerate(names):
+        io.save_checkpoint({"global_step": number}, f"{url}/{name}")
+        assert io.load_checkpoint(newest(url)) == {"global_step": number if number != 1 else 0}
+
+
 def load_on_two_nodes(url: str, folder: str) -> dict[str, Any]:
     """Each rank has a node of its own. Rank 0's has a checkpoint on its way; then rank 1's has one that is newer."""
     from tierckpt.integrations.lightning import TierCheckpointIO, newest

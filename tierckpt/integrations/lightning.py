@@ -40,6 +40,8 @@ NEWEST = "newest"
 def newest(dirpath: str | os.PathLike[str]) -> str:
     """Return the ``ckpt_path`` of the newest checkpoint in ``dirpath``: ``last.ckpt``, else that of the highest step.
 
+    Of several versions (``last-v1.ckpt``) it is the latest.
+
     The ranks of a job look for it when they have a process group, and all load what rank 0 finds. Where there is none,
     training begins anew.
     """
@@ -155,9 +157,17 @@ def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
 
 def _newest_in(fs: Any, directory: str) -> str | None:
     names = [path.rpartition("/")[2] for path in fs.ls(directory, detail=False)] if fs.exists(directory) else []
-    steps = {int(match[1]): one for one in names if (match := re.search(r"step=(\d+).*\.ckpt$", one))}
-    found = "last.ckpt" if "last.ckpt" in names else steps[max(steps)] if steps else None
-    return f"{directory}/{found}" if found else None
+    named = [(match, one) for one in names if (match := re.search(r"(^last|step=(\d+).*?)(-v(\d+))?\.ckpt$", one))]
+    if not named:
+        if any(one.endswith(".ckpt") for one in names):
+            raise ConfigError(
+                f"which checkpoint of {fs.unstrip_protocol(directory)} is the newest, their names do not say",
+                hint='Say save_last=True, or filename="{epoch}-{step}", to ModelCheckpoint; or name one in ckpt_path',
+            )
+        return None
+    last = [one for one in named if one[0][2] is None]
+    _, found = max(last or named, key=lambda one: (int(one[0][2] or 0), int(one[0][4] or 0)))
+    return f"{directory}/{found}"
 
 
 def _load(fs: Any, name: str, map_location: Any | None, weights_only: bool | None) -> dict[str, Any]:
