@@ -30,9 +30,10 @@ from tierckpt.errors import (
     IntegrityError,
     ManifestError,
     OperationTimeoutError,
+    StoreError,
 )
 from tierckpt.format.layout import parse_uri
-from tierckpt.integrations.directories import Directories, make_way
+from tierckpt.integrations.directories import Directories, make_way, rank_0_finds
 from tierckpt.save import adopted_directory as directories
 
 SECONDS = 120.0
@@ -340,6 +341,11 @@ def test_the_ranks_of_a_job_find_out_which_of_them_adopts_what(shares: bool, tmp
 
 
 def late(top: str) -> None:
+    def fail() -> str:
+        raise StoreError("the store refuses")
+
+    with pytest.raises(StoreError, match="the store refuses"):
+        rank_0_finds("run", fail)
     if dist.get_rank() == 1:
         return
     adoption.RANKS_SECONDS = 1.0
@@ -350,7 +356,7 @@ def late(top: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_or_finds_nothing_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     launch("tests.integration.test_adopt:late", 2, top=str(tmp_path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -124,7 +125,7 @@ _finds: dict[str, int] = {}
 def rank_0_finds(what: str, find: Callable[[], str]) -> str:
     """Return what ``find`` returns on rank 0, on every rank of a ``torch.distributed`` job: ranks see different tiers.
 
-    Every rank calls this, for the same things in the same order.
+    Every rank calls this, for the same things in the same order. What ``find`` raises is raised on every rank.
 
     Raises:
         ConfigError: ``WORLD_SIZE`` says that there are more ranks, and they have no process group yet.
@@ -141,10 +142,16 @@ def rank_0_finds(what: str, find: Callable[[], str]) -> str:
     if dist.get_world_size() == 1:
         return find()
     count = _finds[what] = _finds.get(what, 0) + 1
+    from ..training.rank_exchange import portable  # torch is there
+
     store, key = dist.distributed_c10d._get_default_store(), f"tierckpt/newest/{what}/{count}"
     if dist.get_rank() == 0:
-        found = find()
-        store.set(key, found)
+        try:
+            found = find()
+        except Exception as error:
+            store.set(key, pickle.dumps(portable(error)))
+            raise
+        store.set(key, pickle.dumps(found))
         return found
     try:
         store.wait([key], timedelta(seconds=RESTORE_SECONDS))
@@ -154,5 +161,7 @@ def rank_0_finds(what: str, find: Callable[[], str]) -> str:
             hint="Every rank resumes, in the same order",
             waited_seconds=RESTORE_SECONDS,
         ) from error
-    word: str = store.get(key).decode()
-    return word
+    told: str | Exception = pickle.loads(store.get(key))
+    if isinstance(told, Exception):
+        raise told
+    return told

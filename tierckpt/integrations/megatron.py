@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
+from ..disk.durable import durable_write
 from ..format.layout import step_of
 from .directories import Directories
 
@@ -41,5 +42,5 @@ class MegatronRun:
         found = self.run.restore(into)
         if found is None:
             return None
-        Path(into, TRACKER).write_text(str(step_of(found.name)))
+        durable_write(Path(into, TRACKER), str(step_of(found.name)).encode())  # other ranks read it already
         return os.fspath(into)
