@@ -66,11 +66,13 @@ demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, 
 
 # In an environment of their own: what frameworks want of each other's versions is not what constraints.txt says.
 FRAMEWORKS := transformers accelerate lightning deepspeed 'ray[train]' torchtitan
+WHEELS := torchtitan verl vllm sglang
 compat-frameworks: ## install every framework that has an adapter, in .venv-frameworks, and run its tests; none may be skipped
 	@test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt torch
 	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(FRAMEWORKS)
-	TIERCKPT_TEST_REQUIRE_FRAMEWORKS=1 .venv-frameworks/bin/python -m pytest tests/compat/test_adapters.py tests/compat/test_frameworks.py $(PYTEST_ARGS)
+	TIERCKPT_TEST_REQUIRE_FRAMEWORKS=1 .venv-frameworks/bin/python -m pytest \
+	  tests/compat/test_adapters.py tests/compat/test_frameworks.py $(WHEELS:%=tests/integration/test_%.py) $(PYTEST_ARGS)
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
 TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage redo cases properties
