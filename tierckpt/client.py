@@ -148,6 +148,10 @@ class Client:
             self._call_soon(lambda: self._telling_agent(self._throttle_agent(bytes_per_second, seconds)))
         self._call_soon(self.mover.limiter.throttle, bytes_per_second, seconds)
 
+    def ask_no_longer(self) -> None:
+        """Let no save wait any longer for what a silent store has: training waits for the save."""
+        self._call_soon(self.mover.ask_no_longer)
+
     async def _throttle_agent(self, bytes_per_second: int | None, seconds: float) -> None:
         message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
         try:

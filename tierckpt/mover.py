@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from pathlib import Path
@@ -65,8 +66,8 @@ log = logger("mover")
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_SILENT_SECONDS = 0.5
 SILENT_SECONDS = 60.0
-"""For so long a store that has let a save wait in vain is asked no longer than ``PROBE_SILENT_SECONDS``: training waits
-for it once a minute, and not at each save."""
+"""For so long a store that has let a save wait in vain is asked no longer than ``PROBE_SILENT_SECONDS``, and training
+does not wait for what it says."""
 
 
 class Mover:
@@ -101,6 +102,8 @@ class Mover:
         """The newest checkpoint of a run, and the waiting for a store that does not answer."""
         self._silent_until: dict[tuple[str, str], float] = {}
         """Until when (monotonic seconds) saves do not wait for stores that have let one wait in vain."""
+        self._asking: list[tuple[tuple[str, str], float, asyncio.Timeout]] = []
+        """The stores that saves ask what they have, and when (of the loop's clock) one is to have answered."""
         self._blind: set[Location] = set()
         """Runs of which it was said that other jobs cannot be seen there."""
 
@@ -145,6 +148,28 @@ class Mover:
         is_drained = marks.is_drained(directory, local.attempt)
         return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may be at one of those
 
+    def is_silent(self, location: Location) -> bool:
+        """Whether the store of ``location`` lets a save wait for an answer, or has done so of late. Thread-safe."""
+        place = place_of(location)
+        is_asked = any(one == place for one, _, _ in self._asking)
+        return is_asked or time.monotonic() < self._silent_until.get(place, 0.0)
+
+    def ask_no_longer(self) -> None:
+        """Pass over each store that lets a save wait for longer than ``PROBE_SILENT_SECONDS``."""
+        for _, soon, limit in self._asking:
+            if not limit.expired():
+                limit.reschedule(max(soon, asyncio.get_running_loop().time()))
+
+    @contextlib.asynccontextmanager
+    async def _asks(self, place: tuple[str, str], seconds: float) -> AsyncIterator[None]:
+        async with asyncio.timeout(seconds) as limit:
+            asked = place, asyncio.get_running_loop().time() + PROBE_SILENT_SECONDS, limit
+            self._asking.append(asked)
+            try:
+                yield
+            finally:
+                self._asking.remove(asked)
+
     async def attempts_to_replace(
         self, location: Location, here: tuple[bool, set[str]] | None = None, *, overwrite: bool
     ) -> tuple[str, ...]:
@@ -163,24 +188,25 @@ class Mover:
         """
         is_local, standing = await asyncio.to_thread(self.standing_here, location) if here is None else here
         if self.settings.drain:
+            place = place_of(location)
+            is_silent = time.monotonic() < self._silent_until.get(place, 0.0)
             try:
-                is_silent = time.monotonic() < self._silent_until.get(place_of(location), 0.0)
-                async with asyncio.timeout(PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
+                async with self._asks(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
                     store = self.store(location)
                     self._say_if_blind(store, location)
                     found = await shared_commit.attempts_standing(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
-                self.selector.reached.add(place_of(location))
+                self.selector.reached.add(place)
                 standing |= found
                 if stock:
                     raise shared_commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
                 if not is_silent:
-                    self._silent_until[place_of(location)] = time.monotonic() + SILENT_SECONDS
+                    self._silent_until[place] = time.monotonic() + SILENT_SECONDS
                 problem = error if isinstance(error, StoreError) else "no answer in time"
                 log.warning("%s: the shared tier does not answer, saving locally (%s)", location.uri, problem)
             except StoreError as error:
-                if place_of(location) not in self.selector.reached:
+                if place not in self.selector.reached:
                     raise
                 log.warning(
                     "%s: the shared tier refuses requests; saving locally, to be drained later: %s", location.uri, error

@@ -1,6 +1,6 @@
 """The disk of the local tier hangs around a save: training goes on, and waits for it no longer than half a second.
 
-That nothing else waits is shown by what the thread that trains asks the disk for: from the second save on nothing.
+That nothing else waits is shown by what the thread that trains asks the disk for: nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
 from tierckpt.disk import illness
 from tierckpt.disk.illness import Errands, Requests, requests
-from tierckpt.errors import CheckpointSkippedError
+from tierckpt.errors import CheckpointSkippedError, OperationTimeoutError
 from tierckpt.training import saves as jobs
 from tierckpt.training.run_log import RunLog
 
@@ -132,6 +133,46 @@ def test_planning_does_not_wait_for_a_disk_that_hangs(file_uri: str, local_root:
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-5"
 
 
+def test_the_first_save_of_a_process_goes_on_when_the_disk_comes_back(file_uri: str, monkeypatch: Patch) -> None:
+    """Of what it makes below the local root, and looks for there, the thread that trains waits for nothing in vain."""
+    disk = Disk(monkeypatch, os, "mkdir")
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        disk.hangs.clear()
+        with counted():
+            first = checkpointer.save(1, state(1.0))
+            for step in range(2, 6):
+                checkpointer.step(step, state(float(step)))
+            second = checkpointer.save(6, state(6.0))
+        assert disk.in_it.wait(SECONDS)
+        assert not first.done() and isinstance(second.exception(0), CheckpointSkippedError)
+        disk.hangs.set()
+        first.result(SECONDS)
+        checkpointer.save(7, state(7.0)).result(SECONDS)
+    again = state(0.0)
+    assert tierckpt.Checkpointer(file_uri).restore(again, step=1) == 1 and again["w"][0] == 1.0
+
+
+def test_a_save_that_waits_for_its_disk_says_which_and_is_waited_for_once(
+    file_uri: str, local_root: Path, monkeypatch: Patch
+) -> None:
+    disk = Disk(monkeypatch, os, "pwrite")
+    checkpointer = tierckpt.Checkpointer(file_uri, mode="sync", timeout_seconds=SECONDS)
+    checkpointer.save(1, state(1.0))
+    disk.hangs.clear()
+    monkeypatch.setattr(jobs, "EXTRA_SECONDS", 0.2 - SECONDS)
+    with pytest.raises(OperationTimeoutError, match="step-2 has not ended") as late:
+        checkpointer.save(2, state(2.0))
+    assert (late.value.context["tier"], late.value.context["checkpoint"]) == ("local", f"{file_uri}/step-2")
+    assert str(local_root) in late.value.hint and "dmesg" in late.value.hint
+    with counted():
+        left = [checkpointer.save(step, state(float(step))) for step in (3, 4)]
+    assert all(isinstance(one.exception(0), CheckpointSkippedError) for one in left)
+    monkeypatch.setattr(jobs, "EXTRA_SECONDS", SECONDS)
+    disk.hangs.set()
+    checkpointer.close()
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-2"
+
+
 def test_an_errand_that_hangs_is_given_up_and_its_errors_are_the_callers() -> None:
     errands, hangs = Errands("/nvme"), threading.Event()
     assert errands.run(lambda: 7) == 7
@@ -188,11 +229,11 @@ def trained(uri: str, calls: DiskCalls, **options: Any) -> None:
             model(torch.ones(8)).sum().backward()
             state["optimizer"].step()
             state["step"] = step
+            calls.is_counting = True
             saved = checkpointer.step(step, state)
+            calls.is_counting = False
             if step < 4 and saved is not None:
                 checkpointer.wait("local")
-            calls.is_counting = step >= 4
-        calls.is_counting = False
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -207,13 +248,19 @@ def test_the_thread_that_trains_asks_the_disk_for_nothing(way: str, file_uri: st
     assert not calls.found, "\n\n".join(calls.found)
 
 
+def at_once(self: Errands, work: Callable[[], Any]) -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_result(work())
+    return done
+
+
 @pytest.mark.parametrize("bug", ["planning", "records"])
 def test_a_request_of_the_thread_that_trains_is_found(
     bug: str, file_uri: str, calls: DiskCalls, monkeypatch: Patch
 ) -> None:
     """Seeded: what threads were to do is done at once."""
     if bug == "planning":
-        monkeypatch.setattr(Errands, "run", lambda self, work: work())
+        monkeypatch.setattr(Errands, "begin", at_once)
     else:
         real = RunLog._tell  # private: there the bug is
 

@@ -74,8 +74,8 @@ def refuse(proxy: FaultProxy, how: str) -> None:
 @pytest.mark.parametrize("how", ["403", "404"])
 def test_at_first_contact_a_refusal_is_said_at_the_first_save(how: str, run: str, proxy: FaultProxy) -> None:
     refuse(proxy, how)
-    with pytest.raises(StoreError):
-        Checkpointer(run, exit_timeout_seconds=0).save(1, {"value": 1})
+    with pytest.raises(StoreError):  # by its future, should the store take long to say so
+        Checkpointer(run, exit_timeout_seconds=0).save(1, {"value": 1}).result(timeout=60)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ import os
 import secrets
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,17 +38,19 @@ from torch.futures import Future
 
 from ..checkpoint import in_flight
 from ..config import Settings
-from ..disk.illness import Errands
+from ..disk.illness import HINT, Errands, ill_disk
 from ..disk.local_root import check_local_root
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError
 from ..format.layout import (
     local_dir,
     shard_name,
 )
+from ..poll import wait_while
 from ..save.shard_plan import Shard
 from ..stores.schemes import check_target
 from ..telemetry import logger
 from ..tracebacks import short_traceback
+from ..types import Tier
 from . import split
 from .gc_pause import gc_paused
 from .handoff.handoff_client import HandoffHandle, leave_open
@@ -62,7 +65,7 @@ log = logger("save")
 
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_session", "_planned", "_busy", "_stager", "_errands", "_outcome"}
+_OF_THIS_PROCESS = {"_session", "_planned", "_busy", "_stager", "_errands", "_looks", "_asks", "_outcome"}
 _saves_without_collectives: dict[str, int] = {}
 
 
@@ -164,6 +167,11 @@ class TierStorageWriter(Mount, StorageWriter):
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
         self._errands: Errands | None = None
+        self._is_first = False
+        self._looks: futures.Future[tuple[bool, set[str]] | None] | None = None
+        """What planning asks the disk for, until that is taken: what stands under this id there, on the coordinator."""
+        self._asks: futures.Future[tuple[str, ...]] | None = None
+        """What it asks the shared tier for, likewise: the attempts that this save replaces."""
         self._outcome: in_flight.Begun | None = None
         """This save, as those see it who wait for it in this process."""
         self._point_to(uri if uri is not None else path)
@@ -204,18 +212,25 @@ class TierStorageWriter(Mount, StorageWriter):
             ConfigError, PermissionDeniedError: this node cannot save there.
             AlreadyCommittedError: the id holds a checkpoint, and ``overwrite`` is False.
         """
-        mover = self._client.mover
 
         def look() -> tuple[bool, set[str]] | None:
             check_local_root(self.settings)
             self._client.enter(self.location.parent, trains=True)  # what is about to be committed here must be known
-            return mover.standing_here(self.location) if self._role.is_coordinator else None
+            return self._client.mover.standing_here(self.location) if self._role.is_coordinator else None
 
         with self._telling():
-            here = look() if self._errands is None else self._errands.run(look)
-            if here is not None:
-                standing = mover.attempts_to_replace(self.location, here, overwrite=self.overwrite)
-                self._role.replaces = self._client.run(standing)
+            if self._errands is None:
+                if (here := look()) is not None:
+                    self._role.replaces = self._client.run(self._standing(here))
+            else:
+                self._looks = self._errands.begin(look)
+                if self._errands.gets_on():
+                    is_silent = self._client.mover.is_silent(self.location)
+                    self._take_look()
+                    if self._asks is not None and not is_silent and wait_while([self._asks], lambda: 0):
+                        self._take_answer()
+                elif not self._is_first:
+                    raise ill_disk(self.settings.local_root)
         if not self._role.use_collectives:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._role.rank}_"))
         if _world_size() > 1:
@@ -246,6 +261,7 @@ class TierStorageWriter(Mount, StorageWriter):
         """
         future: Future[list[WriteResult]] = Future()
         with self._telling(), self._working():
+            self._take_look()
             if isinstance(plan.storage_data, _Turn):
                 plan.storage_data.check(self.path, self._role.rank)
             if plan.items or self._role.is_coordinator:
@@ -263,6 +279,38 @@ class TierStorageWriter(Mount, StorageWriter):
         if not (self._role.is_coordinator or self._role.holds_back):
             self.report_outcome()  # its part is done, and nobody tells this rank how the save ends
         return future
+
+    def _standing(self, here: tuple[bool, set[str]]) -> Coroutine[Any, Any, tuple[str, ...]]:
+        return self._client.mover.attempts_to_replace(self.location, here, overwrite=self.overwrite)
+
+    def _take_look(self) -> None:
+        """Wait for what planning asks the disk for, and ask the shared tier what stands there.
+
+        Where the caller of the save did not wait for it, the threads that write do: nothing is written, and the agent
+        is offered nothing, before the run is entered and ``local_root`` checked.
+        """
+        if self._looks is None:
+            return
+        seconds = self.settings.commit_timeout_seconds
+        if futures.wait([self._looks], seconds).not_done:
+            raise OperationTimeoutError(
+                f"the save to {self.path} could not begin: {self.settings.local_root} cannot be looked at",
+                hint=f"{HINT.capitalize()}; the next save is tried again",
+                checkpoint=self.path,
+                rank=self._role.rank,
+                tier=Tier.LOCAL,
+                waited_seconds=seconds,
+            )
+        here, self._looks = self._looks.result(), None
+        if here is not None:
+            self._role.replaces = tuple(sorted(here[1]))  # what a save is offered with before the answer
+            self._asks = self._client.start(self._standing(here))
+
+    def _take_answer(self) -> None:
+        """Wait for what the shared tier has; one that does not say it in ``PROBE_TIMEOUT_SECONDS`` is passed over."""
+        if self._asks is not None:
+            asks, self._asks = self._asks, None
+            self._role.replaces = asks.result()
 
     def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
         token, directory = self._token(), local_dir(self.settings.local_root, self.location)
@@ -289,6 +337,7 @@ class TierStorageWriter(Mount, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
         with self._telling(), self._working():
+            self._take_answer()
             self._open_session().commit(metadata, results)
         self.report_outcome()
 
@@ -345,14 +394,14 @@ class TierStorageWriter(Mount, StorageWriter):
         """Whether this rank's shards of the last save went to the shared tier past the SSD (``route``)."""
         return self._session is not None and self._session.delivery.is_direct_put
 
-    @property
-    def replaces(self) -> tuple[str, ...]:
-        """The attempts this save was told to replace, on the coordinator."""
-        return self._role.replaces
+    def hold_back(self, errands: Errands | None = None, *, is_first: bool = False) -> None:
+        """Keep this rank's shards from the drain until ``hand_over``.
 
-    def hold_back(self, errands: Errands | None = None) -> None:
-        """Keep this rank's shards from the drain until ``hand_over``. ``errands`` ask the disk while it is planned."""
-        self._role.holds_back, self._errands = True, errands
+        ``errands`` ask the disk while it is planned; one that hangs fails the planning. Not that of the first save of a
+        process (``is_first``), which makes what is below ``local_root`` and waits for what others left: ``write_data``
+        waits for the rest of it, as ``finish`` does for a shared tier that does not answer in a moment.
+        """
+        self._role.holds_back, self._errands, self._is_first = True, errands, is_first
 
     def keep(self, is_kept: bool) -> None:
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
@@ -401,6 +450,7 @@ class TierStorageWriter(Mount, StorageWriter):
             save: what all ranks call this save, and no other has been called.
         """
         with self._working():
+            self._take_look()
             if not (plan.items or self._role.is_coordinator):
                 return offer(self.settings, self.location, self._role, None, metadata, save)
             planned = self._lay_out(plan, planner)
@@ -460,7 +510,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _abort(self) -> None:
         """Put away what an earlier save left open."""
-        self._planned = None
+        self._planned = self._looks = self._asks = None
         if self._session is not None:
             self._session.abort()
 
@@ -502,7 +552,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _session=None, _planned=None, _busy=threading.Lock())
-        self._stager = self._errands = self._outcome = None
+        self._stager = self._errands = self._looks = self._asks = self._outcome = None
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:

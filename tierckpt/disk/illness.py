@@ -84,6 +84,40 @@ class Errands:
         self._where = where
         self._last: Future[Any] = Future()
         self._last.set_result(None)
+        self._clocks: list[int] = []
+        self._hung_at = -1.0
+        """Processor time of the last errand when it was given up."""
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Have ``work`` done, as one request of the disk. Raises CheckpointSkippedError while an earlier one hangs."""
+        if not self._last.done() and (self._progress() == self._hung_at or not self.gets_on()):
+            raise ill_disk(self._where)
+        done, clocks = Future[T](), list[int]()
+        self._last, self._clocks = done, clocks
+
+        def do() -> None:
+            clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+            try:
+                with requests.asking():
+                    result = work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        threading.Thread(target=do, name="tierckpt-errand", daemon=True).start()
+        return done
+
+    def gets_on(self) -> bool:
+        """Wait for the errand that was begun last. False when it hangs."""
+        is_done = wait_while([self._last], self._progress)
+        self._hung_at = self._progress()
+        return is_done
+
+    def _progress(self) -> float:
+        with contextlib.suppress(OSError):  # the thread has just ended
+            return sum(map(time.clock_gettime, self._clocks))
+        return -1.0
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, or raise what it raises.
@@ -91,25 +125,8 @@ class Errands:
         Raises:
             CheckpointSkippedError: it hangs, or an earlier one does.
         """
-        if not self._last.done():
-            raise ill_disk(self._where)
-        done: Future[T] = Future()
-        self._last, clocks = done, list[int]()
-
-        def do() -> None:
-            clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        def progress() -> float:
-            with contextlib.suppress(OSError):  # the thread has just ended
-                return sum(map(time.clock_gettime, clocks))
-            return -1.0
-
-        threading.Thread(target=do, name="tierckpt-errand", daemon=True).start()
-        if not wait_while([done], progress):
+        done = self.begin(work)
+        if not self.gets_on():
             raise ill_disk(self._where)
         return done.result()
 

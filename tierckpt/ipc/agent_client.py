@@ -411,7 +411,8 @@ class _Listening:
     def next(self) -> Json:
         """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (it is no message)."""
         while (message := take_message(self._buffer)) is None:
-            self._connection.settimeout(self._seconds_to_wait())
+            # Who waits for this thread as long as it gets on (``Errands``) sees that it does.
+            self._connection.settimeout(min(self._seconds_to_wait(), BUSY_SECONDS))
             with contextlib.suppress(TimeoutError):  # how long is enough is decided above
                 received = self._connection.recv(1 << 16)
                 if not received:

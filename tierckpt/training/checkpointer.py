@@ -99,7 +99,8 @@ class Checkpointer:
         overhead_max: with "auto", the share of training time that checkpoints may cost.
         mtbf_seconds: with "auto", the mean time between failures of the job, where it is known; or two of them:
             ``{"local": ..., "shared": ...}``, between failures that an SSD survives, and those that it does not.
-        timeout_seconds: how long a save waits for the other ranks before it fails on all of them.
+        timeout_seconds: how long a save waits for the other ranks before it fails on all of them; "sync" waits a minute
+            longer for a disk that hangs, and raises OperationTimeoutError.
         gradient_log: True: each ``step`` can be restored. Between checkpoints the gradients of the optimizers in
             ``state`` are logged on this node's SSD, and ``restore`` makes the steps again. "10 steps" and "500 ms" make
             steps durable together. The first ``step`` saves. See docs/guide/every-step.md.
@@ -162,7 +163,7 @@ class Checkpointer:
         self._handoffs = (
             ThreadPoolExecutor(1, thread_name_prefix="tierckpt-handoff") if is_wanted(self.settings) else None
         )
-        self._running = RunningSaves(self.settings, timeout_seconds)
+        self._running = RunningSaves(self.settings, timeout_seconds, is_sync=mode == "sync")
         self._errands = Errands(self.settings.local_root)
         self._saves = 0
         self._closed = False
@@ -252,7 +253,8 @@ class Checkpointer:
 
         When ``checkpoints_in_flight_max`` saves are not yet written, ``staging_policy`` decides: wait for the oldest,
         skip this one (on all ranks; the record's ``error`` and the future say so), or drop the oldest not begun. A disk
-        that has not ended a request for 0.4 s is not waited for: this save is skipped, whatever the policy.
+        that has not ended a request for 0.4 s is not waited for: this save is skipped, whatever the policy. Nor is
+        shared storage: what it says later of a checkpoint that stands there, or refuses, is the future's error.
 
         Raises:
             TierckptError: an earlier save failed, or this one cannot start (StateMismatchError, ...).
@@ -272,7 +274,8 @@ class Checkpointer:
         if self._mode == "multi_step":
             return self._window.open(step, state, is_asked=is_asked)
         future = self._save(step, state, is_asked=is_asked)
-        if self._mode == "sync":
+        is_left_out = future.done() and isinstance(future.exception(), CheckpointSkippedError)
+        if self._mode == "sync" and not is_left_out:  # else one before it hangs, and has been waited for
             self._running.finish()
             self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
         return future
@@ -295,8 +298,7 @@ class Checkpointer:
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
-        # The first save of a process waits for what others left: it makes what is below the local root.
-        writer.hold_back(self._errands if self._saves else None)
+        writer.hold_back(self._errands, is_first=not self._saves)
         writer.annotate(self._step_log.notes(record, is_of_now=collected is None))
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)

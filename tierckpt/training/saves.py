@@ -21,15 +21,17 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..arena import slots
 from ..checkpoint.retention import Rule
+from ..client import get_client
 from ..config import Settings
 from ..dcp.handoff.handoff_client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter
-from ..disk.illness import ill_disk, requests
+from ..disk.illness import HINT, ill_disk, requests
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
 from ..telemetry import logger
+from ..types import Tier
 from .codec import near_state
 from .rank_exchange import Exchange, all_gather, is_distributed
 
@@ -237,10 +239,14 @@ def stage(
 
 
 class RunningSaves:
-    """The saves that have been staged, oldest first, until their outcome has been raised or logged."""
+    """The saves that have been staged, oldest first, until their outcome has been raised or logged.
 
-    def __init__(self, settings: Settings, timeout_seconds: float) -> None:
+    ``is_sync``: one at a time.
+    """
+
+    def __init__(self, settings: Settings, timeout_seconds: float, *, is_sync: bool = False) -> None:
         self._settings, self._timeout_seconds = settings, timeout_seconds
+        self._most = 1 if is_sync else settings.checkpoints_in_flight_max
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         """Saves whose error another rank's knowledge of it has made a call here raise."""
@@ -277,10 +283,10 @@ class RunningSaves:
         # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
         if not requests.is_ill:
             self.wait(PROMPT_SECONDS, last=True)
-        policy, most = self._settings.staging_policy, self._settings.checkpoints_in_flight_max
+        policy = self._settings.staging_policy
         deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
         # What it replaces must be known when it is planned.
-        count = 1 if uri in self.uris else most if policy == "wait" else math.inf
+        count = 1 if uri in self.uris else self._most if policy == "wait" else math.inf
         while True:
             told = all_gather(self._look(count, deadline))
             if (refused := next((one for one in told if isinstance(one, CheckpointSkippedError)), None)) is not None:
@@ -294,16 +300,16 @@ class RunningSaves:
             record, oldest = unfinished[0]
             futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
             if len(self.unfinished()) >= count:
+                get_client(self._settings).ask_no_longer()
                 if requests.is_ill:
                     return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
                 if time.monotonic() < deadline:
                     return False
                 late = self._not_ended(record)
                 return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
-        most = self._settings.checkpoints_in_flight_max
-        if self._settings.staging_policy == "skip" and len(self.unfinished()) >= most:
+        if self._settings.staging_policy == "skip" and len(self.unfinished()) >= self._most:
             return CheckpointSkippedError(
-                f"{most} saves are still being written",
+                f"{self._most} saves are still being written",
                 hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
             )
         return True
@@ -354,10 +360,17 @@ class RunningSaves:
                 self._saves.popleft()
 
     def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
+        if record.is_direct_put:
+            tier, hint = Tier.SHARED, "Look at the shared tier (`tierckpt doctor`)"
+        else:
+            tier, hint = Tier.LOCAL, f"Below {self._settings.local_root} {HINT}"
         return OperationTimeoutError(
             f"the save to {record.uri} has not ended",
-            hint="Look for a hung disk",
-            waited_seconds=self._timeout_seconds,
+            hint=f"{hint}. What was committed before stands",
+            checkpoint=record.uri,
+            rank=dist.get_rank() if is_distributed() else 0,
+            tier=tier,
+            waited_seconds=self._timeout_seconds + EXTRA_SECONDS,
         )
 
     def _raise_once(self, record: SaveRecord, error: BaseException) -> None:

@@ -1,0 +1,91 @@
+"""A shared store goes silent around a save: training goes on, waits for it no longer than half a second, and saves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tierckpt
+from tests.waits import TooLongError, counted
+from tierckpt.checkpoint import shared_commit
+from tierckpt.checkpoint.local_commit import read_local_manifest
+from tierckpt.dcp import writer
+from tierckpt.errors import AlreadyCommittedError, BucketNotFoundError
+from tierckpt.format.layout import local_dir, parse_uri
+
+Patch = pytest.MonkeyPatch
+SECONDS = 60.0
+URI = "s3://bucket/run"
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value)}
+
+
+@pytest.fixture
+def silent(monkeypatch: Patch) -> Iterator[None]:
+    """A server whose connections the kernel accepts, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+            **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "key"),
+            "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0.2",
+        }.items():
+            monkeypatch.setenv(name, value)
+        yield
+        tierckpt.client.close_all()
+
+
+@pytest.mark.usefixtures("silent")
+def test_saves_go_on_while_a_store_is_silent(local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has ten seconds to say what stands there, of which no step knows: not even one that needs the room."""
+    checkpointer = tierckpt.Checkpointer(URI, checkpoints_in_flight_max=2)
+    saved = []
+    for step in range(1, 6):
+        with counted():
+            saved.append(checkpointer.save(step, state(float(step))))
+    for one in saved:
+        one.result(SECONDS)
+    assert sum("the shared tier does not answer" in line for line in caplog.messages) == len(saved)
+    assert read_local_manifest(local_dir(local_root, parse_uri(f"{URI}/step-5"))) is not None
+
+
+@pytest.mark.usefixtures("silent")
+def test_the_wait_that_was_for_a_silent_store_is_found(monkeypatch: Patch) -> None:
+    """Seeded: planning waits for its answer."""
+    monkeypatch.setattr(writer, "wait_while", lambda work, progress: not futures.wait(work, SECONDS).not_done)
+    checkpointer = tierckpt.Checkpointer(URI)
+    with counted(), pytest.raises(CheckpointException, match=TooLongError.__name__):
+        checkpointer.save(1, state(1.0))
+
+
+@pytest.mark.parametrize("answer", ["f" * 16, BucketNotFoundError("no bucket")], ids=["attempt", "refusal"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_a_store_says_late_is_heeded_before_the_commit(
+    answer: str | BucketNotFoundError, overwrite: bool, file_uri: str, local_root: Path, monkeypatch: Patch
+) -> None:
+    async def standing(store: Any) -> set[str]:
+        await asyncio.sleep(1.0)
+        if isinstance(answer, BucketNotFoundError):
+            raise answer
+        return {answer}
+
+    monkeypatch.setattr(shared_commit, "attempts_standing", standing)
+    checkpointer = tierckpt.Checkpointer(file_uri, overwrite=overwrite)
+    with counted():
+        saved = checkpointer.save(1, state(1.0))
+    error = saved.exception(SECONDS)
+    made = read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-1")))
+    if isinstance(answer, str) and overwrite:
+        assert error is None and made is not None and made.replaces == (answer,)
+    else:
+        assert isinstance(error, AlreadyCommittedError if isinstance(answer, str) else BucketNotFoundError)
+        assert made is None
