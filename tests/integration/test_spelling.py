@@ -17,6 +17,7 @@ from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter, latest,
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import Location, parse_uri
+from tierckpt.format.uris import local_path
 from tierckpt.loading.export import export_safetensors
 
 
@@ -78,6 +79,17 @@ def test_a_path_that_has_folded_the_slashes_of_a_url_is_refused() -> None:
 @pytest.mark.parametrize("text", ["run", "./s3:/bucket", "/mnt/s3:/x", "a:b/c", "C:/run", "s3/bucket", "my s3", " run"])
 def test_what_is_a_path_stays_one(text: str) -> None:
     assert parse_uri(text) == Location("file", "", str(Path(text).absolute()))
+
+
+def test_a_path_in_the_home_directory_is_one_also_where_no_shell_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert parse_uri("~/run") == parse_uri(Path("~/run")) == parse_uri(tmp_path / "home/run")
+    assert local_path("~/x", "--to") == Settings.load(local_root="~/x").local_root == tmp_path / "home/x"
+    assert parse_uri("./~/run") == parse_uri(f"{tmp_path}/~/run")
+    assert parse_uri("~nobody-of-that-name/run").path == f"{tmp_path}/~nobody-of-that-name/run"
 
 
 def test_schemes_are_known_in_capitals_and_a_file_url_may_name_this_host() -> None:

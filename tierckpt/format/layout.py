@@ -49,7 +49,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError
 from ..redaction import carries_credential, redact
-from .uris import SCHEME, scheme_of
+from .uris import SCHEME, absolute, scheme_of
 
 METADATA = ".metadata"
 PRIVATE_DIR = ".tierckpt"
@@ -141,7 +141,7 @@ def parse_uri(uri: object) -> Location:
     """Normalise a URI, bare path or ``os.PathLike``.
 
     ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
-    ``file:///mount/key``, a bare path (made absolute), any fsspec URL, or one of these behind ``tierckpt://``.
+    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these behind ``tierckpt://``.
 
     Raises:
         ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
@@ -157,7 +157,7 @@ def parse_uri(uri: object) -> Location:
         )
     match = SCHEME.match(text)
     if not match:
-        return Location("file", "", str(Path(text).absolute()))
+        return Location("file", "", str(absolute(text)))
     if carries_credential(text):
         raise ConfigError(
             f"{redact(text)} carries a credential, and a URI is written to journals, manifests and logs",

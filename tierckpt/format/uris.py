@@ -42,12 +42,17 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
         raise ConfigError(f"{what} is empty", hint="Give a path of this node")
     match = SCHEME.match(text) or _MISSPELT.match(text)
     if match is None:
-        return Path(value).absolute()
+        return absolute(os.fspath(value))
     below = re.sub(r"^/+", "/", text[match.end(1) + 1 :])
     raise ConfigError(
         f"{what} is {redact(text)}, a URL: it has to be a directory of this node",
         hint=f"Give its path: {below}" if match[1].lower() == "file" else "Give a path, like /mnt/ssd/dir",
     )
+
+
+def absolute(path: str) -> Path:
+    """Return ``path``, absolute; ``~`` is the home directory, also where no shell has seen to that (``--to=~/x``)."""
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111  # Path would fold "./~" to "~" first
 
 
 def _refuse_misspelt(text: str) -> None:
