@@ -27,10 +27,19 @@ from .errors import ConfigError
 from .format.uris import local_path
 from .quantities import DISK_BLOCK_BYTES, round_up
 from .settings_file import NAME, read_settings_file
+from .telemetry import logger
 
 KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
+
+_NO_SETTINGS = re.compile(
+    r"TIERCKPT_(TRACEBACK|PREFETCH_MINUTES|(TEST|DEMO)_\w+|(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+))"
+)
+"""Variables of our own tools, and those that Kubernetes sets in the pods beside a Service called tierckpt."""
+reported: set[str] = set()
+
+log = logger("config")
 
 _LISTEN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
@@ -226,7 +235,7 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         """The agent works in another directory."""
-        return None if value is None else local_path(value.expanduser(), "it")
+        return None if value is None else local_path(value, "it")
 
     @field_validator("chunk_size_bytes")
     @classmethod
@@ -294,6 +303,8 @@ class Settings(BaseSettings):
             ConfigError: an unknown name or a value that cannot work; the message names each.
         """
         _refuse_removed(overrides, fresh=settings is None)
+        if settings is None:
+            _warn_of_unknown_variables()
         try:
             if settings is None:
                 return cls(**overrides)
@@ -310,6 +321,31 @@ class Settings(BaseSettings):
                 f"invalid settings: {'; '.join(problems)}",
                 hint="`tierckpt.Settings` documents each setting, and docs/guide/settings.md lists them",
             ) from None
+
+
+def unknown_variables() -> dict[str, str]:
+    """Return, by name, what is wrong with each variable of the environment that looks like a setting and is none."""
+    settings = [f"TIERCKPT_{name}".upper() for name in Settings.model_fields]
+    found = {}
+    for name in os.environ:
+        upper = name.upper()
+        is_service = os.environ.get(name, "").startswith(("tcp://", "udp://"))
+        if not upper.startswith("TIER") or upper in settings or _NO_SETTINGS.fullmatch(upper) or is_service:
+            continue
+        is_ours = upper.startswith("TIERCKPT_")
+        near = difflib.get_close_matches(upper, settings, n=1, cutoff=0.8 if is_ours else 0.9)
+        if is_ours or near:
+            advice = f"did you mean {near[0]}?" if near else "docs/guide/settings.md lists the settings"
+            found[name] = f"{name} is no setting and is ignored ({advice})"
+    return found
+
+
+def _warn_of_unknown_variables() -> None:
+    """Once each, as every function of the library reads settings."""
+    for name, problem in unknown_variables().items():
+        if name not in reported:
+            reported.add(name)
+            log.warning("%s", problem)
 
 
 def _refuse_removed(overrides: Collection[str], *, fresh: bool) -> None:

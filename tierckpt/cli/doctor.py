@@ -21,7 +21,7 @@ import typer
 from ..arena import memory, pages
 from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
-from ..config import GiB, Settings
+from ..config import GiB, Settings, unknown_variables
 from ..disk.file_io import open_direct
 from ..disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
@@ -66,7 +66,7 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
     """Check the installation, the local root, the journal and, with URI, shared storage. Exit 1 if anything fails."""
     location = location_of(uri) if uri is not None else None
     settings = load_settings(local_root)
-    checks = [*_software(), *_local_root(settings), _journal(settings), *huge_pages()]
+    checks = [*_software(), *_variables(), *_local_root(settings), _journal(settings), *huge_pages()]
     if location is not None:
         with open_client(local_root) as client:
             checks += client.run(_store(client.mover, location))
@@ -103,6 +103,10 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _variables() -> Iterator[Check]:
+    yield from (Check("environment", WARN, problem) for problem in unknown_variables().values())
 
 
 # --- this node --------------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""A variable that looks like a setting and is none is said once, with what it may have been meant to be."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from tierckpt import config
+from tierckpt.cli.ui.app import run
+from tierckpt.config import Settings, unknown_variables
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "reported", set())
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("TIERCKPT_LOCAL_ROT", "TIERCKPT_LOCAL_ROOT"),
+        ("TIERCKPT_LOCAL_DIR", "TIERCKPT_LOCAL_ROOT"),
+        ("tierckpt_replica", "TIERCKPT_REPLICAS"),
+        ("TIERCKPT_CHUNK_SIZE", "TIERCKPT_CHUNK_SIZE_BYTES"),
+        ("TIERCKPT_STORE_TIMEOUT", "TIERCKPT_STORE_TIMEOUT_SECONDS"),
+        ("TIERCHKPT_LOCAL_ROOT", "TIERCKPT_LOCAL_ROOT"),
+        ("TIER_CKPT_MOVER", "TIERCKPT_MOVER"),
+    ],
+)
+def test_a_misspelt_variable_names_the_nearest_setting(
+    variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "a-secret-value")
+    [(name, problem)] = unknown_variables().items()
+    assert name == variable and f"did you mean {meant}?" in problem and "a-secret-value" not in problem
+
+
+def test_one_that_is_near_nothing_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_FROBNICATE", "1")
+    assert "docs/guide/settings.md" in unknown_variables()["TIERCKPT_FROBNICATE"]
+
+
+def test_what_is_known_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {f"TIERCKPT_{name}".upper(): "1" for name in Settings.model_fields}
+    known |= {"tierckpt_concurrency": "2", "TIERCKPT_TRACEBACK": "1", "TIERCKPT_TEST_SWEEP": "8", "TIERNEY": "1"}
+    known |= {"TIERCKPT_DEMO_S3_ENDPOINT": "http://h", "TIERCKPT_PREFETCH_MINUTES": "30"}
+    of_kubernetes = {
+        "TIERCKPT_SERVICE_HOST": "10.0.0.1",
+        "TIERCKPT_PEERS_SERVICE_PORT": "7117",
+        "TIERCKPT_SERVICE_PORT_HTTP": "7117",
+        "TIERCKPT_PORT": "tcp://10.0.0.1:7117",
+        "TIERCKPT_PORT_7117_TCP": "tcp://10.0.0.1:7117",
+        "TIERCKPT_PORT_7117_TCP_ADDR": "10.0.0.1",
+    }
+    for name, value in (known | of_kubernetes).items():
+        monkeypatch.setenv(name, value)
+    assert unknown_variables() == {}
+
+
+def test_it_is_said_once_and_only_where_the_environment_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = Settings.load()
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROT", "/mnt")
+    with caplog.at_level(logging.WARNING, "tierckpt"):
+        Settings.load(read, concurrency=2)
+        assert caplog.messages == []
+        for _ in range(3):
+            assert Settings.load().local_root == read.local_root
+    assert [message.partition(" ")[0] for message in caplog.messages] == ["TIERCKPT_LOCAL_ROT"]
+
+
+def test_doctor_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROT", "/mnt")
+    assert run(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    [check] = [check for check in document["checks"] if check["name"] == "environment"]
+    assert check["status"] == "warn" and "TIERCKPT_LOCAL_ROOT" in check["detail"]
+    assert document["warnings"] == [check["detail"]]
