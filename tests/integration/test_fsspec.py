@@ -171,9 +171,11 @@ def _loaded(url: str) -> dict[str, Any]:
     return state
 
 
-def test_stock_pytorch_saves_and_loads_through_it(file_uri: str, fs: Any) -> None:
-    url = f"{url_of(file_uri)}/stock"
+def test_stock_pytorch_saves_and_loads_through_it(file_uri: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, synced = f"{url_of(file_uri)}/stock", []
+    monkeypatch.setattr(os, "sync", lambda: synced.append("the whole machine"))
     dcp.save(small_state(1), storage_writer=FsspecWriter(url), no_dist=True)
+    assert synced == []
     assert same(_loaded(url), small_state(1))
     fs.rm(url, recursive=True)
     assert not fs.exists(url)

@@ -223,6 +223,13 @@ class Writer(io.BufferedIOBase):
     def flush(self) -> None:
         """Nothing is to be seen of it before it is whole."""
 
+    def fileno(self) -> int:
+        """Of the scratch file. Stock FsspecWriter syncs by it; where there is none, it syncs the whole machine."""
+        self._check()
+        descriptor = self._spool.fileno()
+        self._spool.flush()  # what is written through the descriptor comes after
+        return descriptor
+
     def _check(self) -> None:
         if not self._is_open:
             raise ValueError("I/O operation on closed file")
