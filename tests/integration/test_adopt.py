@@ -33,6 +33,7 @@ from tierckpt.errors import (
     StoreError,
 )
 from tierckpt.format.layout import parse_uri
+from tierckpt.integrations import directories as found_by
 from tierckpt.integrations.directories import Directories, make_way, rank_0_finds
 from tierckpt.save import adopted_directory as directories
 
@@ -379,3 +380,19 @@ def test_ranks_that_cannot_agree_yet_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="there is no process group yet"):
         Directories(tmp_path / "run").restore(tmp_path / "back")
+
+
+def test_a_node_with_a_newer_one_than_rank_0_says_so_and_does_not_go_back_in_silence(
+    file_uri: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Directories(file_uri, drain=False)
+    older, newer = run.save(written), run.save(written, "checkpoint-20")
+    monkeypatch.setattr(found_by, "rank_0_finds", lambda what, find: older.uri)
+    with pytest.raises(CheckpointError, match=f"this node has {newer.uri}, which is newer than .*{older.uri}"):
+        run.restore(tmp_path / "back")
+    monkeypatch.setattr(found_by, "rank_0_finds", lambda what, find: "")
+    with pytest.raises(CheckpointError, match="rank 0 has found"):
+        run.restore(tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    monkeypatch.setattr(found_by, "rank_0_finds", lambda what, find: newer.uri)
+    assert run.restore(tmp_path / "back") == tmp_path / "back/checkpoint-20"

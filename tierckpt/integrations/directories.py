@@ -15,9 +15,10 @@ from typing import Any
 from ..adoption import Adoption, adopt
 from ..cache.node_cache import retry_until_available
 from ..checkpoint.journal import Journal
+from ..checkpoint.select import age_of
 from ..client import get_client
 from ..config import Settings
-from ..errors import ConfigError, OperationTimeoutError
+from ..errors import CheckpointError, ConfigError, OperationTimeoutError, StoreError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..restore.restore import RestoreResult
@@ -84,15 +85,26 @@ class Directories:
 
         Raises:
             ConfigError: a job of several ranks has no process group yet.
+            CheckpointError: this node has one that is newer than what rank 0 has found, and is not drained yet.
         """
         client = get_client(self.settings)
         client.enter(self.location, trains=False)
+        seen: list[str] = []
 
         def find() -> str:
             checkpoint = client.run(client.mover.latest(self.location))
-            return checkpoint.location.uri if checkpoint is not None else ""
+            seen.append(checkpoint.location.uri if checkpoint is not None else "")
+            return seen[-1]
 
         found = rank_0_finds(self.location.uri, find)
+        if not seen:  # rank 0 has looked
+            with contextlib.suppress(StoreError):  # it has seen the store, and what is restored is waited for
+                find()
+            if seen and age_of(seen[0]) > age_of(found):
+                raise CheckpointError(
+                    f"this node has {seen[0]}, which is newer than what rank 0 has found ({found or 'none'})",
+                    hint="`tierckpt drain --wait` on this node; then start the job again",
+                )
         return self.restore_checkpoint(parse_uri(found), into) if found else None
 
     @short_traceback
