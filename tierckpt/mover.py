@@ -28,7 +28,7 @@ from .checkpoint.journal import Journal
 from .checkpoint.namespace import Browser
 from .checkpoint.prune import KEPT, Pruner, PruneResult, finish_local
 from .checkpoint.retention import Policy
-from .checkpoint.select import Selector, below, place_of
+from .checkpoint.select import LOOK_MAX, Selector, age_of, below, place_of
 from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
 from .disk import read_lease
@@ -43,6 +43,7 @@ from .errors import (
     IntegrityError,
     ManifestError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     StoreError,
     StoreUnavailableError,
     TierckptError,
@@ -259,8 +260,13 @@ class Mover:
         if own is not None:
             return [own]
         names = [*await self.selector.names(location), *await self._windows(location)]
-        rows = await asyncio.gather(*(self._describe(location.child(name)) for name in names))
-        found = [row for row in rows if row is not None]
+        names.sort(key=age_of, reverse=True)
+        found: builtins.list[Row] = []
+        for first in range(0, len(names), LOOK_MAX):
+            rows = await asyncio.gather(*(self._describe(location.child(name)) for name in names[first:][:LOOK_MAX]))
+            found += [row for row in rows if row is not None]
+            if not found:
+                break  # a bucket of other things: its runs are further down
         if not found:
             raise CheckpointNotFoundError(
                 f"no checkpoint at or under {location.uri}",
@@ -273,7 +279,13 @@ class Mover:
         return sorted(below(WINDOWS_DIR, await self.selector.names(location.child(WINDOWS_DIR))))
 
     async def _describe(self, location: Location) -> Row | None:
-        return await catalog.describe(location, self.directory(location), self.store(location))
+        try:
+            return await catalog.describe(location, self.directory(location), self.store(location))
+        except PermissionDeniedError as error:
+            if location.scheme != "file":
+                raise  # the credentials: they are for all of it
+            log.warning("%s is passed over: %s", location.uri, error)  # "lost+found", another user's
+            return None
 
     async def latest(self, location: Location, step_max: int | None = None) -> Checkpoint | None:
         """Return the newest usable checkpoint at or under ``location``, as ``Selector.newest`` does (N1 to N3)."""

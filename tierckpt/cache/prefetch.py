@@ -93,7 +93,7 @@ async def from_listing(store: Store) -> list[FileSpec]:
         if f"/{PRIVATE_DIR}/" in info.key:
             raise ConfigError(
                 f"{store.uri} holds checkpoints, it is not one",
-                hint="Prefetch one of them: `tierckpt ls` lists them",
+                hint="Name one of them: `tierckpt ls` lists them",
                 uri=store.uri,
             )
         if not is_safe_path(info.key):

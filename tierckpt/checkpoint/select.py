@@ -33,11 +33,11 @@ from ..errors import (
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
-from ..format.layout import PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, step_of
+from ..format.layout import PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, adopted_dir, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Recoverable, Store
 from ..telemetry import logger
-from ..types import Tier
+from ..types import Json, Tier
 from . import catalog, local_commit, marks
 from .catalog import Checkpoint
 from .peer_copies import PeerLookup
@@ -54,6 +54,29 @@ PAUSE_SECONDS = 1.0
 QUIET_SECONDS = 2.0
 """A store that has not answered for so long is told of, and every ``TELL_SECONDS`` from then on."""
 TELL_SECONDS = 10.0
+
+
+LOOK_MAX, AT_ONCE = 256, 16
+"""Directories that a search for runs looks into, a listing and up to four requests each; so many of them at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A directory of checkpoints, ``steps`` of them, committed or not."""
+
+    location: Location
+    steps: int
+    newest: catalog.Row
+
+    def joined(self, other: Run | None) -> Run:
+        """With what was found of the same run before."""
+        if other is None:
+            return self
+        newest = max(other.newest, self.newest, key=lambda row: age_of(row.name))
+        return Run(self.location, self.steps + other.steps, newest)
+
+    def to_json(self) -> Json:
+        return {"uri": self.location.uri, "steps": self.steps, "newest": self.newest.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +218,39 @@ class Selector:
             log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
             shared = []
         return sorted({name for name in (*near, *shared) if not name.startswith(".")})
+
+    async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[Run], bool]:
+        """Return the runs in and below ``places``, by URI, and whether all directories there were looked into.
+
+        Breadth first, ``look_max`` directories at most. What may not be read is passed over with a log line.
+        """
+        found: dict[Location, Run] = {}
+        looked = 0
+        while places and looked < look_max:
+            now, places = places[:AT_ONCE], places[AT_ONCE:]
+            looked += len(now)
+            for run, below_it in await asyncio.gather(*map(self._run_at, now)):
+                places += below_it
+                if run is not None:
+                    found[run.location] = run.joined(found.get(run.location))
+        return sorted(found.values(), key=lambda run: run.location.uri), not places
+
+    async def _run_at(self, location: Location) -> tuple[Run | None, list[Location]]:
+        """The run at ``location``, or what that is a checkpoint of, and the directories to look into next. Where the
+        newest directory is a checkpoint, the others that end in a step are taken for steps unseen."""
+        if location.scheme == "file" and Path(location.path).is_relative_to(self._settings.local_root):
+            return None, []
+        try:
+            names = {name for name in await self.names(location) if not name.startswith(adopted_dir(""))}
+            place = location.child(_newest_first(names)[0]) if names else location
+            newest = await catalog.describe(place, self._directory_of(place), self._store_at(place))
+        except (PermissionDeniedError, ManifestError) as error:
+            log.warning("%s is passed over: %s", location.uri, error)
+            return None, []
+        if newest is None:
+            return None, [location.child(name) for name in sorted(names)]
+        others = sorted(name for name in names - {place.name} if step_of(name) is None)
+        return Run(place.parent, max(1, len(names) - len(others)), newest), [location.child(name) for name in others]
 
     async def _names_near(self, location: Location) -> list[str]:
         """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""

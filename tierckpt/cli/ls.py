@@ -1,16 +1,61 @@
-"""``tierckpt ls``: the checkpoints of a run, and how far each is on either tier."""
+"""``tierckpt ls``: the checkpoints of a run, and how far each is on either tier; the runs of a bucket."""
 
 from __future__ import annotations
 
+from rich.console import RenderableType
+
+from ..checkpoint.catalog import Row
+from ..checkpoint.select import LOOK_MAX, Run
+from ..errors import CheckpointNotFoundError, PartialTransferError
+from ..format.layout import Location
+from ..mover import Mover
 from .ui.output import Report, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
 def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """List the checkpoints at or directly under URI, by step. What is not committed is marked so."""
+    """List the checkpoints at or directly under URI, by step. What is not committed is marked so.
+
+    Of a bucket, or of a directory above runs, the runs in it are listed, each with its newest step. Exit 3 when it has
+    more directories than are looked into.
+    """
     location = location_of(uri)
     with open_client(local_root) as client:
-        rows = client.run(client.mover.list(location))
+        rows, runs, is_complete = client.run(_look(client.mover, location))
     lines = [(row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes)) for row in rows]
-    document = {"uri": location.uri, "checkpoints": [row.to_json() for row in rows]}
-    return Report(document, [table("name >step local shared >files >size", lines)])
+    view: list[RenderableType] = [table("name >step local shared >files >size", lines)] if rows else []
+    if runs:
+        below = f"{location.uri.rstrip('/')}/"
+        found = [(run.location.uri.removeprefix(below), run.steps, run.newest) for run in runs]
+        lines_of_runs = [(name, steps, newest.name, newest.local, newest.shared) for name, steps, newest in found]
+        view.append(table("run >steps newest local shared", lines_of_runs))
+    is_partial = not (rows or is_complete)
+    if is_partial:
+        view.append(f"There are more directories than {LOOK_MAX}, and not all were looked into: name one of them.")
+    document = {
+        "uri": location.uri,
+        "checkpoints": [row.to_json() for row in rows],
+        "runs": [run.to_json() for run in runs],
+        "runs_complete": is_complete,
+    }
+    return Report(document, view, PartialTransferError.exit_code if is_partial else 0)
+
+
+async def _look(mover: Mover, location: Location) -> tuple[list[Row], list[Run], bool]:
+    """The checkpoints, the runs further down, and whether those are all. Beside checkpoints few directories are looked
+    into: mostly they are logs."""
+    try:
+        rows = await mover.list(location)
+    except CheckpointNotFoundError as error:
+        runs, is_complete = await mover.selector.runs([location])
+        if runs:
+            return [], runs, is_complete
+        if is_complete:
+            raise
+        raise CheckpointNotFoundError(
+            f"no checkpoint in the first {LOOK_MAX} directories at and under {location.uri}", hint="Name one of them"
+        ) from error
+    if rows[0].location == location:
+        return rows, [], True
+    others = {*await mover.selector.names(location)} - {row.name for row in rows}
+    return rows, *await mover.selector.runs([location.child(name) for name in sorted(others)], look_max=LOOK_MAX // 8)

@@ -72,7 +72,7 @@ async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
         )
     return CheckpointNotFoundError(
         f"no checkpoint of tierckpt under {location.uri}: nothing here is ours to remove",
-        hint="Give the run that holds step-1, step-2, ...; check the endpoint and local_root",
+        hint="Give the run that holds step-1, step-2, ... (`tierckpt ls` finds it); check the endpoint and local_root",
     )
 
 
