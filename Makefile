@@ -13,14 +13,13 @@ PYTEST_WORKERS ?= 3
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# torch goes first and by itself, at the one version constraints.txt names; what follows then has nothing to choose.
-# An environment that is there already is kept and brought up to date.
+# torch is of the one version that constraints.txt names. Files are compiled when they are imported: most never are. An
+# environment that is there already is kept and brought up to date.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tierckpt needs Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch -e '.[dev]'
 	@touch $@
 
 .venv: $(STAMP) ## build the virtual environment
@@ -55,7 +54,7 @@ layers: $(STAMP)
 check: lint types layers test-all ## what CI runs: lint, types, layers, every test
 
 docs: $(STAMP) ## build the documentation site into site/
-	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 package: $(STAMP) ## build the wheel and try it with each extra, each in a bare environment; EXTRAS="cli torch" for some
