@@ -1,6 +1,7 @@
 """fsspec's own suite for file systems, on ``tierckpt://`` over a directory and over S3.
 
-Over S3 every fifth of its glob cases is run; ``TIERCKPT_TEST_FSSPEC=all`` runs all (they pass).
+Every fifth of its glob cases is always run; the others are slow over a directory, and left out over S3.
+``TIERCKPT_TEST_FSSPEC=all`` runs all (they pass).
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from tests.services import S3Server
 EACH = 1 if os.environ.get("TIERCKPT_TEST_FSSPEC") == "all" else 5
 
 
-def sampled(test: Any) -> Any:
-    """``test`` with fewer of its cases."""
+def sampled(test: Any, *, others: bool = False) -> Any:
+    """``test`` with fewer of its cases, or with the ``others`` marked slow."""
     some = types.FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__)
-    mark = pytest.mark.parametrize(GLOB_EDGE_CASES_TESTS["argnames"], GLOB_EDGE_CASES_TESTS["argvalues"][::EACH])
+    cases = [
+        pytest.param(*case, marks=[pytest.mark.slow] if number % EACH else [])
+        for number, case in enumerate(GLOB_EDGE_CASES_TESTS["argvalues"])
+        if others or not number % EACH
+    ]
+    mark = pytest.mark.parametrize(GLOB_EDGE_CASES_TESTS["argnames"], cases)
     some.pytestmark = [mark.mark]  # type: ignore[attr-defined]
     return some
 
@@ -68,13 +74,16 @@ class OverS3(OverFiles):
         return False
 
 
-class TestCopyOverFiles(abstract.AbstractCopyTests, OverFiles): ...
+class TestCopyOverFiles(abstract.AbstractCopyTests, OverFiles):
+    test_copy_glob_edge_cases = sampled(abstract.AbstractCopyTests.test_copy_glob_edge_cases, others=True)
 
 
-class TestGetOverFiles(abstract.AbstractGetTests, OverFiles): ...
+class TestGetOverFiles(abstract.AbstractGetTests, OverFiles):
+    test_get_glob_edge_cases = sampled(abstract.AbstractGetTests.test_get_glob_edge_cases, others=True)
 
 
-class TestPutOverFiles(abstract.AbstractPutTests, OverFiles): ...
+class TestPutOverFiles(abstract.AbstractPutTests, OverFiles):
+    test_put_glob_edge_cases = sampled(abstract.AbstractPutTests.test_put_glob_edge_cases, others=True)
 
 
 class TestOpenOverFiles(abstract.AbstractOpenTests, OverFiles): ...

@@ -55,7 +55,9 @@ def newest(local_root: Path, uri: str) -> int:
     return max((int(path.parent.parent.name[5:]) for path in run.glob("*/.tierckpt/manifest.json")), default=0)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("SIGTERM", 2), ("SIGUSR1", 1), ("SIGUSR2", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("SIGTERM", 2), ("SIGUSR1", 1), pytest.param("SIGUSR2", 2, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_the_step_the_job_is_at_and_ends_it(
     nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, name: str, ranks: int
 ) -> None:

@@ -106,7 +106,7 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
     print(f"{KILLS} kills over {ended} steps; steps lost: {max(lost)} at most")
 
 
-@pytest.mark.parametrize("near", ["offload", "shadow"])
+@pytest.mark.parametrize("near", ["offload", pytest.param("shadow", marks=pytest.mark.slow)])
 def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
     nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, near: str
 ) -> None:

@@ -44,8 +44,15 @@ def run(uri: str, folder: Path, *, keep: int = 0, store: str = "", bug: str = ""
     return judge(uri, lines, store)
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-@pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.server)])
+@pytest.mark.parametrize(
+    ("where", "keep"),
+    [
+        ("file", 1),
+        pytest.param("s3", 0, marks=pytest.mark.server),
+        pytest.param("file", 0, marks=pytest.mark.slow),
+        pytest.param("s3", 1, marks=[pytest.mark.server, pytest.mark.slow]),
+    ],
+)
 def test_two_nodes_save_one_run(where: str, keep: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     uri = request.getfixturevalue(f"{where}_uri")
     verdict = run(uri, tmp_path / "nodes", keep=keep)

@@ -62,7 +62,15 @@ def restored(run: Path | str, to: Path) -> dict[str, bytes]:
     return tree(to)
 
 
-@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize(
+    ("shared_uri", "links"),
+    [
+        *(("file", links) for links in (False, True)),
+        *(pytest.param(store, False, marks=pytest.mark.server) for store in ("s3", "rgw", "az")),
+        *(pytest.param(store, True, marks=[pytest.mark.server, pytest.mark.slow]) for store in ("s3", "rgw", "az")),
+    ],
+    indirect=["shared_uri"],
+)
 def test_what_was_adopted_comes_back_byte_for_byte_on_a_node_that_never_had_it(
     links: bool, written: Path, shared_uri: str, tmp_path: Path
 ) -> None:

@@ -367,7 +367,7 @@ def test_a_seeded_bug_is_found(
     assert hub.sent.total() > sum(map(len, files.values())), bug.__name__
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("is_silent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_owner_that_is_gone_costs_what_it_took_with_it(
     is_silent: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ def fs() -> Any:
     return fsspec.filesystem("tierckpt", skip_instance_cache=True)
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.server)])
+@pytest.fixture(params=[pytest.param("file", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.server)])
 def top(request: pytest.FixtureRequest) -> str:
     uri: str = request.getfixturevalue(f"{request.param}_uri")
     return f"{request.param}/{uri.partition('://')[2] or uri.lstrip('/')}/top"

@@ -93,8 +93,7 @@ def windowed(job: Job, stager: MultiStepStager, steps: int) -> tuple[Snapshot, d
     return pending.result(SECONDS), states
 
 
-@pytest.mark.parametrize("begun", [0, 2], ids=["before the first step", "after two"])
-@pytest.mark.parametrize(("kind", "implementation"), list(matrix()))
+@pytest.mark.parametrize(("kind", "implementation", "begun"), matrix())
 def test_every_optimizer_is_brought_to_one_version(kind: str, implementation: str, begun: int) -> None:
     job = Job(KINDS[kind], **IMPLEMENTATIONS[implementation])
     for _ in range(begun):

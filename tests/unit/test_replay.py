@@ -106,14 +106,16 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0}]
 
 
-def matrix() -> Iterator[tuple[str, str]]:
-    for kind, implementation in itertools.product(KINDS, IMPLEMENTATIONS):
-        if implementation != "fused" or kind in FUSED:
-            yield kind, implementation
+def matrix() -> Iterator[Any]:
+    """Each optimizer in each implementation, from the first step or from the third in turns; the other is slow."""
+    cases = [case for case in itertools.product(KINDS, IMPLEMENTATIONS) if case[1] != "fused" or case[0] in FUSED]
+    for number, (kind, implementation) in enumerate(cases):
+        for begun in (0, 2):
+            marks = [pytest.mark.slow] if begun == 2 * (number % 2) else []
+            yield pytest.param(kind, implementation, begun, marks=marks)
 
 
-@pytest.mark.parametrize("begun", [0, 2], ids=["from the first step", "from the third"])
-@pytest.mark.parametrize(("kind", "implementation"), list(matrix()))
+@pytest.mark.parametrize(("kind", "implementation", "begun"), matrix())
 def test_every_optimizer_comes_back_bit_for_bit(kind: str, implementation: str, begun: int) -> None:
     """With clipping, a cosine schedule, a group of its own without weight decay, and parts stepped by themselves."""
     model = model_of()

@@ -456,6 +456,7 @@ def test_only_an_unknown_global_comes_with_the_hint_of_trust() -> None:
     assert "trust_pickle" not in caught.value.hint
 
 
+@pytest.mark.slow
 def test_the_corpus_of_attacks(tmp_path: Path) -> None:
     """Once more in this process: tests/fault/test_attacks.py does it where an attack that works may do harm."""
     attacks_try.save_genuine(tmp_path / "genuine")
