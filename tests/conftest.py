@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socketserver
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,9 @@ hypothesis.settings.load_profile("fixed")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A server of the standard library looks twice a second whether it shall end, and whoever ends it waits for that.
+socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
+
 LONGEST_FIRST = (
     "test_sweeps.py",
     "test_flush_faults.py",
@@ -60,23 +64,23 @@ LONGEST_FIRST = (
 
 
 SHARE = os.environ.get("TIERCKPT_TEST_SLOW_SHARE", "")
-"""``SEED/N``: of the tests marked slow one in N, chosen by SEED. The others are deselected, and counted as such."""
+"""``SEED/N``: of the tests marked slow every N-th, from one on that SEED chooses: each share has as many of each file,
+and takes about as long as the others. What is left out is deselected, and counted as such."""
 
 
-def is_in_share(item: pytest.Item) -> bool:
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     seed, _, of = SHARE.rpartition("/")
-    return (
-        not SHARE or not item.get_closest_marker("slow") or zlib.crc32(f"{seed} {item.nodeid}".encode()) % int(of) == 0
-    )
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    return set(slow) - set(slow[zlib.crc32(seed.encode()) % int(of) :: int(of)]) if SHARE else set()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-    left = [item for item in items if not is_in_share(item)]
+    left = left_out(items)
     if left:
-        items[:] = [item for item in items if is_in_share(item)]
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 CLOUD_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "AZURITE_")
