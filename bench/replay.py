@@ -147,8 +147,8 @@ class NotedLink(Link):
         self.step = 0
         self.notes: dict[tuple[int, int], int] = {}
 
-    def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
-        made, place = super().copy(sources, priority), (self.step, priority)
+    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> Copy:
+        made, place = super().copy(sources, priority, gives_way=gives_way), (self.step, priority)
         made.done.add_done_callback(lambda _: self.notes.update({place: made.size_bytes}))
         return made
 

@@ -121,9 +121,9 @@ def test_steps_behind_windows_are_logged_and_the_gradients_copied_once(
         monkeypatch.setattr(window, "MultiStepStager", Deferring)
     copied: list[int] = []
 
-    def copy(this: Link, sources: Any, priority: int) -> Copy:
+    def copy(this: Link, sources: Any, priority: int, **more: Any) -> Copy:
         copied.append(priority)
-        return original(this, sources, priority)
+        return original(this, sources, priority, **more)
 
     original = Link.copy
     monkeypatch.setattr(Link, "copy", copy)

@@ -62,17 +62,16 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
 
     Cost: one pass over the gradients, to digest them.
     """
-    views: list[memoryview] = []
+    memory = _Memory()
     entries: list[list[Any]] = []
     for key, gradient in frame.step.gradients.items():
-        stored = gradient.cpu().contiguous()
-        view = bytes_of(stored)
+        stored = gradient if gradient.is_cpu and gradient.is_contiguous() else gradient.cpu().contiguous()
+        view = memory.add(stored)
         begins = range(0, len(view), log_segments.CHUNK_BYTES)
         digests = [log_segments.digest_of_piece(view[at : at + log_segments.CHUNK_BYTES]) for at in begins]
         dtype = frame.dtypes.get(key, gradient.dtype)
         entries.append([key, dtype_name(dtype), dtype_name(stored.dtype), list(gradient.shape), digests])
-        views.append(view)
-    views.append(memoryview(frame.attachment))
+    views = [*memory.views(), memoryview(frame.attachment)]
     fields = {
         "version": frame.step.version,
         "number": frame.number,
@@ -128,6 +127,35 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
     place = fields["layout"], fields["previous"], fields["number"]
     frame = Frame(step, *place, attachment, {}, name, is_last, digest, seen)
     return frame, at + fields["data_bytes"]
+
+
+class _Memory:
+    """The bytes of contiguous tensors in host memory, as few views: those that lie one behind the other are one.
+
+    Of tensors that share memory only the first is a call into torch, which would hand the interpreter to the thread
+    that trains.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[int, memoryview] = {}
+        """By storage, all of it: it lives as long as a view."""
+        self._runs: list[tuple[int, int, int]] = []
+
+    def add(self, tensor: torch.Tensor) -> memoryview:
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place not in self._whole:
+            self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        end = begin + tensor.nbytes
+        if self._runs and self._runs[-1][0] == place and self._runs[-1][2] == begin:
+            self._runs[-1] = (place, self._runs[-1][1], end)
+        elif begin < end:
+            self._runs.append((place, begin, end))
+        return self._whole[place][begin:end]
+
+    def views(self) -> list[memoryview]:
+        return [self._whole[place][begin:end] for place, begin, end in self._runs]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import islice
 
 import numpy as np
 import torch
@@ -24,9 +25,13 @@ from ..dcp.staging_copy import Copies
 from .pinned import PinnedMemory
 
 CHUNK_BYTES = 4 << 20
+SEVERAL_BYTES = 2 * CHUNK_BYTES
+"""Of small gradients, which are looked at and sent together."""
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
 """A throttled link makes up for so much of what waking up late has cost it."""
+UPDATE_SECONDS = 0.25
+"""Of an update of the optimizer, what the threads beside it give way for."""
 _LOWER_HALVES = 0x0000FFFF_0000FFFF
 """Of two float32 values."""
 
@@ -38,15 +43,21 @@ class Copy:
         allocate: returns memory to copy all sources to, called by whoever copies, before the first byte: new memory
             takes its time. None: sends float32 tensors as bfloat16 when that loses no bit, as gradients that were
             reduced in bfloat16.
+        gives_way: they are copied when the update that is made now has ended.
     """
 
     def __init__(
-        self, sources: Sequence[torch.Tensor], allocate: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None
+        self,
+        sources: Sequence[torch.Tensor],
+        allocate: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None,
+        *,
+        gives_way: bool = False,
     ) -> None:
         self.done: Future[None] = Future()
         self.was_changed = False
         """Something wrote over a source before the copy was done."""
         self.copied_bytes = 0
+        self.gives_way = gives_way
         self.size_bytes = sum(one.nbytes for one in sources) if allocate is not None else 0
         self.result: list[torch.Tensor] = []
         self.on_device: Copies | None = None
@@ -88,12 +99,11 @@ class Copy:
         while not self._pieces:
             if self._next == len(self._sources):
                 return None
-            source = self._sources[self._next]
             if self._allocate is None:
-                self._add_narrow(source)
+                self._next += self._add_gradients()
             else:
-                self._add(self.result[self._next], source)
-            self._next += 1
+                self._add(self.result[self._next], self._sources[self._next])
+                self._next += 1
             self._pieces.reverse()
         return self._pieces.pop()
 
@@ -114,12 +124,37 @@ class Copy:
         if self.done.set_running_or_notify_cancel():
             self.done.set_result(None)
 
-    def _add_narrow(self, source: torch.Tensor) -> None:
-        halves = halves_without_loss(source)
-        target = host_memory([source if halves is None else halves])[0]
-        self._add(target, source if halves is None else halves)
-        self.result.append(target.view(torch.bfloat16).view(source.shape) if halves is not None else target)
-        self.size_bytes += target.numel() * target.element_size()
+    def _add_gradients(self) -> int:
+        """Add the next gradient, or several small ones, and return how many.
+
+        Small ones are looked at and sent as one: each call into torch hands the interpreter to the thread that trains,
+        and waits to have it back.
+        """
+        several: list[torch.Tensor] = []
+        size_bytes = 0
+        for source in islice(self._sources, self._next, None):
+            size_bytes += source.nbytes
+            if source.dtype is not torch.float32 or not source.numel() or size_bytes > SEVERAL_BYTES:
+                break
+            several.append(source)
+        if len(several) > 1:
+            halves = halves_without_loss(torch._C._nn.flatten_dense_tensors(several))
+            if halves is not None:
+                target = self._add_memory(halves)
+                self.result += torch._C._nn.unflatten_dense_tensors(target.view(torch.bfloat16), several)
+                return len(several)
+        several = several or [self._sources[self._next]]
+        for source in several:
+            halves = halves_without_loss(source)
+            target = self._add_memory(source if halves is None else halves)
+            self.result.append(target if halves is None else target.view(torch.bfloat16).view(source.shape))
+        return len(several)
+
+    def _add_memory(self, source: torch.Tensor) -> torch.Tensor:
+        target = host_memory([source])[0]
+        self._add(target, source)
+        self.size_bytes += target.nbytes
+        return target
 
     def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.numel() == 0:
@@ -140,12 +175,12 @@ def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the upper halves of float32 values in host memory, as int16, when all the lower ones are 0."""
     if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
         return None
-    flat = tensor.detach().view(-1)
-    even = flat.numel() & ~1
-    found = int(np.bitwise_or.reduce(flat.numpy()[:even].view(np.uint64)))  # torch's any() takes 6 times as long
-    if even < flat.numel():
-        found |= int(flat[even:].view(torch.int32).item()) & 0xFFFF
-    return None if found & _LOWER_HALVES else flat.view(torch.int16)[1::2]
+    values = tensor.numpy(force=True).reshape(-1)  # numpy's views do not hand the interpreter to another thread
+    even = len(values) & ~1
+    found = int(np.bitwise_or.reduce(values[:even].view(np.uint64)))  # torch's any() takes 6 times as long
+    if even < len(values):
+        found |= int(values[even:].view(np.uint32)[0]) & 0xFFFF
+    return None if found & _LOWER_HALVES else torch.from_numpy(values.view(np.int16)[1::2])
 
 
 class Link:
@@ -161,6 +196,8 @@ class Link:
         """By ``id`` of an optimizer: who is given the copy of its gradients of a step that is made for a log anyway."""
         self._moved_bytes, self._busy_seconds, self._device_rate = 0, 0.0, 0.0
         self._pinned = PinnedMemory()
+        self._no_update = threading.Event()
+        self._no_update.set()
         self._waiting: list[tuple[int, int, Copy]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
@@ -181,19 +218,38 @@ class Link:
         """Return what changes while its thread copies."""
         return self._moved_bytes, time.clock_gettime(self._clock)
 
+    def update_begins(self) -> None:
+        """An optimizer is to be stepped, by this thread."""
+        self._no_update.clear()
+
+    def update_ends(self) -> None:
+        """It was stepped, or its thread waits for others."""
+        self._no_update.set()
+
+    def give_way(self) -> None:
+        """Wait while an optimizer is stepped. For threads beside training, which have the time of the next forward and
+        backward passes: each call into torch of an update would wait for the interpreter that they hold."""
+        if not self._no_update.is_set():
+            self._no_update.wait(UPDATE_SECONDS)
+            self._no_update.set()  # a step that raised has not said that it ended
+
     def wait(self, copy: Copy) -> bool:
         """Return when the sources of ``copy`` may be written over. False when nothing moves here any more: a link that
         hangs is not waited for, and the copy is of no use."""
+        self.update_ends()
         return copy.fence() or poll.wait_while([copy.done], self.progress)
 
-    def copy(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
+    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> Copy:
         """Begin to copy ``sources``. They must not be written over until the copy is done, or after ``wait``.
 
         From a device: on a stream of this priority, behind what the current stream has still to do.
+
+        Args:
+            gives_way: copy them when the update that is made now has ended.
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
-        made = Copy(sources, self._pinned.tensors if priority == PARTS else None)
+        made = Copy(sources, self._pinned.tensors if priority == PARTS else None, gives_way=gives_way)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
@@ -243,6 +299,8 @@ class Link:
                     return
                 made = self._waiting[0][2]
             try:
+                if made.gives_way:
+                    self.give_way()
                 targets, sources = made.next_chunk(chunk_bytes)
                 if targets:
                     begun = time.monotonic()

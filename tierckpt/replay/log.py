@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -314,6 +314,8 @@ class _Recorder:
         self._copying: tuple[list[str], Copy] | None = None
         self._reason = ""
         self._changes = _changes(optimizer)
+        self._gradients: dict[int, int] = {}
+        """Of the last step, by where they lay: how often they were written."""
         self._implementations = [implementation_of(group) for group in optimizer.param_groups]
         self._look = optimizer.register_step_pre_hook(self._before)
         self.capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
@@ -341,15 +343,27 @@ class _Recorder:
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         keys = list(gradients)
         link = self._owner._link
-        copy = link.copy([gradients[key] for key in keys], GRADIENTS)
+        copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=self._stay(gradients.values()))
         if (follow := link.followers.get(id(self.optimizer))) is not None:
             follow(keys, copy)
         if self._name in self._owner._waits_for_gradients and not link.wait(copy):
             self._reason = self._reason or "gradients do not reach host memory: the link hangs"
         self._copying = (keys, copy)
+        link.update_begins()
         return {}
 
+    def _stay(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """True when these can be copied behind the update, as nothing writes over them until the next one: they are new
+        tensors in each step, or the same that nobody writes to. The first step does not know.
+
+        Not where a window needs the link meanwhile.
+        """
+        known, self._gradients = self._gradients, {one.data_ptr(): one._version for one in gradients}
+        was_written = any(known.get(place, version) != version for place, version in self._gradients.items())
+        return bool(known) and not was_written and id(self.optimizer) not in self._owner._link.followers
+
     def _on_step(self, step: Step) -> None:
+        self._owner._link.update_ends()
         self._changes = _changes(self.optimizer)
         step = replace(step, hyperparameters=explicit(step.hyperparameters, self._implementations))
         if self.pending is not None:
@@ -364,14 +378,9 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
 
 def _changes(optimizer: torch.optim.Optimizer) -> list[int]:
     """What moves when something writes to a parameter, whoever it is."""
-    found = []
-    for one in parameters_of(optimizer):
-        shard = one.tensor
-        if isinstance(shard, DTensor):
-            found.append(shard._version)
-            shard = shard._local_tensor
-        found += (shard._version, shard.data_ptr())
-    return found
+    tensors = [one.tensor for one in parameters_of(optimizer)]
+    shards = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
+    return [one._version for one in (*tensors, *shards)] + [one.data_ptr() for one in shards]
 
 
 def roll_forward(

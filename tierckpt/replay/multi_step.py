@@ -261,6 +261,7 @@ class MultiStepStager:
     def wait(self, work: Sequence[Future[Any]]) -> bool:
         """Wait until ``work`` of this stager is done, as long as it gets on: bytes move, steps are made again, or
         processors work at that. False when it hangs; a device that is asked for copies is taken at its word."""
+        self.link.update_ends()
         window = self._window
         copies = window.copies if window is not None else []
         if any(one.on_device is not None and not one.done.done() for one in copies):
@@ -383,10 +384,12 @@ class MultiStepStager:
         window.gradients[self._capture.version + 1] = (keys, every, copy)
         if self._waits_for_gradients:
             self._expect(window, self.link.wait(copy))
+        self.link.update_begins()
         window.blocked_seconds += time.perf_counter() - begun
         return {}
 
     def _on_step(self, step: Step) -> None:
+        self.link.update_ends()
         window = self._window
         if window is None or step.version not in window.gradients:
             return
@@ -408,6 +411,7 @@ class MultiStepStager:
             gradients = {key: one.to(dtypes[key]) for key, one in gradients.items()}
             made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
             for part in behind:
+                self.link.give_way()
                 if part.replay is not None:
                     part.replay.apply(made)
 

@@ -1,0 +1,126 @@
+"""Copies of gradients: several as one, narrow where no bit is lost, and behind the update where nothing needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tierckpt.replay import link as links
+from tierckpt.replay import log as logs
+from tierckpt.replay.capture import Step
+from tierckpt.replay.frame import Frame, decode, encode
+from tierckpt.replay.link import GRADIENTS, SEVERAL_BYTES, Link
+from tierckpt.replay.log import GradientLog, roll_forward
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link()
+    yield made
+    made.close()
+
+
+def rounded(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16().float()
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+GRADIENTS_OF_ALL_KINDS = {
+    "small": lambda: [rounded(n % 7 + 1, 3) for n in range(50)],
+    "one that has all its bits": lambda: [rounded(4), torch.randn(5), rounded(6)],
+    "a scalar, an empty one": lambda: [rounded(3), rounded(), torch.empty(0, 4), rounded(2, 0), rounded(5)],
+    "not contiguous": lambda: [rounded(4, 6).t(), rounded(8)[::2], rounded(2, 3, 4).permute(2, 0, 1)],
+    "other types": lambda: [rounded(4), torch.randn(4).double(), torch.randn(4).bfloat16(), rounded(2), rounded(3)],
+    "odd lengths, and a sign of zero": lambda: [torch.tensor([-0.0]), torch.tensor([0.0, -0.0, float("inf")])],
+    "not a number": lambda: [torch.tensor([-4194304, 2143289344], dtype=torch.int32).view(torch.float32), rounded(3)],
+    "large": lambda: [rounded(9), rounded(SEVERAL_BYTES // 4 + 7), rounded(3), rounded(4), torch.randn(3)],
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS_OF_ALL_KINDS)
+def test_gradients_keep_every_bit(link: Link, kind: str) -> None:
+    torch.manual_seed(1)
+    wanted = GRADIENTS_OF_ALL_KINDS[kind]()
+    copied = link.copy(wanted, GRADIENTS)
+    copied.done.result(10)
+    assert [one.shape for one in copied.result] == [one.shape for one in wanted]
+    assert all(bits(found.to(one.dtype)) == bits(one) for found, one in zip(copied.result, wanted, strict=True))
+    gradients = {str(number): one for number, one in enumerate(copied.result)}
+    head, views, digest = encode(Frame(Step(1, [{}], gradients), "", attachment=b"behind"))
+    data = memoryview(b"".join([head, *views]))
+    frame, size_bytes = decode(lambda at, count: data[at : at + count], where="memory")
+    assert size_bytes == len(data) and frame.digest == digest and frame.attachment == b"behind"
+    for key, one in frame.step.gradients.items():
+        assert one.dtype is gradients[key].dtype and one.shape == gradients[key].shape
+        assert bits(one) == bits(gradients[key])
+
+
+def test_small_gradients_are_narrow_together_and_full_when_one_of_them_is(link: Link) -> None:
+    several = [rounded(8) for _ in range(4)]
+    narrow = link.copy(several, GRADIENTS)
+    mixed = link.copy([*several, torch.full((8,), 0.1)], GRADIENTS)
+    mixed.done.result(10)
+    assert {one.dtype for one in narrow.result} == {torch.bfloat16} and narrow.size_bytes == 4 * 8 * 2
+    assert [one.dtype for one in mixed.result] == [*[torch.bfloat16] * 4, torch.float32]
+    assert len({one.untyped_storage()._cdata for one in narrow.result}) == 1
+    frame = Frame(Step(1, [{}], {str(number): one for number, one in enumerate(narrow.result)}), "")
+    assert [len(view) for view in encode(frame)[1]] == [4 * 8 * 2, 0]  # what lies together is written as one piece
+
+
+def test_what_gives_way_waits_for_the_update_and_not_for_one_that_raised(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "UPDATE_SECONDS", 600.0)
+    link.update_begins()
+    waiting = link.copy([rounded(8)], GRADIENTS, gives_way=True)
+    time.sleep(0.05)
+    assert not waiting.done.done()
+    link.update_ends()
+    waiting.done.result(60)
+    link.update_begins()
+    needed = link.copy([rounded(8)], GRADIENTS, gives_way=True)
+    assert link.wait(needed) and needed.done.done()  # whoever waits does not wait for itself
+    monkeypatch.setattr(links, "UPDATE_SECONDS", 0.01)
+    link.update_begins()  # and no word of its end
+    link.copy([rounded(8)], GRADIENTS, gives_way=True).done.result(60)
+
+
+@pytest.mark.parametrize(
+    ("written", "stays"),
+    [("anew", [False, True, True]), ("in place", [False, False, False]), ("", [False, True, True])],
+)
+def test_gradients_that_nobody_writes_over_are_copied_behind_the_update(
+    written: str, stays: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    asked: list[bool] = []
+    stay = logs._Recorder._stay  # private: what is asked of the link shows in nothing but time
+    monkeypatch.setattr(
+        logs._Recorder,  # private: as above
+        "_stay",
+        lambda *given: asked.append(stay(*given)) or asked[-1],  # type: ignore[func-returns-value]
+    )
+    with GradientLog(optimizer, tmp_path) as log:
+        log.begin("base")
+        weight.grad = rounded(8)
+        for number in range(1, 4):
+            optimizer.step()
+            log.end_of_step(number)
+            log.sync()
+            if written == "in place":
+                weight.grad.copy_(rounded(8))
+            elif written == "anew":
+                weight.grad = rounded(8)
+        assert not log.failure
+    assert asked == stays
+    again = torch.nn.Parameter(torch.ones(8))
+    assert roll_forward(torch.optim.AdamW([again], lr=0.1), tmp_path, "base").step == 3
+    assert torch.equal(again, weight)
