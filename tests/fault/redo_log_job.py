@@ -116,7 +116,9 @@ def with_bug(name: str) -> None:
         redo_log.pack = without_a_step
 
 
-def main(run: str, what: str, point: str, when: str = "before", bug: str = "") -> None:
+def main() -> None:
+    run, what, point, *more = sys.argv[1:]
+    when, bug = more + ["before", ""][len(more) :]
     with_bug(bug)
     if what == "train":
         train(run, lambda: kill_at(point, when))
@@ -126,4 +128,4 @@ def main(run: str, what: str, point: str, when: str = "before", bug: str = "") -
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -17,8 +15,9 @@ import pytest
 import torch
 
 from tests.fault.gradient_log_job import BASE, Job
+from tests.fault.nursery import Program
 from tests.open_files import open_files
-from tests.services import ENVIRONMENT, REPOSITORY
+from tests.services import ENVIRONMENT
 from tests.waits import Disk, TooLongError, counted
 from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
@@ -33,9 +32,8 @@ KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "2"))
 STEPS = 100_000
 
 
-def begin(directory: Path, steps: int, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.fault.gradient_log_job", str(directory), str(steps), *more]
-    return subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+def begin(directory: Path, steps: int, *more: str) -> Program:
+    return Program("tests.fault.gradient_log_job", str(directory), str(steps), *more, env=ENVIRONMENT)
 
 
 class Reference:
@@ -56,11 +54,10 @@ def test_a_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
     chosen, reference, resumed, lost = random.Random(11), Reference(), 0, []
     for _ in range(KILLS):
         child = begin(tmp_path, STEPS)
-        assert child.stdout is not None
         assert child.stdout.readline() == f"resumed {resumed}\n"
         time.sleep(chosen.uniform(0.0, 0.4))
         child.kill()
-        told = [line for line in child.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
+        told = [line for line in child.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         durable = max([resumed, *(int(line.split()[1]) for line in told)])
         again = Job()
         again.resume(tmp_path)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.exact import check_same
+from tests.fault.nursery import Program
 from tests.fault.window_job import FIRST, SECOND, WINDOW, Job, restored
-from tests.services import ENVIRONMENT, REPOSITORY, in_full
+from tests.services import ENVIRONMENT, in_full
 
 EVERY = bool(in_full([1]))
 BEFORE, AFTER = FIRST + WINDOW - 1, SECOND + WINDOW - 1
@@ -27,19 +26,11 @@ POINTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS if EVERY else ("part 2", "before the commit"))
 def test_a_kill_leaves_the_checkpoint_before_or_the_right_one(
-    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, tmp_path: Path, local_root: Path
 ) -> None:
-    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "local"))
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.fault.window_job", str(tmp_path), point],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT | {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local")},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (child.returncode, child.stdout) == (-9, "committed\n"), "it was killed in the second window"
+    environment = ENVIRONMENT | {"TIERCKPT_LOCAL_ROOT": str(local_root)}
+    child = Program("tests.fault.window_job", str(tmp_path), point, env=environment)
+    assert (child.stdout.read(), child.wait()) == ("committed\n", -9), "it was killed in the second window"
     job, reference = Job(), Job()
     step = restored(tmp_path / "run", job)
     assert step in POINTS[point]

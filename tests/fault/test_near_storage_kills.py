@@ -6,8 +6,6 @@ import os
 import queue
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.fault.near_storage_job import Reference
-from tests.services import ENVIRONMENT, REPOSITORY, in_full
+from tests.fault.nursery import Program
+from tests.services import ENVIRONMENT, in_full
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_NEAR_STORAGE_KILLS", "2"))
 ANSWER_SECONDS = 150.0
@@ -25,15 +24,13 @@ class Running:
     """A job in a process of its own, and what it says."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "tests.fault.near_storage_job", str(directory), *arguments]
-        self.child = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        self.child = Program("tests.fault.near_storage_job", str(directory), *arguments, env=ENVIRONMENT)
         self.step = self.process = -1
         self._said: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.child.stdout is not None
         for line in self.child.stdout:
             if line.endswith("\n"):
                 self._said.put(line.rstrip())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.fault.gradient_log_job import Job
+from tests.fault.nursery import Program
 from tests.fault.redo_log_job import PLAIN, POINTS, WINDOW, restored
 from tests.fault.test_gradient_log import Reference
-from tests.services import ENVIRONMENT, REPOSITORY, in_full
+from tests.services import ENVIRONMENT, in_full
 from tierckpt.client import close_all
 
 SECONDS = 120.0
@@ -27,14 +27,13 @@ FOLD = ("read", "replay", "save", "write", "commit", "drain", "load")
 
 
 def run_job(root: Path, run: Path, *what: str, seconds: float = SECONDS) -> int:
-    command = [sys.executable, "-m", "tests.fault.redo_log_job", str(run), *what]
     environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(root)}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment) as child:
-        try:
-            return child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            return child.wait(SECONDS)
+    child = Program("tests.fault.redo_log_job", str(run), *what, env=environment)
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait(SECONDS)
 
 
 def check_run(run: Path, steps: set[int]) -> None:
@@ -88,9 +87,9 @@ def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
     chosen = random.Random(7)
     for number in range(20 if EVERY else 1):
         run = tmp_path / f"run-{number}"
-        run_job(root, run, "train", "-", seconds=chosen.uniform(2.0, 9.0))
+        run_job(root, run, "train", "-", seconds=chosen.uniform(0.0, 6.0))
         for _ in range(2):
-            run_job(root, run, "restore", "-", seconds=chosen.uniform(2.0, 8.0))
+            run_job(root, run, "restore", "-", seconds=chosen.uniform(0.0, 5.0))
         check_run(run, {0, PLAIN, WINDOW})
         close_all()
 

@@ -1,11 +1,8 @@
-"""What a rank does in ``test_multi_step_save_ranks.py``: trains, saves over several steps; or restores and compares.
-
-``python -m tests.integration.multi_step_save_ranks RANK RANKS DIRECTORY KIND save|restore [FAULT]``
-"""
+"""What a rank does in ``test_multi_step_save_ranks.py`` and ``test_redo_log_ranks.py``: trains, saves over several
+steps; or restores and compares."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import tierckpt
-from tests.integration.multi_step_ranks import model_of, same
+from tests.fault.redo_log_job import Deferring
+from tests.integration.multi_step_ranks import model_of, of_each_rank, same
 from tierckpt.replay.optimizers import local
+from tierckpt.training.every_step import window
 
 INTERVAL, WINDOW, STEPS = 8, 4, 21
 FAULTY_STEP = 10
@@ -73,10 +72,11 @@ class Job:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
-def save(job: Job, directory: Path, fault: str) -> None:
+def save(directory: str, kind: str, fault: str = "") -> list[list[str]]:
+    job = begun(kind, 1)
     kept = {}
     options: dict[str, Any] = {"mode": "multi_step", "window_steps": WINDOW, "interval": INTERVAL}
-    with tierckpt.Checkpointer(directory / "run", **options) as checkpointer:
+    with tierckpt.Checkpointer(Path(directory) / "run", **options) as checkpointer:
         for _ in range(STEPS):
             job.train()
             if fault and job.rank == 1 and job.number == FAULTY_STEP:
@@ -84,32 +84,29 @@ def save(job: Job, directory: Path, fault: str) -> None:
             kept[job.number] = job.values()
             checkpointer.step(job.number, job.state)
     for record in checkpointer.stats:
-        print(f"saved {record.step} {record.window_steps} {record.fallback}", flush=True)
-        torch.save(kept[record.step], directory / f"{record.step}-{job.rank}.pt")
+        torch.save(kept[record.step], Path(directory) / f"{record.step}-{job.rank}.pt")
+    return of_each_rank([f"saved {one.step} {one.window_steps} {one.fallback}" for one in checkpointer.stats])
 
 
-def restore(job: Job, directory: Path) -> None:
-    with tierckpt.Checkpointer(directory / "run") as checkpointer:
-        for path in sorted(directory.glob(f"*-{job.rank}.pt")):
+def save_as_copied(directory: str, kind: str) -> list[list[str]]:
+    """Windows are kept as they were copied, as on an accelerator."""
+    window.MultiStepStager = Deferring  # type: ignore[misc]
+    return save(directory, kind)
+
+
+def restore(directory: str, kind: str) -> list[list[str]]:
+    job = begun(kind, 0)
+    lines = []
+    with tierckpt.Checkpointer(Path(directory) / "run") as checkpointer:
+        for path in sorted(Path(directory).glob(f"*-{job.rank}.pt")):
             step = int(path.name.partition("-")[0])
-            if checkpointer.restore(job.state, step) != step:
-                raise SystemExit(f"rank {job.rank}: step {step} is not restored")
-            if not same(job.values(), torch.load(path, weights_only=False)):
-                raise SystemExit(f"rank {job.rank}: not the state after step {step}")
-            print(f"restored {step}", flush=True)
+            assert checkpointer.restore(job.state, step) == step
+            assert same(job.values(), torch.load(path, weights_only=False)), f"not the state after step {step}"
+            lines.append(f"restored {step}")
+    return of_each_rank(lines)
 
 
-def main() -> None:
-    rank, ranks, directory, kind, what, *more = sys.argv[1:]
-    dist.init_process_group("gloo", init_method=f"file://{directory}/{what}", rank=int(rank), world_size=int(ranks))
-    job = Job(kind, int(rank), seed=what == "save")
-    torch.manual_seed(int(rank))
-    if what == "save":
-        save(job, Path(directory), *(more or [""]))
-    else:
-        restore(job, Path(directory))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def begun(kind: str, seed: int) -> Job:
+    job = Job(kind, dist.get_rank(), seed)
+    torch.manual_seed(job.rank)
+    return job

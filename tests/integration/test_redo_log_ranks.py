@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.services import ENVIRONMENT, REPOSITORY
+from tests.compat.worker import launch
 from tierckpt.format.layout import WINDOWS_DIR
 
-
-def run(directory: Path, ranks: int, kind: str, what: str) -> list[tuple[int, str, str]]:
-    """Each rank in a process of its own. Returns its exit code, and what it said."""
-    command = [sys.executable, "-m", "tests.integration.redo_log_ranks"]
-    environment = ENVIRONMENT | {"TIERCKPT_LOCAL_ROOT": str(directory / "local")}
-    (directory / what).unlink(missing_ok=True)
-    children = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(directory), kind, what],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    told = [child.communicate(timeout=240) for child in children]
-    return [(child.returncode, *text) for child, text in zip(children, told, strict=True)]
+SCENARIOS = "tests.integration.multi_step_save_ranks"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_two_ranks_replay_what_they_have_saved(kind: str, tmp_path: Path) -> None:
-    assert [code for code, _, _ in run(tmp_path, 2, kind, "save")] == [0, 0]
+    job = {"directory": str(tmp_path), "kind": kind}
+    launch(f"{SCENARIOS}:save_as_copied", 2, **job)
     windows = {path.name for path in (tmp_path / "run" / WINDOWS_DIR).iterdir()}
     assert windows == {"step-11", "step-19"}
     assert not (tmp_path / "run" / "step-11").exists()
@@ -44,9 +25,8 @@ def test_two_ranks_replay_what_they_have_saved(kind: str, tmp_path: Path) -> Non
     for name in tmp_path.glob("21-*.pt"):
         name.unlink()
     if kind == "fsdp":
-        [(code, _, error)] = run(tmp_path, 1, kind, "restore")
-        assert code != 0 and "has the shards of 2 ranks" in error
+        with pytest.raises(AssertionError, match="has the shards of 2 ranks"):
+            launch(f"{SCENARIOS}:restore", 1, **job)
         assert not (tmp_path / "run" / "step-11").exists()
-    restored = run(tmp_path, 2, kind, "restore")
-    assert [(code, text.split("\n")[:2]) for code, text, _ in restored] == [(0, ["restored 11", "restored 19"])] * 2
+    assert launch(f"{SCENARIOS}:restore", 2, **job) == [["restored 11", "restored 19"]] * 2
     assert (tmp_path / "run" / "step-11" / ".metadata").exists()
