@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from tierckpt.cache import partial_entry
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit, marks
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.handoff.multi_node import ResultExchange
@@ -57,11 +59,10 @@ def models(place: Path, moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def command(*arguments: str, code: int = 0) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tierckpt", *arguments, "--json"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert run([*arguments, "--json"]) == code, said.getvalue()
+    close_all()
+    return json.loads(said.getvalue())  # type: ignore[no-any-return]
 
 
 def loaded(step: int) -> dict[str, torch.Tensor]:

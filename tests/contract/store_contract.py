@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -463,9 +462,15 @@ class StoreContract(abc.ABC):
 
     async def test_more_keys_than_one_page(self, place: Place, store: Store) -> None:
         expected = [f"many/{number % 7}/{number:05}" for number in range(1100)]
-        with ThreadPoolExecutor(8) as threads:
-            await asyncio.to_thread(lambda: list(threads.map(lambda key: place.raw_put(key, b""), expected)))
+        at_once = asyncio.Semaphore(16)
+
+        async def put(key: str) -> None:
+            async with at_once:
+                await store.put(key, b"")
+
+        await asyncio.gather(*map(put, expected))
         await store.put("other", b"stays")
+        assert place.raw_keys() == {*expected, "other"}
         assert await keys_of(store, "many") == sorted(expected)
         await store.delete_dir("many")
         assert place.raw_keys() == {"other"}

@@ -1,7 +1,8 @@
 """Processes that save, fail and die, one after another. Run by test_flush_faults.py, which judges them.
 
 Imports torch once and forks a child for every act, before anything here has a thread: what dies is a real process,
-and costs a tenth of a second. ``python -m tests.fault.flush_children kills|traced FOLDER`` writes FOLDER/outcome.json.
+and costs a tenth of a second. ``python -m tests.fault.flush_children kills|traced FOLDER [PHASE/WAY ...]`` writes
+FOLDER/outcome.json; kills are those that are named, and the controls.
 """
 
 from __future__ import annotations
@@ -254,10 +255,10 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
     }
 
 
-def kills(folder: Path) -> dict[str, Any]:
+def kills(folder: Path, *named: str) -> dict[str, Any]:
     io_tuner.SHAPES = (IoShape(1, 64 * KiB),)
     outcome = {}
-    for number, (phase, way) in enumerate([("", "sync"), (SEEDED, "sync"), *ACTS]):
+    for number, (phase, _, way) in enumerate(act.partition("/") for act in ("/sync", f"{SEEDED}/sync", *named)):
         if not (phase == "while staging" and way == "sync"):
             outcome[f"{phase} {way}".strip()] = kill(folder / str(number), phase, way)
     with shared_memory_alone():
@@ -356,8 +357,8 @@ def trace(folder: Path, injection: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    found = {"kills": kills, "traced": traced}[what](folder)
+    what, folder, named = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    found = kills(folder, *named) if what == "kills" else traced(folder)
     (folder / "outcome.json").write_text(json.dumps(found))
 
 

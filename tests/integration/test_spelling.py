@@ -165,7 +165,7 @@ def test_a_url_where_a_directory_is_wanted_is_said(
         with pytest.raises(ConfigError, match=r"a URL: .*directory of this node") as caught:
             work()
         assert ("/mnt/dir" in str(caught.value)) == place.startswith("file")
-    for verb in ("restore", "prefetch", "export"):
+    for verb in ("restore", "prefetch", "export") if place == "s3://bucket/dir" else ("restore",):
         done = tierckpt_(verb, file_uri, "--to", place)
         assert done.code == 2 and "directory of this node" in done.err, done
     assert tierckpt_("ls", file_uri, "--local-root", place).code == 2
