@@ -237,6 +237,12 @@ class Settings(BaseSettings):
         """The agent works in another directory."""
         return None if value is None else local_path(value, "it")
 
+    @field_validator("local_root", "peer_secret_file", "peer_tls_dir", mode="before")
+    @classmethod
+    def _said(cls, value: Any) -> Any:
+        """An empty text is no path: ``Path`` takes it for the working directory."""
+        return local_path(value, "it") if isinstance(value, str) else value
+
     @field_validator("chunk_size_bytes")
     @classmethod
     def _whole_blocks(cls, value: ByteSize) -> ByteSize:

@@ -27,7 +27,7 @@ from .checkpoint.catalog import Checkpoint, Row
 from .checkpoint.journal import Journal
 from .checkpoint.namespace import Browser
 from .checkpoint.prune import KEPT, Pruner, PruneResult, finish_local
-from .checkpoint.retention import Policy
+from .checkpoint.retention import Policy, nearest_existing
 from .checkpoint.select import LOOK_MAX, Selector, age_of, below, place_of
 from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
@@ -194,6 +194,8 @@ class Mover:
             try:
                 async with self._asks(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
                     store = self.store(location)
+                    if location.scheme == "file":
+                        await _refuse_file(await asyncio.to_thread(nearest_existing, Path(location.path)))
                     self._say_if_blind(store, location)
                     found = await shared_commit.attempts_standing(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
@@ -399,6 +401,7 @@ class Mover:
         A checkpoint of ours belongs on the local tier, anything else in the node cache. ``keep``: nobody evicts it from
         there while this process lives. ``hf_cache``: ``directory`` is a Hugging Face cache, by default this user's.
         """
+        await _refuse_file(directory)
         held, checkpoint = await self._freeze(location, include, exclude)
         if hf_cache:
             if not isinstance(held.store, HubStore) or pin:
@@ -477,6 +480,7 @@ class Mover:
 
         One with a file that has no good copy left is passed over for the step before it; the log says so.
         """
+        await _refuse_file(directory)
         lost: IntegrityError | None = None
         step_max: int | None = None
         while True:
@@ -530,3 +534,8 @@ class Mover:
             finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
             result.leftovers += [directory.name for directory in finished]
         return result
+
+
+async def _refuse_file(directory: Path | None) -> None:
+    if directory is not None and await asyncio.to_thread(directory.is_file):
+        raise ConfigError(f"{directory} is a file, and is to be a directory", hint="Give another directory")

@@ -21,6 +21,8 @@ import torch
 import tierckpt
 from tests.compat.worker import launch
 from tierckpt.cli.ui.app import run
+from tierckpt.format.layout import parse_uri
+from tierckpt.stores.fsspec_store import open_universal
 
 SELF = "tests.integration.test_first_contact"
 
@@ -204,6 +206,60 @@ def test_the_command_prints_an_error_and_a_hint(arguments: tuple[str, ...], word
     assert done.returncode not in (0, 1)
     assert words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 4
+
+
+def test_a_place_that_cannot_be_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "1")
+    (tmp_path / "model").mkdir()
+    for name in ("model/weights", "file", "run/step-1/.metadata"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    model, file = str(tmp_path / "model"), str(tmp_path / "file")
+
+    def fails(code: int, words: str, *arguments: str, **environment: str) -> None:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert run(arguments) == code, arguments
+        said = capsys.readouterr().err
+        assert words in said and len(said) < 1000, said
+
+    fails(2, f"{file} is a file", "prefetch", model, "--to", file)
+    fails(2, f"{file} is a file", "restore", str(tmp_path / "run"), "--to", file)
+    for root in ("/proc/tierckpt", file):
+        fails(2, f"local_root {root} cannot be used", "prefetch", model, TIERCKPT_LOCAL_ROOT=root)
+    for path in ("", " "):
+        fails(2, "local_root: it is empty", "status", TIERCKPT_LOCAL_ROOT=path)
+    fails(7, "127.0.0.1", "ls", "http://127.0.0.1:9/x")
+    fails(6, "AWS_SKIP_SIGNATURE to true", "ls", "s3://bucket/run")
+
+
+def test_of_what_a_backend_says_a_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise OSError("Unable to load libjvm\\ndlopen(/usr/lib/jvm) failed" * 100)
+
+    monkeypatch.setattr(fsspec, "url_to_fs", fail)
+    with pytest.raises(tierckpt.errors.StoreUnavailableError, match="OSError: Unable to load libjvm") as caught:
+        open_universal(parse_uri("memory://run"))
+    assert len(str(caught.value)) < 500
+
+
+def test_what_is_no_step_no_state_and_no_directory_is_said(file_uri: str, tmp_path: Path) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        for step in ("one", -1, 1.5, None):
+            with pytest.raises(tierckpt.errors.ConfigError, match="step is"):
+                checkpointer.save(step, {"model": module})  # type: ignore[arg-type]
+        for call in (lambda: checkpointer.save(1, module), lambda: checkpointer.restore(module)):
+            with pytest.raises(tierckpt.errors.StateMismatchError, match="the state is a Linear"):
+                call()
+        checkpointer.save(1, {"model": module})
+    (tmp_path / "file").touch()
+    for uri in (tmp_path / "file", tmp_path / "file/run"):
+        with pytest.raises(tierckpt.errors.ConfigError, match="is a file"), tierckpt.Checkpointer(uri) as checkpointer:
+            checkpointer.save(1, {"model": module}).result()
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

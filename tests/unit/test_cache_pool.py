@@ -19,7 +19,7 @@ from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import Pool, Row
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Heartbeat
-from tierckpt.errors import CapacityError, StoreError
+from tierckpt.errors import CapacityError, ConfigError
 from tierckpt.quantities import human_bytes
 from tierckpt.save.eviction import make_room
 
@@ -397,7 +397,6 @@ def test_the_index_of_an_earlier_version_goes(pool: Pool) -> None:
 
 
 def test_a_cache_that_cannot_be_written_says_so(local_root: Path) -> None:
-    local_root.mkdir(parents=True)
-    (local_root / "cache").write_text("a file")
-    with pytest.raises(StoreError):
+    local_root.write_text("a file")
+    with pytest.raises(ConfigError, match=f"local_root {local_root} cannot be used"):
         fill(Pool(settings(local_root)), model("a"))

@@ -33,6 +33,7 @@ from ..disk import read_lease
 from ..disk.claims import is_live
 from ..disk.durable import make_dirs, matching, read_whole, replace_file, translated
 from ..disk.file_lock import lock, try_lock
+from ..disk.local_root import make_local_root
 from ..errors import CapacityError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..quantities import human_bytes
@@ -233,7 +234,11 @@ class Pool:
         return self.root / ".leases" / f"{name}.lock"
 
     def lease(self, name: str) -> Lease:
-        """Hold an entry. Look again, once it is held, whether it is still there."""
+        """Hold an entry. Look again, once it is held, whether it is still there.
+
+        Raises PermissionDeniedError, ConfigError: see ``make_local_root``.
+        """
+        make_local_root(self.settings)
         return Lease(self, name)
 
     def leases(self, name: str) -> list[int]:

@@ -39,8 +39,8 @@ def use_local_root(settings: Settings) -> None:
     open_root(settings.local_root, _MODES[settings.local_readable_by])
 
 
-def check_local_root(settings: Settings) -> None:
-    """Make ``local_root``; once per process, warn when it is memory and not a disk, and clear it of leftovers.
+def make_local_root(settings: Settings) -> Path:
+    """Make ``local_root`` where it is missing, and return it.
 
     Raises:
         PermissionDeniedError: not safe to use, not writable, or on a read-only mount.
@@ -55,6 +55,12 @@ def check_local_root(settings: Settings) -> None:
         is_no_directory = error.context.get("errno") in (errno.EEXIST, errno.ENOTDIR)
         kind = ConfigError if is_no_directory or isinstance(error, ObjectNotFoundError) else type(error)
         raise kind(f"local_root {root} cannot be used: {error.message}", hint=hint, **error.context) from error
+    return root
+
+
+def check_local_root(settings: Settings) -> None:
+    """``make_local_root``; once per process, warn when it is memory and not a disk, and clear it of leftovers."""
+    root = make_local_root(settings)
     if root in checked:
         return
     checked.add(root)

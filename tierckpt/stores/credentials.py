@@ -33,7 +33,7 @@ _AWS_HOSTS = ("amazonaws.com", "amazonaws.com.cn")
 
 _S3_HINT = (
     "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (with boto3 installed), "
-    "or AWS_SKIP_SIGNATURE=true for a public bucket"
+    "or AWS_SKIP_SIGNATURE to true for a public bucket"
 )
 CREDENTIAL_LIFETIME = timedelta(minutes=15)
 """How long the client may use one answer of boto3 before it asks again; boto3 renews what expires."""
@@ -255,7 +255,7 @@ def gcs_access(bucket: str) -> Access:
         raise _no_credentials(
             f"gs://{bucket}",
             endpoint,
-            "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+            "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or GOOGLE_SKIP_SIGNATURE to true for a public bucket",
         )
     return Access(endpoint, {"base_url": _check_endpoint(endpoint, "GOOGLE_BASE_URL")} if endpoint else {})
 

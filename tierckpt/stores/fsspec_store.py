@@ -49,6 +49,8 @@ BLOCK_SIZE_BYTES = 8 * MiB
 DELETES_AT_ONCE = 16
 
 # Errors of client libraries that are no OSError, by the name of their type, so that none of them is imported here.
+SAID_MAX = 300
+"""Of what a backend says: one lists all the places in which it has looked for a library."""
 _DENIED_TYPES = {
     "AuthenticationException",
     "BadHostKeyException",
@@ -345,16 +347,18 @@ def _errors(uri: str) -> Iterator[None]:
 def _translate(error: Exception, uri: str) -> TierckptError:
     """Return the error of ours for what a backend raised: by type, or by errno."""
     names = {kind.__name__ for kind in type(error).__mro__}
+    said = str(error).partition("\n")[0].partition("\\n")[0][:SAID_MAX]
     context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}
     if isinstance(error, FileNotFoundError):
-        return ObjectNotFoundError(f"not found: {error}", **context)
+        return ObjectNotFoundError(f"not found: {said}", **context)
     status = getattr(error, "status", None)  # aiohttp keeps the HTTP status here
     if isinstance(error, PermissionError) or names & _DENIED_TYPES or status in {401, 403}:
-        return PermissionDeniedError(f"access to {uri} was refused: {error}", hint="Check the credentials", **context)
+        return PermissionDeniedError(f"access to {uri} was refused: {said}", hint="Check the credentials", **context)
     if isinstance(error, FileExistsError):
-        return PreconditionFailedError(f"exists: {error}", **context)
+        return PreconditionFailedError(f"exists: {said}", **context)
     if isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError):
-        return StoreError(f"{uri}: the filesystem cannot do this: {error}", **context)
-    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+        return StoreError(f"{uri}: the filesystem cannot do this: {said}", **context)
+    is_away = isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in names
+    if isinstance(error, OSError) and error.errno is not None and not is_away:
         return translate_os_error(error, Path(uri), Tier.SHARED)
-    return StoreUnavailableError(f"{uri}: {type(error).__name__}: {error}", hint="Try again later", **context)
+    return StoreUnavailableError(f"{uri}: {type(error).__name__}: {said}", hint="Try again later", **context)

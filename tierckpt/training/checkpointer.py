@@ -195,7 +195,7 @@ class Checkpointer:
         Raises what ``save`` raises. Cost: microseconds, where nothing is saved.
         """
         self._check_open()
-        begun = time.monotonic()
+        step, begun = states.check_step(step), time.monotonic()
         self._pacer.stepped(self._phase(begun), begun)
         self._ledger.stepped(step)
         self._step_log.stepped(step, state)
@@ -261,7 +261,7 @@ class Checkpointer:
         Cost: one copy of the state that this rank writes; planning, when the structure has changed.
         """
         self._check_open()
-        begun = time.monotonic()
+        step, begun = states.check_step(step), time.monotonic()
         self._ledger.stepped(step)
         self._step_log.stepped(step, state)
         try:

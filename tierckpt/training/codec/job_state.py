@@ -13,6 +13,7 @@ given back exactly by their structure (``training/codec/structure.py``).
 from __future__ import annotations
 
 import io
+import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ...errors import StateMismatchError, TierckptError
+from ...errors import ConfigError, StateMismatchError, TierckptError
 from ...near_storage.optimizer import NearStorageOptimizer
 from ...telemetry import logger
 from .reconstruction import Decoder
@@ -158,6 +159,25 @@ def structure_name(name: str, *, per_rank: bool = False) -> str:
     return f"{STRUCTURE}.{rank_key() if per_rank else SHARED}.{name}"
 
 
+def check_step(step: Any) -> int:
+    """Return the number of a step. Raises ConfigError: it is none, or its checkpoint would have the name of another."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"step is {step!r}", hint="Give a whole number of at least 0")
+    return number
+
+
+def _check_state(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise StateMismatchError(
+            f"the state is a {type(state).__name__}, and no dict of names",
+            hint='Write {"model": model, "optimizer": optimizer}',
+        )
+
+
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict to save. Tensors are the live ones, not copies.
 
@@ -166,6 +186,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises StateMismatchError naming what a restore could not give back.
     """
+    _check_state(state)
     saved: dict[str, Any] = {}
     texts: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
@@ -283,6 +304,7 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 
 def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) -> Collection[str] | None:
     """Return the names in ``only``, each of which is in ``state``; None for all. Raises StateMismatchError."""
+    _check_state(state)
     if only is None:
         return None
     names = (only,) if isinstance(only, str) else tuple(only)
