@@ -27,7 +27,7 @@ from .disk.durable import make_dirs
 from .disk.local_root import use_local_root
 from .errors import AlreadyCommittedError, CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from .format.layout import Location, adopted_dir, local_dir, parse_uri
-from .format.manifest import FileEntry, Manifest, is_token
+from .format.manifest import RANKS_MAX, FileEntry, Manifest, is_token
 from .format.uris import local_path
 from .save import adopted_directory as source
 from .save import eviction
@@ -126,12 +126,15 @@ def adopt(
     if place.resolve().is_relative_to(configured.local_root):
         raise ConfigError(f"{place} lies inside local_root", hint="It belongs to tierckpt already")
     client = get_client(configured)
+    if location.scheme == "file" and Path(location.path).resolve().is_relative_to(place.resolve()):
+        raise ConfigError(f"{location.uri} lies in {place}, which is to be adopted", hint="Adopt it to a place outside")
     part = _part_of(location, place, ranks, attempt)
     if part.is_idle:
         return Adoption(location.uri, 0, 0, configured)
     client.recover()
     files = source.look(place)
     source.check_quiet(place, files)
+    source.check_names(files, adopted_dir(part.token), location)
     replaces = client.run(client.mover.attempts_to_replace(location, overwrite=overwrite))
     if part.attempt in replaces:
         raise AlreadyCommittedError(
@@ -165,7 +168,8 @@ def _adopt(
             if settings.peers is not None:
                 marks.mark_origin(directory, token)
             adopted = directory / adopted_dir(token)
-            source.take_in(files, adopted, links=links)
+            with source.staying(place):
+                source.take_in(files, adopted, links=links)
             digests = source.digests(adopted, sizes, entry.chunk_size_bytes)
             source.check_same(place, files, links)
             found = tuple(
@@ -205,7 +209,7 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
     """Agree with the other ranks by a few keys of the job's rendezvous store, and no collective: any thread may."""
     if attempt is not None and not (is_token(attempt) and len(attempt) <= 60):
         raise ConfigError(f"attempt is {attempt!r}", hint="Use letters, digits, '.', '_' and '-', at most 60")
-    if ranks is not None and not (0 <= ranks[0] < ranks[1]):
+    if ranks is not None and not (0 <= ranks[0] < ranks[1] <= RANKS_MAX):
         raise ConfigError(f"ranks is {ranks}", hint="It is (rank, world_size), as (0, 2)")
     dist: Any = sys.modules.get("torch.distributed")
     is_job = dist is not None and dist.is_available() and dist.is_initialized()

@@ -192,6 +192,36 @@ def test_a_link_that_leads_out_nowhere_or_round_is_refused(target: str, written:
         tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
 
 
+def test_names_that_no_journal_or_store_can_hold_are_refused_before_anything_is_taken_in(
+    written: Path, s3_uri: str, tmp_path: Path
+) -> None:
+    """Accepted, they would be committed here and never drained."""
+    for uri in (
+        "hf://org/name",
+        f"{s3_uri}/\udcff",
+        str(tmp_path / "run\udcff"),
+        str(tmp_path / "a\0b"),
+        written / "sub",
+    ):
+        with pytest.raises(ConfigError):
+            tierckpt.adopt(written, uri)
+    with pytest.raises(ConfigError, match="ranks"):
+        tierckpt.adopt(written, f"{s3_uri}/step-5", ranks=(0, 99_999_999), attempt="one")
+    name = "n" * 200
+    for levels, uri in ((5, tmp_path / "run"), (4, f"{s3_uri}/{name}")):
+        deep = written.joinpath(*[name] * levels)
+        deep.mkdir(parents=True)
+        (deep / "file").touch()
+        with pytest.raises(ConfigError, match="name"):
+            tierckpt.adopt(written, uri)
+        shutil.rmtree(written / name)
+    assert not Journal(tmp_path / "local").entries() and not list((tmp_path / "local").rglob("files-*"))
+    (written / ("n" * 255)).write_bytes(b"as long as a name can be")
+    tierckpt.adopt(written, tmp_path / "run" / "step-5").wait(timeout_seconds=SECONDS)
+    fetched = tierckpt.prefetch(tmp_path / "run" / "step-5", tmp_path / "fetched")
+    assert tree(fetched) == tree(written)
+
+
 def test_a_pipe_is_refused(written: Path) -> None:
     os.mkfifo(written / "pipe")
     with pytest.raises(ConfigError, match="pipe"):
@@ -229,6 +259,33 @@ def test_two_looks_that_differ_refuse_the_directory(
         tierckpt.adopt(written, tmp_path / "run" / "step-5")
     assert tierckpt.latest(tmp_path / "run") is None
     assert not list((tmp_path / "local").rglob("files-*"))
+    assert not Journal(tmp_path / "local").entries()
+
+
+@pytest.mark.parametrize("step", ["look", "check_quiet", "take_in"])
+def test_a_file_that_goes_meanwhile_is_a_directory_that_is_still_written(
+    step: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, at = getattr(directories, step), written / "model.safetensors"
+
+    def called(*given: object, **named: object) -> object:
+        at.unlink()
+        return real(*given, **named)
+
+    if step == "look":
+        (written / "latest").unlink()
+        stat = Path.stat
+
+        def stat_of(path: Path, **named: bool) -> os.stat_result:
+            if path == at:
+                at.unlink(missing_ok=True)
+            return stat(path, **named)
+
+        monkeypatch.setattr(Path, "stat", stat_of)
+    else:
+        monkeypatch.setattr(directories, step, called)
+    with pytest.raises(CheckpointError, match="still being written"):
+        tierckpt.adopt(written, tmp_path / "run" / "step-5")
     assert not Journal(tmp_path / "local").entries()
 
 

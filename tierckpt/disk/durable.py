@@ -29,7 +29,7 @@ from ..ownership import check, mode_of
 from ..types import Buffer, Tier
 from .illness import requests
 from .quarantine import open_regular, set_aside
-from .temporary_names import temporary_of_this_process
+from .temporary_names import stem_of, temporary_of_this_process
 
 MAKES_MAX = 100
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -232,7 +232,7 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 @contextlib.contextmanager
 def temporary_beside(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
     """Yield a new name beside ``path``; whatever is left under it is removed. ``is_owned``: it says whose it is."""
-    name = temporary_of_this_process(path.name) if is_owned else f".{path.name}.{secrets.token_hex(6)}.tmp"
+    name = temporary_of_this_process(path.name) if is_owned else f".{stem_of(path.name)}.{secrets.token_hex(6)}.tmp"
     temporary = path.parent / name
     try:
         yield temporary

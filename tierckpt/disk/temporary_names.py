@@ -6,11 +6,24 @@ import functools
 import os
 import re
 import secrets
+import zlib
 
 from .processes import pid_namespace, start_ticks
 
 _OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
+
+
+STEM_BYTES_MAX = 180
+"""A name has 255 bytes at most, of which a temporary one takes up to 46 for itself."""
+
+
+def stem_of(name: str) -> str:
+    """What temporary names, and those of locks, have of ``name``: all of it, unless that would be too long."""
+    raw = os.fsencode(name)
+    if len(raw) <= STEM_BYTES_MAX:
+        return name
+    return f"{raw[:STEM_BYTES_MAX].decode(errors='ignore')}-{zlib.crc32(raw):08x}"
 
 
 def is_temporary(name: str) -> bool:
@@ -20,7 +33,7 @@ def is_temporary(name: str) -> bool:
 
 def temporary_of_this_process(name: str) -> str:
     """A temporary name that says whose it is, so that ``is_abandoned`` can tell."""
-    return f".{name}.{_this_process()}{secrets.token_hex(4)}.tmp"
+    return f".{stem_of(name)}.{_this_process()}{secrets.token_hex(4)}.tmp"
 
 
 def is_abandoned(name: str) -> bool:

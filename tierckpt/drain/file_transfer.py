@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from ..disk.durable import make_dirs, matching, publish, translated
 from ..disk.file_io import open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
+from ..disk.temporary_names import stem_of
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import FileEntry
 from ..stores import verified_read
@@ -136,14 +137,15 @@ async def fetch(
         IntegrityError: the store's bytes are not what was staged.
     """
     make_dirs(path.parent)
-    async with lock_async(path.with_name(f".{path.name}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+    stem = stem_of(path.name)
+    async with lock_async(path.with_name(f".{stem}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
         if await asyncio.to_thread(path.exists):
             on_bytes(entry.size_bytes)
             return
         begun = time.monotonic()
-        for left in matching(path.parent, f".{glob.escape(path.name)}.*.tmp"):
+        for left in matching(path.parent, f".{glob.escape(stem)}.*.tmp"):
             left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        temporary = path.with_name(f".{stem}.{secrets.token_hex(4)}.tmp")
         file = await asyncio.to_thread(create_file, temporary, entry.size_bytes)
         try:
             gate = asyncio.Semaphore(concurrency)

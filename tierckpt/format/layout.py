@@ -148,6 +148,8 @@ def parse_uri(uri: object) -> Location:
             another host's file, or with a password or a signature.
     """
     text = uri if isinstance(uri, str) else _fspath(uri)
+    if "\0" in text:
+        raise ConfigError(f"{redact(text)!r} holds a NUL byte", hint="No store and no file system has such a name")
     if text.strip() and scheme_of(text) == "tierckpt":
         text = _behind(text)
     if not text.strip():

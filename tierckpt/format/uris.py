@@ -38,8 +38,8 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
         ConfigError: it is a URL, spelt well or not, or empty. ``what`` it was to be is said.
     """
     text = os.fspath(value).strip()
-    if not text:
-        raise ConfigError(f"{what} is empty", hint="Give a path of this node")
+    if not text or "\0" in text:
+        raise ConfigError(f"{what} is {'empty' if not text else repr(text)}", hint="Give a path of this node")
     match = SCHEME.match(text) or _MISSPELT.match(text)
     if match is None:
         return absolute(os.fspath(value))

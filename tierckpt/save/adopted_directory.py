@@ -19,13 +19,14 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..disk.durable import create_file, durable_link, fsync_dir, make_dirs, translated
 from ..disk.file_io import open_file, pread_all
-from ..errors import CheckpointError, ConfigError
-from ..format.layout import PRIVATE_DIR
+from ..errors import CheckpointError, ConfigError, ObjectNotFoundError
+from ..format.layout import PRIVATE_DIR, Location
 from ..format.manifest import chunk_count, digest_of, is_safe_path
 from ..types import ByteRange
 
@@ -33,6 +34,8 @@ FICLONE = 0x40049409
 """``ioctl_ficlone(2)``: one file gets the blocks of another, copied when either is written to."""
 THREADS = 4
 COPY_BYTES = 8 << 20
+KEY_BYTES_MAX = 1024
+"""Of a key of S3 and of GCS. Azure takes as many characters."""
 QUIET_SECONDS = 0.05
 """Time stamps are as fine as a tick of the kernel: what was written later than this ago is looked at a moment later."""
 
@@ -59,6 +62,26 @@ def identity(directory: Path) -> str | None:
     return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
+@contextmanager
+def staying(directory: Path) -> Iterator[None]:
+    """Raise CheckpointError for a file of ``directory`` that was there a moment ago: it is still being written."""
+    try:
+        yield
+    except ObjectNotFoundError as error:
+        raise _still_written(directory, str(error.context.get("path", directory))) from error
+
+
+def check_names(files: Mapping[str, SourceFile], folder: str, location: Location) -> None:
+    """Raise ConfigError for a path that no manifest, or no key of a bucket, can hold below ``folder``."""
+    above = "" if location.scheme == "file" else f"{location.path}/"
+    for path in files:
+        if not is_safe_path(f"{folder}/{path}") or (above and len(f"{above}{folder}/{path}".encode()) > KEY_BYTES_MAX):
+            raise ConfigError(
+                f"{path} is too long a name below {location.uri}",
+                hint=f"Shorten it: {KEY_BYTES_MAX} bytes are the most that a store takes, the URI included",
+            )
+
+
 def look(directory: Path) -> dict[str, SourceFile]:
     """Return the files below ``directory`` by their relative path. Links that stay inside are followed.
 
@@ -66,7 +89,7 @@ def look(directory: Path) -> dict[str, SourceFile]:
         ConfigError: no directory, nothing in it, or something in it that cannot be taken in: a link that leads out of
             it or nowhere, a name that no store has, a device, a pipe, a socket.
     """
-    with translated(directory):
+    with staying(directory), translated(directory, is_above=True):
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory} is no directory", hint="Give the directory that the checkpoint was written to"
@@ -86,11 +109,13 @@ def _walk(top: Path, place: Path, below: str, above: tuple[Path, ...]) -> Iterat
         if entry.is_symlink():
             real = _followed(top, real, path)
         status = real.stat()
+        if not is_safe_path(path):
+            raise ConfigError(f"{top}/{path!r} is no name that a store can have", hint="Rename or remove it")
         if stat.S_ISDIR(status.st_mode):
             if real in above:
                 raise ConfigError(f"{top}/{path} is a link to a directory that it lies in", hint="Remove the link")
             yield from _walk(top, real, f"{path}/", (*above, real))
-        elif not stat.S_ISREG(status.st_mode) or not is_safe_path(path):
+        elif not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{top}/{path!r} is no file that a store can hold", hint="Remove it from the directory")
         else:
             identity = (status.st_dev, status.st_ino)
@@ -114,9 +139,10 @@ def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
     """Raise CheckpointError when anybody has one of ``files`` open for writing, where the kernel tells."""
     newest = max(file.modified_ns for file in files.values()) / 1e9
     time.sleep(min(QUIET_SECONDS, max(0.0, newest + QUIET_SECONDS - time.time())))
-    for path, file in files.items():
-        if _is_open_for_writing(file.place):
-            raise _still_written(directory, path)
+    with staying(directory):
+        for path, file in files.items():
+            if _is_open_for_writing(file.place):
+                raise _still_written(directory, path)
 
 
 def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:

@@ -27,7 +27,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ..config import MiB
 from ..disk.durable import translate_os_error
-from ..disk.temporary_names import is_temporary
+from ..disk.temporary_names import is_temporary, stem_of
 from ..errors import (
     ConfigError,
     MissingExtraError,
@@ -171,7 +171,7 @@ class UniversalStore:
         """Write a large object. Memory: a few blocks of 8 MiB, as the backend buffers them."""
         path = self._path(key)
         parent, _, name = path.rpartition("/")
-        temporary = f"{parent}/.{name}.{secrets.token_hex(6)}.tmp"
+        temporary = f"{parent}/.{stem_of(name)}.{secrets.token_hex(6)}.tmp"
         async with closing(pieces):
             opened: builtins.list[Any] = []  # filled by the thread: a cancellation meanwhile cannot lose it
             try:

@@ -26,13 +26,18 @@ def check_location(location: Location) -> Location:
 
 
 def check_target(location: Location, local_root: Path) -> None:
-    """Raise ConfigError when nothing can be saved to ``location``: HTTP is for reading, and inside the local root the
-    local tier would shadow it."""
-    if location.scheme in ("http", "https"):
+    """Raise ConfigError when nothing can be saved to ``location``: HTTP and a Hub are for reading, journals hold text,
+    and inside the local root the local tier would shadow it."""
+    if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
-            f"{location.uri} can be read and not written: HTTP stores nothing",
+            f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "
+            "nothing",
             hint="Save to s3://BUCKET/KEY, az://CONTAINER/KEY, gs://BUCKET/KEY or a path",
         )
+    try:
+        location.uri.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{location.uri!r} is no UTF-8", hint="Save to a place whose name is text") from None
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
             f"{location.path} lies inside local_root {local_root}",
