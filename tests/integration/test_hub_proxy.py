@@ -160,6 +160,10 @@ def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.Monkey
     status, headers, _ = ask(endpoint, f"/{REPO}/resolve/main/none.bin")
     assert (status, headers["x-error-code"]) == (404, "EntryNotFound")
     assert ask(endpoint, "/api/models/org/none/revision/main")[:2][0] == 404
+    for path, code in (("org/none/resolve/main", "RepoNotFound"), (f"{REPO}/resolve/none", "RevisionNotFound")):
+        status, headers, _ = ask(endpoint, f"/{path}/config.json")  # from_pretrained tells them apart
+        assert (status, headers["x-error-code"]) == (404, code)
+    assert ask(endpoint, config, Range=f"bytes={'9' * 5000}-")[::2] == (200, b'{"a": 1}')
     assert ask(endpoint, config, Host="evil.example")[0] == 403
     assert ask(endpoint, config, "POST")[0] == 501
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -184,10 +185,26 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(
     assert TOKEN not in caplog.text
 
 
-def test_offline_nothing_is_asked(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("token", [TOKEN, f" {TOKEN[:9]}\r\n{TOKEN[9:]}\n"])
+@pytest.mark.parametrize("name", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "file"])
+def test_a_token_is_found_where_their_libraries_find_it(
+    name: str, token: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = published(hub, {"config.json": b"{}"}, gated=True)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    (tmp_path / "hf").mkdir()
+    if name == "file":
+        (tmp_path / "hf/token").write_text(token)
+    else:
+        monkeypatch.setenv(name, token)
+    assert holds(fetch(tmp_path), files)
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_nothing_is_asked(name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(hub)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(StoreUnavailableError, match="HF_HUB_OFFLINE"):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(StoreUnavailableError, match=name):
         fetch(tmp_path)
     assert not hub.requests
 
@@ -470,6 +487,31 @@ def test_wrong_bytes_never_reach_that_cache(hub: FakeHub, tmp_path: Path) -> Non
         tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
     root = tmp_path / "cache/models--org--model-1.5B"
     assert not (root / "refs").exists() and not (root / "snapshots").exists()
+
+
+def test_a_snapshot_appears_with_all_its_links(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows the commit looks for its directory, not for a ref."""
+    files, symlink_to, made = published(hub), Path.symlink_to, []
+    commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"
+
+    def stopped(link: Path, *target: Any) -> None:
+        made.extend([link] * (".tmp/" in str(link)))
+        if len(made) == 3:
+            raise OSError(errno.EIO, "killed")
+        symlink_to(link, *target)
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError):
+        patch.setattr(Path, "symlink_to", stopped)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        tierckpt.prefetch(f"hf://{REPO}@{commit}", tmp_path / "cache", hf_cache=True)
+    assert not (root / "snapshots" / commit).exists()
+    monkeypatch.setattr(
+        "tierckpt.cache.hub_layout.is_abandoned", lambda name: name.startswith(".")
+    )  # its process ended
+    before = hub.sent.total()
+    snapshot = tierckpt.prefetch(f"hf://{REPO}@{commit}", tmp_path / "cache", hf_cache=True)
+    assert snapshot_holds(snapshot, files) and hub.sent.total() == before
+    assert {path.name for path in root.iterdir()} == {"blobs", "snapshots"}
 
 
 def test_that_cache_takes_repositories_only(hub: FakeHub, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from ..cache.node_cache import NodeCache
 from ..client import Client
 from ..config import Settings
 from ..errors import (
+    BucketNotFoundError,
     ConfigError,
     IntegrityError,
     ObjectNotFoundError,
@@ -65,7 +66,7 @@ HELD_BYTES: Final = 12
 PIECES_AHEAD: Final = 8
 """Pieces under way for a client; the settings bound those of all of them."""
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _KINDS = ("datasets", "spaces")
 _READS = ("revision", "tree", "refs", "commits", "discussions")
 """What of a repository is asked of the API, besides what it is."""
@@ -332,6 +333,9 @@ def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
 def _refuse(request: BaseHTTPRequestHandler, error: TierckptError) -> None:
     if request.has_begun:  # type: ignore[attr-defined]
         request.close_connection = True  # the client sees that it is cut short (X3)
+    elif isinstance(error, BucketNotFoundError):
+        what = "Revision" if "revision" in error.context else "Repo"
+        _say(request, 404, b"", {"X-Error-Code": f"{what}NotFound"})
     elif isinstance(error, ObjectNotFoundError):
         _say(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
     elif isinstance(error, PermissionDeniedError):

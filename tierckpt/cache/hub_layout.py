@@ -4,10 +4,12 @@
     <cache>/models--org--name/snapshots/<commit>/PATH            relative links to them
     <cache>/models--org--name/refs/<revision>                    the commit
     <cache>/models--org--name/.tierckpt/<commit>                 what is being fetched, as of any prefetch
+    <cache>/models--org--name/.tierckpt/.<commit>.<random>.tmp   a snapshot that is being made
 
 Invariants:
-    L1  A blob appears whole, checked and durable, by a hard link; a snapshot links to nothing else; a ref names a
-        snapshot whose links are durable. So whoever looks in that order, as those libraries do, finds all or nothing.
+    L1  A blob appears whole, checked and durable, by a hard link; a snapshot links to nothing else, and appears with
+        all its links, by a rename; a ref names a snapshot that is durable. So whoever looks, by name or by commit,
+        finds all or nothing; or, while more files of a snapshot are fetched, what was asked for before.
     L2  Every step can be done again. What was killed between two of them is finished by the next prefetch, which
         fetches only blobs that are not there.
 
@@ -26,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, translated
+from ..disk.temporary_names import is_abandoned, temporary_of_this_process
 from ..errors import ConfigError, StoreError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path
@@ -91,7 +94,10 @@ def _is_there(blob: Path, item: FileSpec) -> bool:
 
 def _finish_all(root: Path) -> None:
     for fetched in matching(root / PRIVATE_DIR, "*"):
-        _finish(root, fetched)
+        if is_abandoned(fetched.name):
+            shutil.rmtree(fetched, ignore_errors=True)
+        else:
+            _finish(root, fetched)
 
 
 def _finish(root: Path, fetched: Path) -> None:
@@ -126,21 +132,38 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
 def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileSpec]) -> Path:
     """Make the links of a snapshot, then the ref (L1)."""
     snapshot = root / "snapshots" / commit
-    folders = {root / "snapshots", snapshot}
     with translated(root):
-        for item in files:
-            link = snapshot / repository.path / item.path
-            target = os.path.relpath(_blob(root, item), link.parent)
-            make_dirs(link.parent)
-            folders.add(link.parent)
-            if not (link.is_symlink() and os.readlink(link) == target):  # noqa: PTH115
-                temporary = link.with_name(f".{secrets.token_hex(6)}")
-                temporary.symlink_to(target)
-                temporary.replace(link)
-        for folder in folders:
-            fsync_dir(folder)
+        if not snapshot.exists():
+            fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # as deep: it links to the same blobs
+            try:
+                _link_files(root, fresh / repository.path, files)
+                make_dirs(snapshot.parent)
+                with contextlib.suppress(OSError):  # another process was first
+                    fresh.rename(snapshot)
+                fsync_dir(snapshot.parent)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    fresh.parent.rmdir()
+        _link_files(root, snapshot / repository.path, files)
         if not repository.is_commit:
             ref = root / "refs" / repository.revision
             make_dirs(ref.parent)
             durable_write(ref, commit.encode())
     return snapshot
+
+
+def _link_files(root: Path, directory: Path, files: Sequence[FileSpec]) -> None:
+    """Have durable links to the blobs of ``files`` below ``directory``."""
+    folders = {directory}
+    for item in files:
+        link = directory / item.path
+        target = os.path.relpath(_blob(root, item), link.parent)
+        make_dirs(link.parent)
+        folders.add(link.parent)
+        if not (link.is_symlink() and os.readlink(link) == target):  # noqa: PTH115
+            temporary = link.with_name(f".{secrets.token_hex(6)}")
+            temporary.symlink_to(target)
+            temporary.replace(link)
+    for folder in folders:
+        fsync_dir(folder)

@@ -7,7 +7,7 @@ Promises:
     A4  A Hub that drips holds no thread: an answer that falls behind ``BYTES_PER_SECOND_MIN`` is broken off.
 
 Environment, as huggingface_hub reads it: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_TOKEN_PATH``, ``HF_HOME``,
-``HF_HUB_OFFLINE``. Source: docs of the Hub ("Hub API endpoints", "Rate limits").
+``HF_HUB_OFFLINE``, and the older names of them. Source: docs of the Hub ("Hub API endpoints", "Rate limits").
 """
 
 from __future__ import annotations
@@ -246,9 +246,9 @@ class Hub:
 
     async def _ask(self, url: str, headers: Mapping[str, str]) -> Answer:
         """Make one request, again while it fails in a way that may pass, or is put off (A2)."""
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        if _environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
             raise StoreUnavailableError(
-                f"{self.host} is not asked: HF_HUB_OFFLINE is set",
+                f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
                 hint="`tierckpt prefetch --check` lists what is on this node; unset it to fetch more",
                 tier=Tier.SHARED,
                 attempts=0,
@@ -315,6 +315,7 @@ class Hub:
                 f"{repository.page} has no revision {repository.revision!r}",
                 hint=f"Look at {self.endpoint}/{repository.page}/tree/main",
                 tier=Tier.SHARED,
+                revision=repository.revision,
             )
         if path and (code == "EntryNotFound" or (status == 404 and not code)):
             return ObjectNotFoundError(
@@ -459,6 +460,11 @@ def _seconds_to_wait(headers: Mapping[str, str]) -> float:
     return float(left[1]) if left else RATE_LIMIT_SECONDS
 
 
+def _environ(*names: str) -> str:
+    """The first of some names of the environment that says something; ''."""
+    return next((value for name in names if (value := os.environ.get(name))), "")
+
+
 def hf_home() -> Path:
     """Return where huggingface_hub keeps what it has."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -467,13 +473,14 @@ def hf_home() -> Path:
 
 def hub_cache() -> Path:
     """Return where Hugging Face libraries look for repositories: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
-    return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub").expanduser()
+    return Path(_environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") or hf_home() / "hub").expanduser()
 
 
 def _token() -> str:
-    if token := os.environ.get("HF_TOKEN", "").strip():
+    """The token without what a copied one brings along: no header may hold the end of a line."""
+    if token := "".join(_environ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN").split()):
         return token
     path = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token").expanduser()
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
+        return "".join(path.read_text().split())
     return ""
