@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,66 @@ def test_a_file_appears_when_it_is_closed_and_whole(place: Path, fs: Any, caplog
     assert fs.cat_file(path) == large
     fs.wait(path)
     assert (place / "new").read_bytes() == large
+
+
+WAYS: dict[str, Any] = {
+    "text": ({"mode": "w"}, "half"),
+    "compressed": ({"mode": "wb", "compression": "gzip"}, b"half"),
+    "compressed text": ({"mode": "wt", "compression": "infer", "encoding": "utf-16"}, "half"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("opens", ["file system", "fsspec"])
+def test_text_and_what_is_compressed_appear_whole_or_not_at_all(way: str, opens: str, place: Path, fs: Any) -> None:
+    """``fsspec.open`` closes its files whatever happens, and few compressors close theirs."""
+    (how, data), path = WAYS[way], f"tierckpt://file{place}/new.gz"
+    files = {"file system": partial(fs.open, path, **how), "fsspec": partial(fsspec.open, path, **how)}
+    open_file = files[opens]
+    with pytest.raises(ZeroDivisionError), open_file() as file:
+        file.write(data)
+        raise ZeroDivisionError
+    assert not fs.exists(path)
+    try:
+        raise ZeroDivisionError  # noqa: TRY301
+    except ZeroDivisionError:  # it leaves nothing of what is written here
+        with open_file() as file:
+            file.write(data)
+    with fs.open(path, **how | {"mode": how["mode"].replace("w", "r")}) as file:
+        assert file.read() == data
+
+
+def test_what_pandas_cannot_write_does_not_appear(place: Path, fs: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = f"tierckpt://file{place}/table.csv"
+    with pytest.raises(UnicodeEncodeError):
+        pandas.DataFrame({"a": ["one", "\udc80"]}).to_csv(path)
+    assert not fs.exists(path)
+
+
+def test_a_transaction_holds_all_that_is_written_in_it(place: Path, fs: Any, tmp_path: Path) -> None:
+    top = f"tierckpt://file{place}/in"
+    (tmp_path / "put").write_bytes(b"put")
+
+    def write() -> None:
+        fs.pipe_file(f"{top}/piped", b"piped")
+        fs.put_file(str(tmp_path / "put"), f"{top}/put")
+        with fs.open(f"{top}/text", "w") as file:
+            file.write("text")
+        with suppress(ZeroDivisionError), fs.open(f"{top}/half", "wb") as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+        assert not fs.exists(top)
+
+    with pytest.raises(ZeroDivisionError), fs.transaction:
+        write()
+        raise ZeroDivisionError
+    assert not fs.exists(top)
+    with fs.transaction:
+        write()
+    assert {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find(top)} == {
+        name: name.encode() for name in ("piped", "put", "text")
+    }
 
 
 def test_a_forked_child_reads_on(place: Path, fs: Any) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import io
 import os
+import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,14 +21,14 @@ from ..config import Settings
 from ..disk import read_lease
 from ..disk.file_io import open_file, pread_all
 from ..drain import write_back as drained
-from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, TierckptError
+from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError
 from ..format.layout import Location, written_file
 from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
 from ..read.file_copies import Copy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
 from ..save import eviction
-from ..save.spool import PIECE_BYTES, Spool, spooled
+from ..stores.schemes import check_target
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
 
@@ -34,6 +36,12 @@ log = logger("fsspec")
 
 BUFFER_BYTES = 256 << 10
 """What is read at once for reads that are smaller."""
+SPOOL_BYTES = 16 << 20
+"""What a file being written takes of memory; a larger one goes to a file without a name."""
+PIECE_BYTES = 8 << 20
+_CLOSING_FRAMES = 4
+_CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
+"""Whose ``with`` closes its files also when an exception leaves it."""
 
 
 class _CachedFile(RangeFile):
@@ -187,12 +195,14 @@ class Writer(io.BufferedIOBase):
     """
 
     def __init__(
-        self, fs: Any, path: str, put: Callable[[Spool, int], None], spool: Spool, *, autocommit: bool
+        self, fs: Any, path: str, put: Callable[[io.BufferedIOBase, int], None], scratch: Path, *, autocommit: bool
     ) -> None:
         self.fs, self.path, self.mode = fs, path, "wb"
-        self._put, self._autocommit, self._spool = put, autocommit, spool
-        self._failure: TierckptError | None = None
+        self._put, self._autocommit = put, autocommit
+        folder = str(scratch) if scratch.is_dir() else None
+        self._spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder)  # noqa: SIM115  # closed by what ends this
         self._is_open = True
+        self._handled = sys.exception()
 
     @property
     def closed(self) -> bool:
@@ -206,11 +216,7 @@ class Writer(io.BufferedIOBase):
 
     def write(self, data: Any) -> int:
         self._check()
-        try:
-            return self._spool.write(data)
-        except TierckptError as error:
-            self._failure = error
-            raise
+        return self._spool.write(data)
 
     def tell(self) -> int:
         self._check()
@@ -237,18 +243,35 @@ class Writer(io.BufferedIOBase):
     def close(self) -> None:
         if not self._is_open:
             return
+        if self._is_left_by_an_exception():
+            self.discard()
+            return
         self._is_open = False
         if self._autocommit:
             self.commit()
 
+    def _is_left_by_an_exception(self) -> bool:
+        """True below a ``with fsspec.open(...)`` that an exception leaves: it closes the file, and does not say so."""
+        if sys.exception() in (None, self._handled):
+            return False
+        frame = sys._getframe(2)
+        for _ in range(_CLOSING_FRAMES):
+            if frame.f_code.co_name == "__exit__" and frame.f_globals.get("__name__") in _CLOSES_ALWAYS:
+                return True
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return False
+
     def commit(self) -> None:
-        """Put what was written under its name."""
+        """Put what was written under its name, unless it was discarded."""
+        self._is_open = False
+        if self._spool.closed:
+            return
         with self._spool as spool:
-            if self._failure is not None:
-                raise self._failure
             size_bytes = spool.seek(0, io.SEEK_END)
             spool.seek(0)
-            self._put(spool, size_bytes)
+            self._put(spool, size_bytes)  # type: ignore[arg-type]
 
     def discard(self) -> None:
         """Forget what was written."""
@@ -256,18 +279,69 @@ class Writer(io.BufferedIOBase):
         self._spool.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
+        if kind is not None:
+            self.discard()
+        else:
             self.close()
-            return
-        self.discard()
-        # torch.save makes another error of it.
-        if self._failure is not None and self._failure is not error and isinstance(error, Exception):
-            raise self._failure
 
     def __del__(self) -> None:
         if getattr(self, "_is_open", False):
             log.warning("%s was opened for writing and never closed: nothing was written", self.path)
             self.discard()
+
+
+class CompressingWriter(io.BufferedIOBase):
+    """What is written goes through ``compressor`` into ``file``, which ends with it; few compressors close theirs."""
+
+    def __init__(self, compressor: Any, file: Writer) -> None:
+        self._compressor, self._file = compressor, file
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def writable(self) -> bool:
+        return self._file.writable()
+
+    def seekable(self) -> bool:
+        return bool(self._compressor.seekable())
+
+    def tell(self) -> int:
+        return int(self._compressor.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._compressor.seek(offset, whence))
+
+    def write(self, data: Any) -> int:
+        self._compressor.write(data)
+        return memoryview(data).nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            self._compressor.close()
+            self._file.close()
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        self._file.discard()
+        with contextlib.suppress(ValueError):
+            self._compressor.close()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.discard()
+        else:
+            self.close()
+
+
+class TextWriter(io.TextIOWrapper):
+    """A ``Writer`` or ``CompressingWriter`` for text: left by an exception, nothing is written either."""
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.buffer.discard()  # type: ignore[attr-defined]
+        else:
+            self.close()
 
 
 async def pieces_of(stream: io.BufferedIOBase) -> AsyncIterator[Buffer]:
@@ -290,14 +364,14 @@ def put(
         FileExistsError: ``if_absent``, and it is there.
         ConfigError: it belongs to a checkpoint of tierckpt.
     """
+    check_target(location, settings.local_root)
     root, key = root_of(location)
     client = get_client(settings)
     client.run(client.mover.browser.check_change(location))
     if write_back:
         client.recover()
-        with stream if isinstance(stream, Spool) else spooled(settings, stream) as spool:
-            eviction.make_room(settings, spool.size_bytes, settings.local_root, reserved_bytes=spool.reserved_bytes)
-            client.drain_in_background(drained.write(settings, location, spool.size_bytes, spool.keep_as))
+        eviction.make_room(settings, size_bytes, settings.local_root)
+        client.drain_in_background(drained.write(settings, location, stream, size_bytes))
         return
     if size_bytes <= PIECE_BYTES:
         data = stream.read()

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import io
 import os
+import posixpath
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.compression import compr
+from fsspec.core import get_compression
 
 from ..checkpoint.journal import ASIDE, Entry, Journal, set_aside_error
 from ..checkpoint.namespace import Thing, root_of
@@ -25,11 +29,10 @@ from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
 from ..format.layout import METADATA, TIER_FORMS, Location, parse_uri
 from ..mover import Mover
 from ..poll import LOCAL, Poll
-from ..save.spool import Spool
-from ..stores.schemes import check_location
+from ..stores.schemes import check_location, check_target
 from ..telemetry import logger
 from ..tracebacks import short_traceback
-from .files import Reader, Writer, open_raw, put
+from .files import PIECE_BYTES, CompressingWriter, Reader, TextWriter, Writer, open_raw, put
 
 log = logger("fsspec")
 
@@ -167,6 +170,17 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # --- reading ------------------------------------------------------------------------------------------------
 
     @short_traceback
+    def open(self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any) -> Any:
+        """As fsspec's; what is written as text, or compressed, also appears whole or not at all."""
+        if "r" in mode:
+            return super().open(path, mode, *args, compression=compression, **kwargs)
+        text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
+        file = super().open(path, mode.replace("t", "").replace("b", "") + "b", *args, **kwargs)
+        if (kind := get_compression(str(path), compression)) is not None:
+            file = CompressingWriter(compr[kind](file, mode="w"), file)
+        return file if "b" in mode else TextWriter(file, **text)
+
+    @short_traceback
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
         name = self._strip_protocol(path)
         if mode == "rb":
@@ -174,15 +188,15 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return Reader(self, name, thing, self._info(name, thing), self.settings)
         if mode not in ("wb", "xb", "ab"):
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
-        location, is_new = self._location(name), mode == "xb"
-        self._run(self._mover.browser.check_change(location))
-        if is_new and self.exists(name):
+        check_target(self._location(name), self.settings.local_root)
+        self._run(self._mover.browser.check_change(self._location(name)))
+        if mode == "xb" and self.exists(name):
             raise FileExistsError(name)
         writer = Writer(
             self,
             name,
-            lambda stream, size: self._write(name, stream, size, if_absent=is_new),
-            Spool(self.settings, is_kept=self._is_behind(location, is_new)),
+            lambda stream, size: self._write(name, stream, size, if_absent=mode == "xb"),
+            Path(self.settings.local_root),
             autocommit=autocommit,
         )
         if mode == "ab" and self.exists(name):
@@ -302,17 +316,18 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _put(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         if if_absent and self.exists(path):
             raise FileExistsError(path)
+        if self._intrans:
+            with self.open(path, "xb" if if_absent else "wb") as file:
+                shutil.copyfileobj(stream, file, PIECE_BYTES)
+            return
         self._write(path, stream, size_bytes, if_absent=if_absent)
 
     def _write(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         location = self._location(path)
-        is_behind = self._is_behind(location, if_absent)
+        is_behind = self.write_back and self.settings.drain and not if_absent and write_back.can_carry(location)
         if not is_behind:  # what was written or removed there before would drain over it (W1)
             self.wait(path, ARRIVE_SECONDS)
         put(self.settings, location, stream, size_bytes, if_absent=if_absent, write_back=is_behind)
-
-    def _is_behind(self, location: Location, if_absent: bool) -> bool:
-        return self.write_back and self.settings.drain and not if_absent and write_back.can_carry(location)
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
@@ -332,16 +347,36 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             Path(location.path).rmdir()
 
     @short_traceback
+    def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """Copy, then remove. The store, too, loses the old files after it has the new ones."""
+        old, new = self._strip_protocol(path1), self._strip_protocol(path2)
+        if old == new:
+            return
+        if f"{new}/".startswith(f"{old}/"):
+            raise ConfigError(f"{new} lies in {old}", hint="Move it to a place outside")
+        self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
+        above = posixpath.commonpath([self._parent(old), self._parent(new)])
+        if "/" not in above:  # two stores, or buckets: nothing orders what drains to them
+            self.wait(path2)
+            above = ""
+        self._remove(path1, recursive, maxdepth, above)
+
+    @short_traceback
     def rm_file(self, path: str) -> None:
+        self._remove_file(path, "")
+
+    def _remove_file(self, path: str, moved_in: str) -> None:
         thing = self._file(self._strip_protocol(path))
         location = thing.location
         self._run(self._mover.browser.check_change(location))
         if thing.checkpoint is not None:
             raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
         # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
-        is_behind = self.write_back and write_back.can_carry(location) and not self.is_drained(self._parent(path))
+        is_behind = self.write_back and write_back.can_carry(location)
+        is_behind = is_behind and not self.is_drained(moved_in or self._parent(path))
         if thing.written is not None or is_behind:
-            get_client(self.settings).drain_in_background(write_back.remove(self.settings, location))
+            after = self._location(moved_in) if moved_in else None
+            get_client(self.settings).drain_in_background(write_back.remove(self.settings, location, after))
             return
         root, key = root_of(location)
         self._run(self._mover.store(root).delete(key))
@@ -360,9 +395,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     @short_traceback
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         """Remove files, and directories with ``recursive``. Checkpoints of tierckpt are left to ``tierckpt prune``."""
+        self._remove(path, recursive, maxdepth, "")
+
+    def _remove(self, path: Any, recursive: bool, maxdepth: int | None, moved_in: str) -> None:
+        """``rm``. ``moved_in``: the place below which ``path`` was moved, not removed (mv)."""
         for name in self.expand_path(path):
             if not self.isdir(name):
-                self.rm_file(name)
+                self._remove_file(name, moved_in)
                 continue
             if not recursive or maxdepth is not None:
                 raise IsADirectoryError(f"{name} is a directory: remove it with recursive=True, as a whole")
@@ -370,7 +409,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             root, key = root_of(location)
             self._run(self._mover.browser.check_removal(location))  # used at once
             below = self._run(self._mover.browser.below(location))
-            above = self._parent(name)
+            above = moved_in or self._parent(name)
             # What was saved after it may be on this node only: then the store has it until it has that too (W5).
             is_behind = self.write_back and all(write_back.can_carry(thing.location) for thing in below)
             is_behind = is_behind and any(
