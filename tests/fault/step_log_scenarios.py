@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tierckpt.agent.log_folds import due
@@ -38,19 +39,21 @@ class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
     def __init__(
-        self, *, is_sharded: bool = False, has_statistics: bool = True, near: str = "", folder: str = ""
+        self, *, parallel: str = "", has_statistics: bool = True, near: str = "", folder: str = ""
     ) -> None:
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
-        if has_statistics and not is_sharded:  # each rank has statistics of its own, and a checkpoint those of one
+        if has_statistics and not parallel:  # each rank has statistics of its own, and a checkpoint those of one
             layers.insert(1, nn.BatchNorm1d(64))
         self.model = nn.Sequential(*layers).to(torch.bfloat16 if near == "offload" else torch.float32)
-        if is_sharded:
+        if parallel == "FSDP2":
             mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
             for layer in self.model:
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh)
+        if parallel == "DDP":
+            self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if near:
             given: Any = (self.model.parameters(), torch.optim.AdamW) if near == "offload" else (self.optimizer,)
@@ -68,7 +71,8 @@ class Job:
 
     def train(self) -> int:
         self.optimizer.zero_grad()
-        inputs = torch.randn(4, 24).to(next(self.model.parameters()).dtype)
+        share = 1 + dist.get_rank() if dist.is_initialized() else 1  # each rank has gradients of its own to reduce
+        inputs = share * torch.randn(4, 24).to(next(self.model.parameters()).dtype)
         self.model(inputs).float().square().mean().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
@@ -93,6 +97,7 @@ def train(
     bug: str = "",
     has_statistics: bool = True,
     near: str = "",
+    parallel: str = "FSDP2",
     **options: Any,
 ) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
@@ -101,7 +106,8 @@ def train(
         logs.CHECK_SHARE = 1e9  # every step has a digest of the parameters, however slow the machine is
         log_segments.FOLD_BYTES_MIN = 0  # a segment has one step, or two
     rank = dist.get_rank() if dist.is_initialized() else 0
-    job = Job(is_sharded=dist.is_initialized(), has_statistics=has_statistics, near=near, folder=folder)
+    parallel = parallel if dist.is_initialized() else ""
+    job = Job(parallel=parallel, has_statistics=has_statistics, near=near, folder=folder)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, **{"gradient_log": not near, "drain": False} | options) as checkpointer:
         at = checkpointer.restore(job.state) or 0

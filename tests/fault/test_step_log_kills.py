@@ -76,10 +76,10 @@ class Seen:
         return [(int(line[1]), line[2].strip()) for line in lines[begun:] if line[0] == word and len(line) == 3]
 
 
-def wait_for(job: Job, folder: Path, word: str, times: int) -> None:
+def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> None:
     deadline = time.monotonic() + 120
-    path = folder / "seen-0"
-    while not path.exists() or path.read_text().count(word) < times:
+    seen = [folder / f"seen-{rank}" for rank in range(ranks)]
+    while not all(path.exists() and path.read_text().count(word) >= times for path in seen):
         assert time.monotonic() < deadline, job.output()[-3000:]
         time.sleep(0.002)
 
@@ -93,7 +93,7 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
     chosen, lost, ended = random.Random(ranks), [], 0
     for kill in range(KILLS):
         job = nursery.start("train", tmp_path, ranks, uri=file_uri, interval=20 if not options else 6, **options)
-        wait_for(job, tmp_path, "resumed", kill + 1)
+        wait_for(job, tmp_path, "resumed", kill + 1, ranks)
         first = 4 if options and not kill else 0  # nothing is logged before the first checkpoint
         wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + first + chosen.choice((0, 3, 10, 30)))
         time.sleep(chosen.uniform(0.0, 0.05))
@@ -205,12 +205,15 @@ def folding(nursery: Nursery, folder: Path, stage: str) -> int:
     return step
 
 
-@pytest.mark.parametrize("ranks", [*in_full([1]), 2])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [*in_full([(1, "")]), (2, "FSDP2"), pytest.param(2, "DDP", marks=pytest.mark.slow)]
+)
 def test_a_fold_that_is_killed_leaves_the_checkpoint_and_logs_that_it_was_made_of(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int, parallel: str
 ) -> None:
     """At each of its stages. Then it is made: bit for bit what the job would have saved, which goes on from it."""
-    run(nursery, tmp_path, ranks, uri=file_uri, steps=12, drain=True)
+    options: dict[str, Any] = {"drain": True, "parallel": parallel}
+    run(nursery, tmp_path, ranks, uri=file_uri, steps=12, **options)
     if ranks > 1:
         job = nursery.start("fold", tmp_path, stop_at="one rank a step behind")
         assert job.codes() == [1] and "no checkpoint of step" in job.output()
@@ -218,7 +221,7 @@ def test_a_fold_that_is_killed_leaves_the_checkpoint_and_logs_that_it_was_made_o
         step = folding(nursery, tmp_path, stage)
         made = local_commit.read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-{step}")))
         assert (made is not None) == (stage == "committed")
-    run(nursery, tmp_path / "other", ranks, uri=f"{file_uri}-other", steps=step + 1, interval=step, drain=True)
+    run(nursery, tmp_path / "other", ranks, uri=f"{file_uri}-other", steps=step + 1, interval=step, **options)
     found, wanted = (saved_in(local_root, f"{uri}/step-{step}") for uri in (file_uri, f"{file_uri}-other"))
     assert found.keys() == wanted.keys() and [name for name in found if not same(found[name], wanted[name])] == []
     logs = local_dir(local_root, parse_uri(f"{file_uri}-other")) / GRADIENTS_DIR
@@ -226,6 +229,6 @@ def test_a_fold_that_is_killed_leaves_the_checkpoint_and_logs_that_it_was_made_o
         assert log_segments.chains(logs / "rank-0")[-1].not_folded == ""
         shutil.rmtree(logs / "rank-1")
         assert "the logs of 1 of its 2 ranks are on other nodes" in log_segments.chains(logs / "rank-0")[-1].not_folded
-    seen, said = run(nursery, tmp_path, ranks, uri=file_uri, steps=0, drain=True)
+    seen, said = run(nursery, tmp_path, ranks, uri=file_uri, steps=0, **options)
     at = seen.resumed()
     assert at >= 11 and f"step {at} is the checkpoint of step {step} and {at - step} steps" in said

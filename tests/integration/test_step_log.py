@@ -24,6 +24,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import log as logs
 from tierckpt.replay.link import GRADIENTS, Copy, Link
+from tierckpt.replication.log_copies import COPIES
 from tierckpt.save import log_segments
 from tierckpt.training.every_step import step_log, window
 from tierckpt.training.every_step.step_log import agreed_step
@@ -321,7 +322,7 @@ def jobs_in(directory: Path) -> set[str]:
 
 def test_a_loop_that_goes_back_logs_another_history(run: Runs, file_uri: str, local_root: Path) -> None:
     """In one process, and with other data from there on. By its name nobody takes a rank that has not logged a step
-    since for one that has."""
+    since for one that has. A node that was cut off has what was given up, which leads further (G4)."""
     checkpointer, job = run(interval=5), Job()
     for at in (9, 7):
         while job.state["step"] < at:
@@ -329,11 +330,13 @@ def test_a_loop_that_goes_back_logs_another_history(run: Runs, file_uri: str, lo
             if (saved := checkpointer.step(number, job.state)) is not None:
                 saved.result(60)
         if at == 9:
-            given_up = jobs_in(directory(local_root, file_uri))
+            log = directory(local_root, file_uri)
+            given_up = jobs_in(log)
+            shutil.copytree(log, log.parent / COPIES / "other-node" / log.name)
             assert checkpointer.restore(job.state, step=5) == 5
             torch.manual_seed(99)
     checkpointer.close()
-    assert len(given_up) == len(jobs_in(directory(local_root, file_uri)) - given_up) == 1
+    assert len(given_up) == len(jobs_in(log) - given_up) == 1
     again, step = resumed(run())
     assert (step, again.digest()) == (7, job.digest())
 
