@@ -29,7 +29,9 @@ import tierckpt
 
 SAVE_EVERY = 4
 STEP_SECONDS_MIN = 0.15
-"""Steps take at least so long, or the whole run would be over before anybody can kill it."""
+"""Steps take at least so long, so that a kill comes in the middle of something."""
+HOLD_AT = int(os.environ.get("TIERCKPT_TEST_HOLD_AT", "0"))
+"""The step after which a run waits to be killed."""
 
 
 Prepared: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, Iterable[Any]]
@@ -133,10 +135,16 @@ def run(runner: Framework, run_uri: str, steps: int, log: Path) -> None:
             state = state_of(bare, optimizer, step)
             uri = f"{run_uri}/step-{step}"
             pending = dcp.async_save(state, storage_writer=writer, checkpoint_id=uri, process_group=group)
-        time.sleep(max(0.0, STEP_SECONDS_MIN - (time.monotonic() - begun)))
+        await_next(step, begun)
     if pending is not None:
         pending.result()
     note(log, digest=digest(bare, optimizer))
+
+
+def await_next(step: int, begun: float) -> None:
+    time.sleep(max(0.0, STEP_SECONDS_MIN - (time.monotonic() - begun)))
+    while step == HOLD_AT:
+        time.sleep(1)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from tests.compat.worker import finish, kill, start
 from tests.services import free_port
 
 STEPS = 24
-KILL_AT_STEP = 14
+KILL_AT_STEP, HOLD_AT_STEP = 14, 20
 RANKS = 2
 TIMEOUT_SECONDS = 120.0
 DRIVERS = {"accelerate": "tests.compat.drivers", "fabric": "tests.compat.drivers", "torchtitan": "tests.compat.titan"}
@@ -34,7 +34,7 @@ def framework(name: str, module: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"{module} is not installed"))
 
 
-def begin(name: str, uri: str, folder: Path, log: Path) -> list[subprocess.Popen[bytes]]:
+def begin(name: str, uri: str, folder: Path, log: Path, hold_at: int = 0) -> list[subprocess.Popen[bytes]]:
     """Start the ranks of one run, as torchrun would."""
     folder.mkdir(exist_ok=True)
     shared = {
@@ -45,6 +45,7 @@ def begin(name: str, uri: str, folder: Path, log: Path) -> list[subprocess.Popen
         "TORCHELASTIC_RUN_ID": "compat",
         "GROUP_RANK": "0",
         "TIERCKPT_LOCAL_ROOT": str(folder / "local"),
+        "TIERCKPT_TEST_HOLD_AT": str(hold_at),
     }
     return [
         start(
@@ -87,7 +88,7 @@ def test_a_killed_run_resumes_bit_for_bit(name: str, s3_uri: str, tmp_path: Path
     undisturbed, killed, resumed = (tmp_path / f"{run}.jsonl" for run in ("undisturbed", "killed", "resumed"))
     finish(begin(name, f"{s3_uri}/a", tmp_path / "a", undisturbed), tmp_path / "a", TIMEOUT_SECONDS)
 
-    ranks = begin(name, f"{s3_uri}/b", tmp_path / "b", killed)
+    ranks = begin(name, f"{s3_uri}/b", tmp_path / "b", killed, HOLD_AT_STEP)
     try:
         wait_until_worth_killing(f"{s3_uri}/b", killed, tmp_path, ranks)
     finally:

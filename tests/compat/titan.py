@@ -2,8 +2,8 @@
 
     python -m tests.compat.titan torchtitan RUN_URI STEPS LOG
 
-torchtitan passes DCP no storage writer, so the way in is a subclass that overrides its two DCP calls. Staging, waiting,
-step names, what is saved and in which order it is loaded stay torchtitan's own.
+torchtitan passes DCP no storage writer, so the way in is a subclass that overrides its two DCP calls and the choice of
+the newest step. Staging, waiting, step names, what is saved and in which order it is loaded stay torchtitan's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 import tierckpt
-from tests.compat.drivers import SAVE_EVERY, STEP_SECONDS_MIN, adam, digest, mean_over_ranks, note
+from tests.compat.drivers import SAVE_EVERY, adam, await_next, digest, mean_over_ranks, note
 
 
 class TierCheckpointManager(CheckpointManager):
@@ -44,6 +44,12 @@ class TierCheckpointManager(CheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *_: Any, **__: Any) -> None:
         dcp.load(state_dict, storage_reader=tierckpt.TierStorageReader(checkpoint_id))
         self.states["model"].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """torchtitan takes a step for whole by its ``.metadata``, which is there before the commit is."""
+        newest = [tierckpt.latest(folder or self.folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(newest)
+        return -1 if newest[0] is None else int(newest[0].rpartition("-")[2])
 
 
 class Optimizers:
@@ -102,7 +108,7 @@ def main(run_uri: str, steps: int, log: Path) -> None:
         trained.step += 1
         note(log, step=trained.step, loss=mean_over_ranks(loss).hex())
         manager.save(trained.step)
-        time.sleep(max(0.0, STEP_SECONDS_MIN - (time.monotonic() - begun)))
+        await_next(trained.step, begun)
     manager.maybe_wait_for_saving()
     note(log, digest=digest(model, optimizers.optimizer))
     manager.close()
