@@ -129,7 +129,7 @@ def train_lightning_sharded(uri: str, folder: Path, log: Log) -> None:
     from tierckpt.integrations.lightning_sharded import TierModelParallelStrategy
 
     strategy = TierModelParallelStrategy(uri, data_parallel_size=RANKS, tensor_parallel_size=1)
-    train_in_lightning(str(folder / "out"), folder, log, strategy=strategy)
+    train_in_lightning(str(folder / "out"), folder, log, strategy=strategy, save_last=True)
 
 
 def train_in_lightning(dirpath: str, folder: Path, log: Log, save_last: bool = False, **options: Any) -> None:
@@ -267,6 +267,7 @@ def train_deepspeed(uri: str, folder: Path, log: Log) -> None:
         if engine.global_steps % SAVE_EVERY == 0:
             engine.save_checkpoint(out, client_state={"rng": torch.get_rng_state()})
             log.saved(engine.global_steps)
+    engine.save_16bit_model(str(folder / "export"))
     log.end(plain)
 
 

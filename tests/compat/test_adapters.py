@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ import torch
 
 import tierckpt
 from tests.compat import worker
-from tests.compat.adapter_drivers import STEPS, tierckpt_url
+from tests.compat.adapter_drivers import SAVE_EVERY, STEPS, tierckpt_url
 from tests.services import free_port
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
@@ -36,7 +37,7 @@ from tierckpt.integrations.fsspec import TierFileSystem
 
 KILL_AT = 6
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.server, pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.frameworks, pytest.mark.server, pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def framework(name: str, driver: str | None = None) -> Any:
@@ -95,18 +96,29 @@ def losses(log: Path) -> dict[int, str]:
     return {note["step"]: note["loss"] for note in notes if "step" in note}
 
 
-@pytest.mark.parametrize("loses", ["process", "node"])
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_killed_it_resumes_bit_for_bit_at_the_last_acknowledged_step(
-    name: str, loses: str, s3_uri: str, tmp_path: Path
-) -> None:
-    whole, log = tmp_path / "whole.log", tmp_path / "killed.log"
+def test_killed_it_resumes_bit_for_bit_at_the_last_acknowledged_step(name: str, s3_uri: str, tmp_path: Path) -> None:
+    """On its node; then it is killed again, and its node is lost."""
+    whole, log, then = tmp_path / "whole.log", tmp_path / "killed.log", KILL_AT + SAVE_EVERY
     train(name, f"{s3_uri}/whole", tmp_path / "a", whole)
     train(name, f"{s3_uri}/run", tmp_path / "b", log, KILL_AT)
-    if loses == "node":
-        lose(tmp_path / "b")
+    train(name, f"{s3_uri}/run", tmp_path / "b", log, then)
+    lose(tmp_path / "b")
     train(name, f"{s3_uri}/run", tmp_path / "b", log)
-    assert_resumed(log, whole)
+    assert_resumed(log, whole, KILL_AT, then)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The log of an undisturbed run, which is the same on one node and on two."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        train(name, f"{folder}/run", folder, folder / "whole.log", ranks=2)
+        return folder / "whole.log"
+
+    return run
 
 
 @pytest.mark.distributed
@@ -114,18 +126,17 @@ def test_killed_it_resumes_bit_for_bit_at_the_last_acknowledged_step(
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("name", [*FRAMEWORKS[:-1], framework("lightning", "lightning_sharded")])
 def test_ranks_of_a_job_that_are_killed_and_lose_their_nodes_resume_bit_for_bit(
-    name: str, nodes: int, s3_uri: str, tmp_path: Path
+    name: str, nodes: int, s3_uri: str, tmp_path: Path, of_two_ranks: Callable[[str], Path]
 ) -> None:
-    whole, log = tmp_path / "whole.log", tmp_path / "killed.log"
-    train(name, f"{s3_uri}/whole", tmp_path / "a", whole, ranks=2, nodes=nodes)
+    whole, log = of_two_ranks(name), tmp_path / "killed.log"
     train(name, f"{s3_uri}/run", tmp_path / "b", log, KILL_AT, ranks=2, nodes=nodes)
     lose(tmp_path / "b")
     train(name, f"{s3_uri}/run", tmp_path / "b", log, ranks=2, nodes=nodes)
-    assert_resumed(log, whole)
+    assert_resumed(log, whole, KILL_AT)
 
 
-def assert_resumed(log: Path, whole: Path) -> None:
-    assert [step for step in noted(log, "resumed") if step] == [KILL_AT]
+def assert_resumed(log: Path, whole: Path, *steps: int) -> None:
+    assert [step for step in noted(log, "resumed") if step] == [*steps]
     assert losses(log) == losses(whole)
     assert len(losses(log)) == STEPS
     assert noted(log, "weights") == noted(whole, "weights")
