@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ from tierckpt.checkpoint.journal import FILE_SET_ASIDE, Journal
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
 from tierckpt.drain import write_back
-from tierckpt.errors import CommitAbandonedError, ConfigError, IntegrityError, OperationTimeoutError
+from tierckpt.errors import (
+    CapacityError,
+    CommitAbandonedError,
+    ConfigError,
+    IntegrityError,
+    OperationTimeoutError,
+)
 
 SECONDS = 120.0
 
@@ -446,6 +453,22 @@ def test_a_damaged_file_is_not_sent(top: str, fs: Any, tmp_path: Path) -> None:
     run_cli(["drain", "--resume"])
     assert run_cli(["drain", "--wait"]) != 0
     assert stored(top) == {}
+
+
+def test_no_room_is_said_as_such_and_nothing_is_there(
+    top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.save makes a RuntimeError of what a file raises; a caller may even go on after it."""
+    tight = fsspec.filesystem("tierckpt", local_bytes_max="4MiB", skip_instance_cache=True)
+    with pytest.raises(CapacityError), tight.open(f"{top}/large", "wb") as file:
+        torch.save({"weight": torch.zeros(1 << 22)}, file)
+    file = tight.open(f"{top}/large", "wb")
+    with suppress(CapacityError):
+        file.write(bytes(8 << 20))
+    with pytest.raises(CapacityError):
+        file.close()
+    assert not fs.exists(f"{top}/large")
+    assert not [path for path in (tmp_path / "local" / "written").rglob("*") if path.is_file()]
 
 
 def test_without_write_back_the_store_has_it_at_close(top: str) -> None:

@@ -146,6 +146,8 @@ def pwrite_all(file: int, chunk: Buffer, offset: int, path: Path) -> None:
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM}
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def allocate(file: int, size_bytes: int) -> None:
@@ -160,3 +162,8 @@ def allocate(file: int, size_bytes: int) -> None:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def begin_writeback(file: int, start: int, size_bytes: int) -> None:
+    """Have the disk begin with what was written there through the page cache. A hint: errors come with the fsync."""
+    libc.sync_file_range(file, start, size_bytes, _SYNC_FILE_RANGE_WRITE)

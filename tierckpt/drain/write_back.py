@@ -20,10 +20,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import io
-import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,11 @@ from ..checkpoint.journal import ASIDE, FILE, Entry, Journal, is_uri
 from ..checkpoint.namespace import root_of
 from ..checkpoint.prune import remove_empty
 from ..config import Settings
-from ..disk.durable import create_file, make_dirs, publish, read_whole, temporary_beside, translated
+from ..disk.durable import make_dirs, publish, read_whole, temporary_beside, translated
 from ..disk.file_lock import try_lock
 from ..errors import CommitAbandonedError, ObjectNotFoundError, TierckptError
 from ..format.layout import METADATA, Location, written_file
-from ..format.manifest import FileEntry, digest_of, is_safe_path
+from ..format.manifest import FileEntry, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
 from ..stores.base import Store
 from ..types import Progress, ProgressListener
@@ -66,22 +65,19 @@ def can_carry(location: Location) -> bool:
     return is_uri(location.uri) and is_safe_path(location.name) and is_safe_path(root_of(location)[1])
 
 
-def write(settings: Settings, location: Location, stream: io.BufferedIOBase, size_bytes: int) -> str:
-    """Keep ``stream`` as the file at ``location``, durable on this node. Returns the token that is to be drained."""
-    journal, chunk = Journal(settings.local_root), int(settings.chunk_size_bytes)
+def write(settings: Settings, location: Location, size_bytes: int, keep_as: Callable[[Path], tuple[str, ...]]) -> str:
+    """Keep a file at ``location``, durable on this node. Returns the token that is to be drained.
+
+    Args:
+        keep_as: puts the file under a new name, its bytes durable, and returns the digests of its chunks.
+    """
+    journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
     place = written_file(settings.local_root, token)
     make_dirs(place.parent)
     with translated(place, is_above=True), journal.own(token), temporary_beside(place, is_owned=True) as temporary:
-        digests = []
-        with os.fdopen(create_file(temporary, 0o644), "wb", 0) as file:
-            for _ in range(0, size_bytes, chunk):
-                data = stream.read(chunk)
-                digests.append(digest_of(data))
-                file.write(data)
-            os.fsync(file.fileno())
-        found = FileEntry(location.name, size_bytes, tuple(digests), token=token)
-        journal.write(_entry(token, location, chunk, (found,)))
+        found = FileEntry(location.name, size_bytes, keep_as(temporary), token=token)
+        journal.write(_entry(token, location, int(settings.chunk_size_bytes), (found,)))
         publish(temporary, place)
     _cancel(journal, earlier)
     return token

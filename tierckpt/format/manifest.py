@@ -73,24 +73,41 @@ class ChunkDigest(str):
         return digest
 
 
+class BlockDigests:
+    """The digests of the blocks of one chunk, whose bytes come in order, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._found = list[bytes]()
+        self._block, self._room = xxh3_128(), DIGEST_BLOCK_BYTES
+
+    def update(self, piece: Buffer) -> None:
+        view = memoryview(piece).cast("B")
+        self.size_bytes += len(view)
+        while len(view):
+            count = min(self._room, len(view))
+            self._block.update(view[:count])
+            view, self._room = view[count:], self._room - count
+            if not self._room:
+                self._found.append(self._block.digest())
+                self._block, self._room = xxh3_128(), DIGEST_BLOCK_BYTES
+
+    def end(self) -> bytes:
+        """The digests, one after another: ``BLOCK_DIGEST_BYTES`` each."""
+        if self._room < DIGEST_BLOCK_BYTES or not self._found:
+            self._found.append(self._block.digest())
+        return b"".join(self._found)
+
+
 def blocks_of(*pieces: Buffer) -> bytes:
     """The digests of the blocks of one chunk, one after another: ``BLOCK_DIGEST_BYTES`` each. The cost of a digest.
 
     ``pieces``: the chunk, or what makes it up, in order; nothing is copied.
     """
-    found, block, room = [], xxh3_128(), DIGEST_BLOCK_BYTES
+    digests = BlockDigests()
     for piece in pieces:
-        view = memoryview(piece).cast("B")
-        while len(view):
-            count = min(room, len(view))
-            block.update(view[:count])
-            view, room = view[count:], room - count
-            if not room:
-                found.append(block.digest())
-                block, room = xxh3_128(), DIGEST_BLOCK_BYTES
-    if room < DIGEST_BLOCK_BYTES or not found:
-        found.append(block.digest())
-    return b"".join(found)
+        digests.update(piece)
+    return digests.end()
 
 
 def block_digest(data: Buffer) -> bytes:

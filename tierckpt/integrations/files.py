@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,13 +20,14 @@ from ..config import Settings
 from ..disk import read_lease
 from ..disk.file_io import open_file, pread_all
 from ..drain import write_back as drained
-from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError
+from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, TierckptError
 from ..format.layout import Location, written_file
 from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
 from ..read.file_copies import Copy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
 from ..save import eviction
+from ..save.spool import PIECE_BYTES, Spool, spooled
 from ..stores.schemes import check_target
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
@@ -36,9 +36,6 @@ log = logger("fsspec")
 
 BUFFER_BYTES = 256 << 10
 """What is read at once for reads that are smaller."""
-SPOOL_BYTES = 16 << 20
-"""What a file being written takes of memory; a larger one goes to a file without a name."""
-PIECE_BYTES = 8 << 20
 _CLOSING_FRAMES = 4
 _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
 """Whose ``with`` closes its files also when an exception leaves it."""
@@ -195,12 +192,11 @@ class Writer(io.BufferedIOBase):
     """
 
     def __init__(
-        self, fs: Any, path: str, put: Callable[[io.BufferedIOBase, int], None], scratch: Path, *, autocommit: bool
+        self, fs: Any, path: str, put: Callable[[Spool, int], None], spool: Spool, *, autocommit: bool
     ) -> None:
         self.fs, self.path, self.mode = fs, path, "wb"
-        self._put, self._autocommit = put, autocommit
-        folder = str(scratch) if scratch.is_dir() else None
-        self._spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder)  # noqa: SIM115  # closed by what ends this
+        self._put, self._autocommit, self._spool = put, autocommit, spool
+        self._failure: TierckptError | None = None
         self._is_open = True
         self._handled = sys.exception()
 
@@ -216,7 +212,11 @@ class Writer(io.BufferedIOBase):
 
     def write(self, data: Any) -> int:
         self._check()
-        return self._spool.write(data)
+        try:
+            return self._spool.write(data)
+        except TierckptError as error:
+            self._failure = error
+            raise
 
     def tell(self) -> int:
         self._check()
@@ -269,9 +269,11 @@ class Writer(io.BufferedIOBase):
         if self._spool.closed:
             return
         with self._spool as spool:
+            if self._failure is not None:
+                raise self._failure
             size_bytes = spool.seek(0, io.SEEK_END)
             spool.seek(0)
-            self._put(spool, size_bytes)  # type: ignore[arg-type]
+            self._put(spool, size_bytes)
 
     def discard(self) -> None:
         """Forget what was written."""
@@ -279,10 +281,13 @@ class Writer(io.BufferedIOBase):
         self._spool.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.discard()
-        else:
+        if kind is None:
             self.close()
+            return
+        self.discard()
+        # torch.save makes another error of it.
+        if self._failure is not None and self._failure is not error and isinstance(error, Exception):
+            raise self._failure
 
     def __del__(self) -> None:
         if getattr(self, "_is_open", False):
@@ -370,8 +375,9 @@ def put(
     client.run(client.mover.browser.check_change(location))
     if write_back:
         client.recover()
-        eviction.make_room(settings, size_bytes, settings.local_root)
-        client.drain_in_background(drained.write(settings, location, stream, size_bytes))
+        with stream if isinstance(stream, Spool) else spooled(settings, stream) as spool:
+            eviction.make_room(settings, spool.size_bytes, settings.local_root, reserved_bytes=spool.reserved_bytes)
+            client.drain_in_background(drained.write(settings, location, spool.size_bytes, spool.keep_as))
         return
     if size_bytes <= PIECE_BYTES:
         data = stream.read()

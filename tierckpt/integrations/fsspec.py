@@ -29,10 +29,11 @@ from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
 from ..format.layout import METADATA, TIER_FORMS, Location, parse_uri
 from ..mover import Mover
 from ..poll import LOCAL, Poll
+from ..save.spool import PIECE_BYTES, Spool
 from ..stores.schemes import check_location, check_target
 from ..telemetry import logger
 from ..tracebacks import short_traceback
-from .files import PIECE_BYTES, CompressingWriter, Reader, TextWriter, Writer, open_raw, put
+from .files import CompressingWriter, Reader, TextWriter, Writer, open_raw, put
 
 log = logger("fsspec")
 
@@ -188,15 +189,16 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return Reader(self, name, thing, self._info(name, thing), self.settings)
         if mode not in ("wb", "xb", "ab"):
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
-        check_target(self._location(name), self.settings.local_root)
-        self._run(self._mover.browser.check_change(self._location(name)))
-        if mode == "xb" and self.exists(name):
+        location, is_new = self._location(name), mode == "xb"
+        check_target(location, self.settings.local_root)
+        self._run(self._mover.browser.check_change(location))
+        if is_new and self.exists(name):
             raise FileExistsError(name)
         writer = Writer(
             self,
             name,
-            lambda stream, size: self._write(name, stream, size, if_absent=mode == "xb"),
-            Path(self.settings.local_root),
+            lambda stream, size: self._write(name, stream, size, if_absent=is_new),
+            Spool(self.settings, is_kept=self._is_behind(location, is_new)),
             autocommit=autocommit,
         )
         if mode == "ab" and self.exists(name):
@@ -324,10 +326,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _write(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         location = self._location(path)
-        is_behind = self.write_back and self.settings.drain and not if_absent and write_back.can_carry(location)
+        is_behind = self._is_behind(location, if_absent)
         if not is_behind:  # what was written or removed there before would drain over it (W1)
             self.wait(path, ARRIVE_SECONDS)
         put(self.settings, location, stream, size_bytes, if_absent=if_absent, write_back=is_behind)
+
+    def _is_behind(self, location: Location, if_absent: bool) -> bool:
+        return self.write_back and self.settings.drain and not if_absent and write_back.can_carry(location)
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:

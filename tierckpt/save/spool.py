@@ -1,0 +1,169 @@
+"""The spool of a file that is being written: memory while it is small, then a file of the local tier without a name.
+
+To be kept it only gets a name: nothing is written twice. Written from front to back, it is digested on the way, and the
+disk begins with each piece at once, so that the fsync at the end waits for the last one.
+
+Invariants:
+    S1  Until it is kept nobody sees it, and the kernel frees it with its last descriptor (O_TMPFILE, open(2)): a
+        process that is killed leaves nothing.
+    S2  After a write anywhere but at its end, all of it is read once more and digested then.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from ..config import Settings
+from ..disk.durable import create_file, make_dirs, translated, write_all
+from ..disk.file_io import begin_writeback
+from ..format.layout import written_file
+from ..format.manifest import BlockDigests, digest_of, digest_of_blocks
+from . import eviction
+
+MEMORY_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
+
+
+class Spool(io.BufferedIOBase):
+    """A file that is written, and then kept on the local tier (``is_kept``), or read.
+
+    Raises (``write``): CapacityError: no room, as a save; what else the file system says, as an error of ours.
+    """
+
+    def __init__(self, settings: Settings, *, is_kept: bool) -> None:
+        self._settings, self._is_kept = settings, is_kept
+        self._file: IO[bytes] = io.BytesIO()
+        self._is_in_memory, self._can_be_named = True, False
+        self._at = self._begun_bytes = 0
+        self.size_bytes = 0
+        self._room_bytes = MEMORY_BYTES
+        """The size from which on it has to be asked for room."""
+        self._digests, self._chunk = list[str](), BlockDigests()
+        self._is_in_order = is_kept
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What it has of the disk already, when it is kept."""
+        return self.size_bytes if self._can_be_named else 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = self._file.read(-1 if size is None else size)
+        self._at += len(data)
+        return data
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        view = view.cast("B")
+        with translated(self._settings.local_root):
+            if self._is_in_memory and self._at + len(view) > MEMORY_BYTES:
+                self._roll_over()
+            for start in range(0, len(view), PIECE_BYTES):
+                self._write_piece(view[start : start + PIECE_BYTES])
+        return len(view)
+
+    def _roll_over(self) -> None:
+        file, root = None, self._settings.local_root
+        if self._is_kept:
+            directory = written_file(root, "").parent
+            make_dirs(directory)
+            try:
+                fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644)
+                file, self._can_be_named = os.fdopen(fd, "w+b"), True
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE:
+                    raise
+        if file is None:
+            file = tempfile.TemporaryFile(dir=root if root.is_dir() else None)  # noqa: SIM115  # close does
+        file.write(self._file.getvalue())  # type: ignore[attr-defined]
+        file.seek(self._at)
+        self._file, self._is_in_memory = file, False
+
+    def _write_piece(self, piece: memoryview) -> None:
+        stop = self._at + len(piece)
+        if self._is_kept and stop > self._room_bytes:
+            eviction.make_room(self._settings, stop, self._settings.local_root, reserved_bytes=self.size_bytes)
+            self._room_bytes = stop + PIECE_BYTES
+        self._file.write(piece)
+        self._is_in_order = self._is_in_order and self._at == self.size_bytes
+        self._at, self.size_bytes = stop, max(stop, self.size_bytes)
+        if self._is_in_order:
+            self._digest(piece)
+            whole = stop - stop % PIECE_BYTES  # a page that is on its way is not written to again
+            if whole > self._begun_bytes:
+                begin_writeback(self._file.fileno(), self._begun_bytes, whole - self._begun_bytes)
+                self._begun_bytes = whole
+
+    def _digest(self, view: memoryview) -> None:
+        chunk = int(self._settings.chunk_size_bytes)
+        while view:
+            count = min(len(view), chunk - self._chunk.size_bytes)
+            self._chunk.update(view[:count])
+            view = view[count:]
+            if self._chunk.size_bytes == chunk:
+                self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        self._digests.append(digest_of_blocks(self._chunk.end()))
+        self._chunk = BlockDigests()
+
+    def keep_as(self, path: Path) -> tuple[str, ...]:
+        """Give what was written the new name ``path``, its bytes durable, the name not. Return its chunks' digests.
+
+        Raises OSError, or an error of ours. Cost: one fsync; a copy where the file system has no files without a name.
+        """
+        self._file.flush()
+        if not self._is_linked(path):
+            self._file.seek(0)
+            with os.fdopen(create_file(path, 0o644), "wb", 0) as file:
+                while piece := self._file.read(PIECE_BYTES):
+                    write_all(file.fileno(), piece)
+                os.fsync(file.fileno())
+        if self._is_in_order:
+            if self._chunk.size_bytes:
+                self._end_chunk()
+            return tuple(self._digests)
+        self._file.seek(0)
+        chunk = int(self._settings.chunk_size_bytes)
+        return tuple(digest_of(self._file.read(chunk)) for _ in range(0, self.size_bytes, chunk))
+
+    def _is_linked(self, path: Path) -> bool:
+        if not self._can_be_named:
+            return False
+        fd = self._file.fileno()
+        os.fsync(fd)
+        try:
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)  # given a directory, linkat follows the link
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Flushes nothing: a forked child would write what its parent's buffer had once more."""
+        getattr(self._file, "raw", self._file).close()
+        super().close()
+
+
+def spooled(settings: Settings, stream: io.BufferedIOBase) -> Spool:
+    """What ``stream`` has, to be kept."""
+    spool = Spool(settings, is_kept=True)
+    while piece := stream.read(PIECE_BYTES):
+        spool.write(piece)
+    return spool
