@@ -1,7 +1,8 @@
 """Adoption: a directory that somebody else wrote becomes a committed checkpoint, and drains like any other.
 
     1. the journal entry (J1), then the files are taken into the local tier under names no commit has used (P3)
-    2. they are digested there, and the directory is looked at again: it must be what it was (save/adopted_directory.py)
+    2. they are made durable and digested there, and the directory is looked at again: it must be what it was
+       (save/adopted_directory.py)
     3. the journal entry with the manifest, then the local commit, then the drain: as a save (docs/internals/commit.md)
 A crash before 3 leaves an entry that the next process works off, and the writer's directory as it was.
 """
@@ -170,7 +171,7 @@ def _adopt(
             adopted = directory / adopted_dir(token)
             with source.staying(place):
                 source.take_in(files, adopted, links=links)
-            digests = source.digests(adopted, sizes, entry.chunk_size_bytes)
+            digests = source.settle(adopted, sizes, entry.chunk_size_bytes)
             source.check_same(place, files, links)
             found = tuple(
                 FileEntry(path, sizes[path], digests[path], part.rank, token, f"{adopted_dir(token)}/{path}")

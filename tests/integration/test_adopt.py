@@ -150,7 +150,7 @@ def test_killed_right_after_adopting_another_process_drains_it(written: Path, tm
     assert restored(tmp_path / "run", tmp_path / "back") == before
 
 
-@pytest.mark.parametrize("where", ["save.adopted_directory.digests", "checkpoint.local_commit.commit_local"])
+@pytest.mark.parametrize("where", ["save.adopted_directory.settle", "checkpoint.local_commit.commit_local"])
 def test_killed_before_the_commit_nothing_is_left_and_it_can_be_adopted_again(
     where: str, written: Path, tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_file_that_is_open_for_writing_refuses_the_directory(written: Path, tm
 def test_two_looks_that_differ_refuse_the_directory(
     change: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = directories.digests
+    settle = directories.settle
 
     def changed(*arguments: object) -> object:
         model = written / "model.safetensors"
@@ -252,9 +252,9 @@ def test_two_looks_that_differ_refuse_the_directory(
         else:
             shutil.copy2(model, written.parent / "new")
             (written.parent / "new").replace(model)
-        return digest(*arguments)  # type: ignore[arg-type]
+        return settle(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(directories, "digests", changed)
+    monkeypatch.setattr(directories, "settle", changed)
     with pytest.raises((CheckpointError, ConfigError)):
         tierckpt.adopt(written, tmp_path / "run" / "step-5")
     assert tierckpt.latest(tmp_path / "run") is None

@@ -19,11 +19,11 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..disk.durable import create_file, durable_link, fsync_dir, make_dirs, translated
+from ..disk.durable import create_file, fsync_dir, fsync_file, make_dirs, translated
 from ..disk.file_io import open_file, pread_all
 from ..errors import CheckpointError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR, Location
@@ -36,7 +36,8 @@ THREADS = 4
 COPY_BYTES = 8 << 20
 KEY_BYTES_MAX = 1024
 """Of a key of S3 and of GCS. Azure takes as many characters."""
-QUIET_SECONDS = 0.05
+CLOCK_REALTIME_COARSE = 5
+QUIET_SECONDS = 2 * time.clock_getres(CLOCK_REALTIME_COARSE)
 """Time stamps are as fine as a tick of the kernel: what was written later than this ago is looked at a moment later."""
 
 
@@ -187,29 +188,30 @@ def _is_open_for_writing(path: Path) -> bool:
 
 
 def take_in(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
-    """Give each file a durable name below ``target``: a hard link where ``links``, else a reflink, else a copy (A3)."""
-    with translated(target, is_above=True):
+    """Give each file a name below ``target``: a hard link where ``links``, else a reflink, else a copy (A3)."""
+    with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as pool:
         for place in sorted({(target / path).parent for path in files}):
             make_dirs(place)
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda path: _take_file(files[path].place, target / path, links), files))
-        for place in {(target / path).parent for path in files}:
-            fsync_dir(place)
+        list(pool.map(lambda path: _take_file(files[path].place, target / path, links), files))
 
 
 def _take_file(source: Path, target: Path, links: bool) -> None:
-    if links and durable_link(source, target):
-        return
-    with os.fdopen(open_file(source), "rb", 0) as old, os.fdopen(create_file(target, 0o644), "wb", 0) as new:
+    if links:
+        with suppress(OSError):
+            target.hardlink_to(source)
+            return
+    with os.fdopen(open_file(source), "rb", 0) as old, os.fdopen(create_file(target, 0o644), "wb") as new:
         try:
             fcntl.ioctl(new, FICLONE, old.fileno())
         except OSError:  # another file system, or one that shares no blocks
             shutil.copyfileobj(old, new, COPY_BYTES)
-        os.fsync(new.fileno())
 
 
-def digests(target: Path, sizes: Mapping[str, int], chunk_size_bytes: int) -> dict[str, tuple[str, ...]]:
-    """Return the digests of the chunks of each file below ``target``, read with a few threads."""
+def settle(target: Path, sizes: Mapping[str, int], chunk_size_bytes: int) -> dict[str, tuple[str, ...]]:
+    """Have the files below ``target``, and their names, durable. Return the digests of the chunks of each.
+
+    Cost: an fsync for each file and directory, several at a time, and meanwhile one read of every byte.
+    """
 
     def digest(place: tuple[str, int]) -> str:
         path, start = place
@@ -222,6 +224,10 @@ def digests(target: Path, sizes: Mapping[str, int], chunk_size_bytes: int) -> di
 
     starts = {path: range(chunk_count(size, chunk_size_bytes)) for path, size in sizes.items()}
     places = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]
-    with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as pool:
+    with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as disk, ThreadPoolExecutor(THREADS) as pool:
+        flushed = disk.map(lambda path: fsync_file(target / path), sorted(sizes, key=lambda path: -sizes[path]))
         found = iter(list(pool.map(digest, places)))
+        list(flushed)
+        for place in {(target / path).parent for path in sizes}:
+            fsync_dir(place)
     return {path: tuple(next(found) for _ in indices) for path, indices in starts.items()}
