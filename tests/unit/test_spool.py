@@ -62,6 +62,10 @@ def test_what_is_kept_is_what_was_written_and_its_digests_are_right(
                 data = dice.randbytes(dice.choice([0, 1, 700, 64 * KiB, 100 * KiB + 1, 400 * KiB]))
                 assert file.write(data) == model.write(data)
                 assert file.tell() == model.tell()
+                if dice.random() < 0.2:
+                    os.fsync(file.fileno())
+                    with pytest.raises(OSError, match="Bad file descriptor"):
+                        os.write(file.fileno(), b"past its digests")
             kept = tmp_path / f"kept-{seed}"
             digests = file.keep_as(kept)
             assert file.size_bytes == len(model.getvalue())

@@ -230,11 +230,9 @@ class Writer(io.BufferedIOBase):
         """Nothing is to be seen of it before it is whole."""
 
     def fileno(self) -> int:
-        """Of the scratch file. Stock FsspecWriter syncs by it; where there is none, it syncs the whole machine."""
+        """To be synced, as stock FsspecWriter does; where there is none, it syncs the whole machine."""
         self._check()
-        descriptor = self._spool.fileno()
-        self._spool.flush()  # what is written through the descriptor comes after
-        return descriptor
+        return self._spool.fileno()
 
     def _check(self) -> None:
         if not self._is_open:

@@ -46,6 +46,7 @@ class Spool(io.BufferedIOBase):
         """The size from which on it has to be asked for room."""
         self._digests, self._chunk = list[str](), BlockDigests()
         self._is_in_order = is_kept
+        self._to_sync = -1
 
     @property
     def reserved_bytes(self) -> int:
@@ -78,6 +79,16 @@ class Spool(io.BufferedIOBase):
             for start in range(0, len(view), PIECE_BYTES):
                 self._write_piece(view[start : start + PIECE_BYTES])
         return len(view)
+
+    def fileno(self) -> int:
+        """A descriptor to sync. It is read-only: what is written past ``write`` would not be digested."""
+        if self._to_sync < 0:
+            with translated(self._settings.local_root):
+                if self._is_in_memory:
+                    self._roll_over()
+                self._to_sync = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
+        self._file.flush()
+        return self._to_sync
 
     def _roll_over(self) -> None:
         file, root = None, self._settings.local_root
@@ -158,6 +169,9 @@ class Spool(io.BufferedIOBase):
     def close(self) -> None:
         """Flushes nothing: a forked child would write what its parent's buffer had once more."""
         getattr(self._file, "raw", self._file).close()
+        if self._to_sync >= 0:
+            os.close(self._to_sync)
+            self._to_sync = -1
         super().close()
 
 
