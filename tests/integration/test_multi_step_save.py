@@ -113,7 +113,7 @@ def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: st
     check_restored(file_uri, 3, job.kept[3])
 
 
-@pytest.mark.parametrize("end", ["close", "wait", "the with block", "restore"])
+@pytest.mark.parametrize("end", ["close", "wait", "the with block", "restore", "result"])
 def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str) -> None:
     job = Job()
     with Checkpointer(file_uri, mode="multi_step", window_steps=7) as checkpointer:
@@ -124,12 +124,27 @@ def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str
             checkpointer.step(job.number, job.state)
         if end == "restore":
             assert checkpointer.restore(job.state) == 4
+        elif end == "result":
+            saved.result()
         elif end != "the with block":
             getattr(checkpointer, end)()
     saved.result(SECONDS)
     (record,) = checkpointer.stats
     assert record.step == 4 and "before the last step" in record.fallback
     check_restored(file_uri, 4, job.kept[4])
+
+
+def test_a_window_that_ends_within_a_step_is_of_no_step(file_uri: str) -> None:
+    job = Job()
+    with Checkpointer(file_uri, mode="multi_step", window_steps=7) as checkpointer:
+        job.train()
+        saved = checkpointer.save(1, job.state)
+        job.train()
+        with pytest.raises(CheckpointError, match="within the step behind 1"):
+            checkpointer.wait("local")
+        assert saved.exception() is not None and not checkpointer.stats
+        checkpointer.save(job.number, job.state).result()
+    check_restored(file_uri, 2, job.kept[2])
 
 
 @pytest.mark.parametrize("memory", ["is there", "runs out"])
@@ -240,7 +255,10 @@ def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
 def test_two_windows_at_once_are_refused(file_uri: str) -> None:
     """That is also what a loop hears that never calls step."""
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", window_steps=4) as checkpointer:
+    with (
+        pytest.raises(CheckpointError, match="within the step behind 1"),
+        Checkpointer(file_uri, mode="multi_step", window_steps=4) as checkpointer,
+    ):
         job.train()
         checkpointer.save(1, job.state)
         job.train()
@@ -255,6 +273,9 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
         ({"window_steps": 4}, "window_steps is given, and mode is 'async'"),
         ({"mode": "multi_step", "window_steps": 0}, "window_steps is 0"),
         ({"mode": "multi_step", "window_steps": "many"}, "window_steps is 'many'"),
+        ({"mode": "multi_step", "window_steps": 2.5}, "window_steps is 2.5"),
+        ({"mode": "multi_step", "window_steps": None}, "window_steps is None"),
+        ({"interval": 2.5}, "interval is 2.5"),
         (
             {"mode": "multi_step", "window_steps": 8, "interval": 7},
             "window_steps is 8, and a save begins every 7",

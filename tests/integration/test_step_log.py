@@ -172,7 +172,8 @@ def test_info_shows_the_logs_of_a_run_and_those_behind_a_checkpoint(
 
 
 def test_what_is_asked_for_is_a_number_of_steps_or_a_time(run: Runs) -> None:
-    for asked in ("often", "0 steps", "5 s", "steps"):
+    asked: Any
+    for asked in ("often", "0 steps", "5 s", "steps", 5, None):
         with pytest.raises(ConfigError, match="gradient_log is"):
             run(gradient_log=asked)
 
@@ -412,7 +413,7 @@ def test_a_step_that_a_scaler_skips_changes_the_scaler_alone(run: Runs, fused: b
 
 
 def test_two_optimizers_that_take_turns_and_a_copy_that_follows(run: Runs) -> None:
-    """An optimizer is stepped in each step, or both; an average of the weights is no optimizer's; frozen ones rest."""
+    """An optimizer is stepped in each step, or both; averages of the weights are no optimizer's; frozen ones rest."""
     torch.manual_seed(2)
     one, two, frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     average = torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -421,6 +422,7 @@ def test_two_optimizers_that_take_turns_and_a_copy_that_follows(run: Runs) -> No
         "two": two,
         "frozen": frozen,
         "average": average,
+        "untraced": (untraced := nn.Linear(4, 4)),
         "first": torch.optim.AdamW(one.parameters()),
         "second": torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     }
@@ -432,9 +434,11 @@ def test_two_optimizers_that_take_turns_and_a_copy_that_follows(run: Runs) -> No
         for name in ("first", "second"):
             state[name].zero_grad()
         average.update_parameters(one)
+        for mean, weight in zip(untraced.parameters(), one.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(weight.data, alpha=0.1)
         checkpointer.step(number, state)
     checkpointer.close()
-    modules = [one, two, frozen, average]
+    modules = [one, two, frozen, average, untraced]
     wanted = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
     for module in modules:
         for value in module.state_dict().values():

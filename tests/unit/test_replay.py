@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError
 from tierckpt.replay import log as logs
@@ -314,6 +315,10 @@ def test_parameters_on_meta_are_refused() -> None:
         Capture(torch.optim.AdamW(model.parameters()), lambda step: None)
 
 
+def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    optimizer.param_groups[0]["params"][0].grad.mul_(0.5)
+
+
 def test_what_breaks_a_recording_ends_it_with_a_reason() -> None:
     def recorded() -> tuple[torch.optim.Optimizer, Capture, list[Step]]:
         model, steps = model_of(), list[Step]()
@@ -339,9 +344,52 @@ def test_what_breaks_a_recording_ends_it_with_a_reason() -> None:
     assert "past its hooks" in capture.broken and len(steps) == 1
 
     optimizer, capture, steps = recorded()
+    with torch.no_grad():
+        next(iter(optimizer.state.values()))["exp_avg"].zero_()
+    optimizer.step()
+    assert "or its state was" in capture.broken and len(steps) == 1 and capture.version == 2
+
+    optimizer, capture, steps = recorded()
+    optimizer.register_step_pre_hook(halve)
+    optimizer.step()
+    assert "behind the one that records" in capture.broken and len(steps) == 1
+
+    optimizer, capture, steps = recorded()
     capture.close()
     optimizer.step()
     assert len(steps) == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_not_recorded() -> None:
+    weight, steps = nn.Parameter(torch.ones(3)), list[Step]()
+    optimizer = torch.optim.AdamW([weight])
+    capture = Capture(optimizer, steps.append)
+    weight.grad = torch.ones(3)
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert "compiled" in capture.broken and not steps
+
+
+class Derived(torch.optim.AdamW):
+    def __init__(self, weights: list[nn.Parameter], rate: float) -> None:
+        super().__init__(weights, lr=rate)
+
+
+def test_other_arguments_and_hooks_for_all_optimizers_change_nothing() -> None:
+    weight, steps = nn.Parameter(torch.ones(3)), list[Step]()
+    copied = weight.detach().clone()
+    optimizer = Derived([weight], 0.1)
+    capture = Capture(optimizer, steps.append)
+    halving = register_optimizer_step_pre_hook(halve)
+    with contextlib.ExitStack() as stack:
+        stack.callback(halving.remove)
+        for _ in range(2):
+            weight.grad = torch.tensor([1.0, 2.0, 3.0])
+            optimizer.step()
+        replay = Replay(Derived, {"0.0": copied}, {}, version=0)
+        for step in steps:
+            replay.apply(step)
+    assert not capture.broken and torch.equal(copied, weight)
 
 
 def reader(data: bytes | bytearray | memoryview) -> Callable[[int, int], memoryview]:

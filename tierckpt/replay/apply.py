@@ -2,7 +2,9 @@
 
 Invariants:
     A1  A step is applied to a state of the version before it, and to no other: none is missed, repeated, or reordered.
-    A2  The same class, the same implementation (fused or not) and the same shape of each parameter give the same bits.
+    A2  The same class, the same implementation (fused or not) and the same shape and strides of each parameter and its
+        gradient give the same bits: a fused step of torch.optim goes through memory, and rounds the last few elements
+        there otherwise. Hooks for the steps of all optimizers have had their say in training.
         Which parameters are stepped together, and by how many threads, changes nothing (R1).
 """
 
@@ -15,6 +17,7 @@ import torch
 
 from ..errors import IntegrityError, StateMismatchError
 from .capture import Step
+from .optimizers import base_of
 
 
 class Replay:
@@ -42,7 +45,7 @@ class Replay:
         state: Mapping[str, Mapping[str, Any]],
         version: int,
     ) -> None:
-        self.kind = kind
+        self.kind = base_of(kind)  # one that is derived may be made of other arguments
         self.version = version
         self.parameters = dict(parameters)
         self._state = {key: dict(state.get(key, {})) for key in parameters}
@@ -79,7 +82,8 @@ class Replay:
         if self.kind is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups):
             for tensor in self.parameters.values():  # foreach writes over them (torch 2.13), and they are the caller's
                 tensor.grad = tensor.grad.clone() if tensor.grad is not None else None
-        optimizer.step()
+        update: Any = type(optimizer).step
+        (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer)
         for tensor in self.parameters.values():
             tensor.grad = None
 
@@ -93,7 +97,8 @@ class Replay:
                 f"{tensor.dtype} {list(tensor.shape)}",
                 hint="The log is of another sharding or precision. Restore the newest whole checkpoint",
             )
-        return gradient.to(tensor.device)
+        found = gradient.to(tensor.device)
+        return found if found.stride() == tensor.stride() else torch.empty_like(tensor).copy_(found)
 
     def _built(self, hyperparameters: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
         if self._optimizer is None:

@@ -5,21 +5,22 @@ Invariants:
         closure where there is one. Foreach SGD with Nesterov's momentum writes over them. A fused step under a
         GradScaler unscales them in place and writes over nothing, so these are copied when it has ended.
     C2  Hyperparameters are those of the step, taken before it: a scheduler may change them at any time between two.
-    C3  What cannot be replayed is never recorded as if it could. A change of groups or parameters, ``load_state_dict``,
-        and a step that went past the hooks end the recording, with a reason.
+    C3  What cannot be replayed is never recorded as if it could. A change of groups, ``load_state_dict``, a write to a
+        parameter or to its state by anything but a step, and one to gradients behind this end the recording, with a
+        reason. Other hooks of a step are no part of it: this looks first when an update has ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..errors import TierckptError
 from ..telemetry import logger
-from .optimizers import check_replayable, local, parameters_of
+from .optimizers import check_replayable, local, parameters_of, writes_of
 
 log = logger("replay")
 
@@ -81,12 +82,16 @@ class Capture:
         self._on_step = on_step
         self._copy = copy
         self._gradients: Gradients | None = None
-        self._shape = _shape(optimizer)
-        self._counters = _counters(optimizer)
+        self._taken: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        """Parameter, gradient, and how often that was written to when it was recorded."""
+        self._shape, self._writes = _shape(optimizer), writes_of(optimizer)
         self._hyperparameters: list[dict[str, Any]] = []
         self._found_inf: torch.Tensor | None = None
+        updated = optimizer.register_step_post_hook(self._updated)
+        cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(updated.id, last=False)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
+            updated,
             optimizer.register_step_post_hook(self._after),
             optimizer.register_load_state_dict_post_hook(lambda _: self.end("load_state_dict replaced its state")),
         ]
@@ -96,6 +101,19 @@ class Capture:
         if not self.broken:
             self.broken = reason
             log.info("steps of %s are not recorded any more: %s", type(self.optimizer).__name__, reason)
+
+    def look(self) -> str:
+        """Return ``broken``, by what is there now. Cost: a look at each parameter and at its state."""
+        if self.broken:
+            return self.broken
+        if _shape(self.optimizer) != self._shape:
+            self.end("its groups or parameters changed")
+        elif writes_of(self.optimizer) != self._writes:
+            self.end(
+                "a parameter was changed beside the optimizer, or its state was, or a step went past its hooks (fused "
+                "into backward, or made by another optimizer)"
+            )
+        return self.broken
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -107,14 +125,10 @@ class Capture:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._gradients = None
-        if self.broken:
-            return None
-        if _shape(optimizer) != self._shape:
-            self.end("its groups or parameters changed")
-        elif _counters(optimizer) != self._counters:
-            self.end("a step went past its hooks (an optimizer fused into backward, or another one over its state)")
-        else:
+        self._gradients, self._taken = None, []
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback():  # this is called within torch.compile
+            self.end("its step is compiled, and rounds otherwise than torch.optim does")
+        if not self.look():
             self._hyperparameters = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
             found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the call
             self._found_inf = found.detach().clone() if found is not None else None
@@ -139,23 +153,33 @@ class Capture:
             gradient = parameter.tensor.grad
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided:
-                self.end(f"the gradient of {parameter.name} is sparse")
+            if gradient.layout is not torch.strided or gradient.dtype != parameter.tensor.dtype:
+                self.end(f"the gradient of {parameter.name} is {gradient.dtype} ({gradient.layout})")
                 return
             gradients[parameter.key] = local(gradient.detach())
+            self._taken.append((parameter.tensor, gradient, gradient._version))
         try:
             self._gradients = self._copy(gradients)
         except TierckptError as error:  # training goes on, without a record of it
             self.end(str(error))
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        taken, self._taken = self._taken, []
         if self.broken:
             return
-        if self._gradients is None:
+        self._writes = writes_of(optimizer)
+        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD may write to them itself (C1)
+            return
+        for parameter, gradient, version in taken:
+            if gradient._version != version or parameter.grad is not gradient:
+                self.end("a hook of its step changed gradients behind the one that records them")
+                return
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._gradients is None and not self.broken:
             self._take()
         self.version += 1
-        self._counters = _counters(optimizer)
-        if self._gradients is None:
+        if self._gradients is None or self.broken:
             return
         gradients, self._gradients = self._gradients, None
         try:
@@ -179,15 +203,3 @@ def _copied(value: Any) -> Any:
 
 def _shape(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(id(tensor) for tensor in group["params"]) for group in optimizer.param_groups)
-
-
-def _counters(optimizer: torch.optim.Optimizer) -> list[int]:
-    """How often the counters of steps were written: they move with every step."""
-    found = []
-    for state in optimizer.state.values():
-        counter = state.get("step")
-        if isinstance(counter, torch.Tensor):
-            found.append(counter._version)
-        elif counter is not None:
-            found.append(int(counter))
-    return found

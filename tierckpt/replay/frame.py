@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import ConfigError
 from ..save import log_segments
 from .capture import Step
 
@@ -179,6 +180,10 @@ def to_json(value: Any) -> Any:
         }
     if isinstance(value, tuple | list):
         return [to_json(one) for one in value]
+    if not isinstance(value, bool | int | float | str | None):
+        raise ConfigError(f"an option is a {type(value).__name__} ({value!r}), and none that can be written down",
+            hint="Write numbers as those of Python: float(...)",
+        )  # fmt: skip
     return value
 
 

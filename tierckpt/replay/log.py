@@ -313,18 +313,14 @@ class _Recorder:
         self._owner, self._name = owner, name
         self._copying: tuple[list[str], Copy] | None = None
         self._reason = ""
-        self._changes = _changes(optimizer)
         self._gradients: dict[int, int] = {}
         """Of the last step, by where they lay: how often they were written."""
         self._implementations = [implementation_of(group) for group in optimizer.param_groups]
-        self._look = optimizer.register_step_pre_hook(self._before)
         self.capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
 
     @property
     def broken(self) -> str:
-        if not self._reason and _changes(self.optimizer) != self._changes:
-            self._reason = "a parameter was changed beside the optimizer"
-        return self._reason or self.capture.broken
+        return self._reason or self.capture.look()
 
     def take(self) -> Part | None:
         if self.pending is None:
@@ -334,11 +330,7 @@ class _Recorder:
         return Part(step, keys, copy, dtypes)
 
     def close(self) -> None:
-        self._look.remove()
         self.capture.close()
-
-    def _before(self, *_: Any) -> None:
-        self._reason = self.broken
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         keys = list(gradients)
@@ -364,7 +356,6 @@ class _Recorder:
 
     def _on_step(self, step: Step) -> None:
         self._owner._link.update_ends()
-        self._changes = _changes(self.optimizer)
         step = replace(step, hyperparameters=explicit(step.hyperparameters, self._implementations))
         if self.pending is not None:
             self._reason = self._reason or "the optimizer was stepped twice between two calls of end_of_step"
@@ -374,13 +365,6 @@ class _Recorder:
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(local(one.tensor).nbytes for one in parameters_of(optimizer))
-
-
-def _changes(optimizer: torch.optim.Optimizer) -> list[int]:
-    """What moves when something writes to a parameter, whoever it is."""
-    tensors = [one.tensor for one in parameters_of(optimizer)]
-    shards = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
-    return [one._version for one in (*tensors, *shards)] + [one.data_ptr() for one in shards]
 
 
 def roll_forward(

@@ -56,7 +56,6 @@ COPY_TIMEOUT_SECONDS = 600.0
 STEPS_MEASURED = 9
 OUT_OF_MEMORY = "host memory ran out"
 HANGS = "copies to host memory, or the steps made again on them, hang"
-EDITED = "a parameter was changed by something beside the optimizer"
 Take = Callable[[], Any]
 
 
@@ -83,7 +82,6 @@ class _Window:
     """By version: whose are wanted, whose were copied."""
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    edits: tuple[int, ...] = ()
     fingerprints: Future[dict[str, Fingerprint]] | None = None
     """Of the last version, taken before the step that would write over it."""
     failure: str = ""
@@ -183,6 +181,11 @@ class MultiStepStager:
         return self._window is not None
 
     @property
+    def steps(self) -> int:
+        """How many steps the optimizer has made since the window was opened."""
+        return self._capture.version
+
+    @property
     def failure(self) -> str:
         """Why an open window cannot be brought to one version. '' while it can."""
         window = self._window
@@ -236,7 +239,7 @@ class MultiStepStager:
             return
         begun = time.perf_counter()
         try:
-            window.failure = window.failure or self._capture.broken
+            window.failure = window.failure or self._capture.look()
             if window.steps_left and not window.failure:
                 window.steps_left -= 1
                 following = next((part for part in window.parts if part.version < 0), None)
@@ -313,7 +316,9 @@ class MultiStepStager:
         keys = set(part.keys)
         parameters = [one for one in parameters_of(self.optimizer) if one.key in keys]
         part.version = self._capture.version
-        part.copy = self.link.copy([one for parameter in parameters for one in self._tensors(parameter)], PARTS)
+        sources = [one for parameter in parameters for one in self._tensors(parameter)]
+        strides = [one.stride() for one in sources]
+        part.copy = self.link.copy(sources, PARTS)
         window.copies.append(part.copy)
         kind, copy, version = type(self.optimizer), part.copy, part.version
         states = {one.key: self._state(one) for one in parameters}
@@ -322,7 +327,7 @@ class MultiStepStager:
             copy.done.result(COPY_TIMEOUT_SECONDS)
             if copy.was_changed:
                 raise CheckpointError("a part was changed by something beside the optimizer while it was copied")
-            tensors = iter(copy.result)
+            tensors = map(_laid, copy.result, strides)
             copied = {}
             for key, state in states.items():
                 copied[key] = next(tensors)
@@ -342,9 +347,6 @@ class MultiStepStager:
         window = self._window
         if window is None:
             return
-        edits = self._edits() if window.edits else ()
-        if len(edits) == len(window.edits) and edits != window.edits:
-            window.failure = window.failure or EDITED
         for part in window.parts:
             if part.copy is not None and not part.copy.done.done() and not window.failure:
                 window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
@@ -359,13 +361,6 @@ class MultiStepStager:
 
     def _after_step(self, *_: Any) -> None:
         self._stepped_at, self._logged = time.perf_counter(), None
-        if self._window is not None and self._defers:
-            self._window.edits = self._edits()
-
-    def _edits(self) -> tuple[int, ...]:
-        """How often each parameter was written to: what is found later, or on a device, costs the window."""
-        tensors = (one.tensor for one in parameters_of(self.optimizer))
-        return tuple((one._local_tensor if isinstance(one, DTensor) else one)._version for one in tensors)
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         """The gradients of parts that were copied follow them."""
@@ -556,3 +551,10 @@ class MultiStepStager:
 
     def _held(self) -> dict[tuple[str, str], torch.Tensor]:
         return {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
+
+
+def _laid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return ``tensor`` as the one that it was copied from lies (A2 of ``apply``)."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)

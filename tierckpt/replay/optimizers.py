@@ -9,7 +9,10 @@ Invariant:
 from __future__ import annotations
 
 import hashlib
+import inspect
+import itertools
 import json
+import operator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -67,7 +70,7 @@ def check_replayable(optimizer: torch.optim.Optimizer) -> None:
         why = next((why for name, why in _WHY_NOT.items() if kind.__name__ == name), "its step is not known here")
         raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
     base = base_of(kind)
-    if kind.step is not base.step:
+    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps that of each class it makes one of
         raise ConfigError(
             f"steps of {kind.__name__} cannot be replayed: it replaces the step of {base.__name__}", hint=hint
         )
@@ -102,6 +105,27 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
 
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], tuple[Parameter, ...]]] = WeakKeyDictionary()
+
+
+def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What moves when something writes to a parameter or its state, or puts another tensor there; ``.data`` of the same
+    memory does not."""
+    found: list[Any] = []
+    for one in parameters_of(optimizer):
+        shard = one.tensor
+        if isinstance(shard, DTensor):
+            found.append(shard._version)
+            shard = shard._local_tensor
+        found += (shard._version, shard.data_ptr())
+    states = optimizer.state.values()
+    try:  # a model has thousands of these, and this is done several times a step
+        found += map(_VERSION, itertools.chain.from_iterable(map(dict.values, states)))
+    except (AttributeError, TypeError):
+        found += [getattr(one, "_version", one) for state in states for one in state.values()]
+    return found
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

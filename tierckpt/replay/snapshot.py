@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import CheckpointError
 from .redo import Conditions, Exact, Redo
 from .tree import fill, like
 
@@ -63,7 +64,12 @@ class SnapshotFuture(Future[Snapshot]):
         self._end_of_step, self._thread = end_of_step, threading.get_ident()
 
     def result(self, timeout: float | None = None) -> Snapshot:
-        sealed, is_here = self.sealed, threading.get_ident() == self._thread
+        sealed, is_here = self.sealed, threading.get_ident() == self._thread and not self.done()
+        if is_here and sealed is None and timeout != 0:
+            raise CheckpointError(
+                "a window is waited for by the thread that is to make the rest of its steps",
+                hint="Call end_of_step after each of them, and result() then",
+            )
         if is_here and sealed is not None and futures.wait([sealed], timeout).done and not self.done():
             self._end_of_step()
         return super().result(timeout)

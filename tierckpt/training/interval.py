@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal, TypeAlias
 
 from ..errors import ConfigError
@@ -66,7 +67,8 @@ class IntervalController:
     """
 
     def __init__(self, interval: Interval, goal: Goal, sending: DrainDecider) -> None:
-        if interval not in (None, "auto") and (isinstance(interval, bool | str) or interval < 1):
+        is_number = isinstance(interval, Integral) and not isinstance(interval, bool)
+        if interval not in (None, "auto") and not (is_number and int(interval) >= 1):
             raise ConfigError(f"interval is {interval!r}: 'auto', or a whole number of steps of at least 1")
         self.interval, self.goal = interval, goal
         self.pace: Pace | None = None

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import StateMismatchError
-from ...replay.checksum import Fingerprint
+from ...replay.checksum import Fingerprint, sample_of
 from ...replay.optimizers import local
 from .reconstruction import Decoder
 from .structure import Encoder, text_of
@@ -38,7 +38,8 @@ class Attachments:
     """Encodes what belongs to each step of ``state``. Of tensors in modules, only what has changed since the last one.
 
     Buffers are compared by their bits: kernels write to them and leave no trace (``batch_norm``). Of parameters that no
-    optimizer steps a write is seen by their version, as in ``replay.log``.
+    optimizer steps a write is seen by their version, and in host memory by some of their elements, since averages of
+    weights are often written through ``.data``.
 
     Cost: state_dict() of what is neither module nor optimizer; one pass over the buffers, which waits for their device.
     """
@@ -212,7 +213,9 @@ def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _mark(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
-        return id(tensor), tensor._version, local(tensor.detach())._version, local(tensor.detach()).data_ptr()
+        shard = local(tensor.detach())
+        some = Fingerprint.of(sample_of(shard)).number if shard.device.type == "cpu" else 0
+        return id(tensor), tensor._version, shard._version, shard.data_ptr(), some
     return Fingerprint.of(local(tensor)).number
 
 

@@ -279,15 +279,19 @@ def _put(saved: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """DCP fills an empty optimizer with a pretended step; undo that, or saving before the first step changes it."""
+    """DCP makes a pretended step of an optimizer without any state, with its hooks; so it gets an empty one here."""
     if isinstance(optimizer, NearStorageOptimizer):
         with optimizer.mapped():
             return dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
-    fresh = not optimizer.state
-    saved = dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
-    if fresh:
+    owner = _owner(name, optimizer, state)
+    if optimizer.state:
+        return dict(get_optimizer_state_dict(owner, optimizer))
+    try:
+        optimizer.state.update((one, {}) for group in optimizer.param_groups for one in group["params"])
+        saved = dict(get_optimizer_state_dict(owner, optimizer))
+    finally:
         optimizer.state.clear()
-        saved.pop("state", None)
+    saved.pop("state", None)
     return saved
 
 

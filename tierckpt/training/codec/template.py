@@ -113,6 +113,8 @@ def _number(name: str, tensor: torch.Tensor, tensors: dict[int, tuple[int, torch
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, DTensor) and tensor.layout == torch.strided
     if not is_plain or dtype_name(tensor.dtype) not in DTYPES:
         raise _cannot(f"{name} is a {type(tensor).__name__} of {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise _cannot(f"{name} is not contiguous, and fused steps of a copy that is have other last bits")
     if tensor.device.type != "cpu":
         raise _cannot(f"{name} is on {tensor.device}, whose steps have other last bits on the CPU")
     if isinstance(tensor, DTensor):

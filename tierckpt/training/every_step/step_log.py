@@ -67,7 +67,7 @@ def parse(asked: bool | str) -> tuple[int, float] | None:
     """Return how many steps, or seconds, are made durable together; None when nothing is logged. Raises ConfigError."""
     if isinstance(asked, bool):
         return (1, 0.0) if asked else None
-    match = _ASKED.fullmatch(asked)
+    match = _ASKED.fullmatch(asked) if isinstance(asked, str) else None
     if match is None or int(match[1]) < 1:
         raise ConfigError(
             f"gradient_log is {asked!r}", hint='Write True (each step is durable), "10 steps" or "500 ms", or False'

@@ -65,7 +65,8 @@ class MultiStepSave(Future[None]):
     """Done when the checkpoint is committed on the local tier. ``record`` names it: its step, its URI, how it went.
 
     What is whole is written by the next ``step`` or ``wait``; in a job of one rank by ``result`` too, on the thread
-    that trains. With several, call ``wait("local")`` there before, on all of them.
+    that trains, which ends a window whose steps are not made. With several it raises CheckpointError there: call
+    ``wait("local")`` before, on all of them.
     """
 
     def __init__(self, record: SaveRecord, write: Callable[[MultiStepSave], None]) -> None:
@@ -75,9 +76,16 @@ class MultiStepSave(Future[None]):
         self.set_running_or_notify_cancel()  # a save cannot be taken back: other ranks copy too
 
     def result(self, timeout: float | None = None) -> None:
-        if threading.get_ident() == self._thread and not is_distributed():
-            self._write(self)
+        self._look(timeout)
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._look(timeout)
+        return super().exception(timeout)
+
+    def _look(self, timeout: float | None) -> None:
+        if timeout != 0 and threading.get_ident() == self._thread:
+            self._write(self)
 
 
 class Write(Protocol):
@@ -96,6 +104,8 @@ class _Window:
     step: int
     state: State
     made: int = 0
+    updates: list[int] = field(default_factory=list)
+    """Steps that each optimizer had made when ``step`` had ended."""
     copies: list[Future[Snapshot]] = field(default_factory=list)
     rest: list[Future[None]] = field(default_factory=list)
     tree: Any = None
@@ -132,7 +142,7 @@ class SaveWindow:
         write: Write,
         step_log: StepLog,
     ) -> None:
-        if steps != "auto" and (isinstance(steps, bool | str) or steps < 1):
+        if steps != "auto" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigError(f"window_steps is {steps!r}: 'auto', or a whole number of steps of at least 1")
         self._longest = interval if isinstance(interval, int) else None
         if steps != "auto" and self._longest is not None and steps > self._longest:
@@ -172,7 +182,7 @@ class SaveWindow:
         same_outcome(lambda: self._meet(state))
         steps = max(all_gather(self._steps_here()))
         record = SaveRecord(step + steps - 1, self._location.child(step_name(step + steps - 1)).uri)
-        window = self._window = _Window(MultiStepSave(record, self._conclude_sealed), steps, is_asked, step, state)
+        window = self._window = _Window(MultiStepSave(record, self._conclude_for), steps, is_asked, step, state)
         log.debug("a window of %d steps begins at step %d", steps, step)
 
         def begin(stager: MultiStepStager) -> None:
@@ -187,10 +197,13 @@ class SaveWindow:
         if window is None:
             return
         if window.is_sealed:
-            window.step, window.state = step, state
+            self._note(window, step, state)
             self._settle(window)
         else:
             self._advance(window, step, state, MultiStepStager.end_of_step)
+
+    def _note(self, window: _Window, step: int, state: State) -> None:
+        window.step, window.state, window.updates = step, state, [one.steps for one in self._stagers]
 
     def conclude(self, reason: str = "the loop ended before the last step of its window") -> None:
         """End the window now (M2). Waits for parts that are all copied, as long as they get on; does nothing when no
@@ -212,17 +225,23 @@ class SaveWindow:
         else:
             self._copy_whole(window, reason)
 
-    def _conclude_sealed(self, save: MultiStepSave) -> None:
-        """No step comes that would write what is whole: whoever makes them waits for ``save``."""
-        if self._window is not None and self._window.handle is save and self._window.is_sealed:
-            self.conclude()
+    def _conclude_for(self, save: MultiStepSave) -> None:
+        """No step comes that would end the window or write what is whole: whoever makes them waits for ``save``."""
+        if self._window is None or self._window.handle is not save:
+            return
+        if is_distributed():
+            raise CheckpointError(
+                "a multi-step save is waited for by the thread that is to make the rest of its steps",
+                hint='Call wait("local") of the Checkpointer before, on all ranks, or wait in another thread',
+            )
+        self.conclude("it was waited for before the last step of its window")
 
     def copy_whole(self, step: int, state: State, reason: str) -> Future[None] | None:
         """End the window with a copy of ``state`` as ``step``. Returns its future; None when no window is open."""
         window = self._window
         if window is None:
             return None
-        window.step, window.state = step, state
+        self._note(window, step, state)
         self._copy_whole(window, reason)
         return window.handle
 
@@ -263,18 +282,18 @@ class SaveWindow:
 
     def _advance(self, window: _Window, step: int, state: State, move: Callable[[MultiStepStager], None]) -> None:
         begun, inside = time.perf_counter(), 0.0
-        window.step, window.state = step, state
         window.made += 1
         collected: dict[str, Any] = {}
         if window.is_sealed:
             try:
-                collected = states.collect(state)  # first: torch steps an optimizer that has no state yet
+                collected = states.collect(state)
             except Exception as error:  # raised again where all ranks hear of it: when the state is copied whole
                 window.failure = f"{type(error).__name__}: {error}"
         for stager in self._stagers:
             at = time.perf_counter()
             move(stager)
             inside += time.perf_counter() - at
+        self._note(window, step, state)
         if window.is_sealed and not window.failure:
             try:
                 window.tree, rest = detach(collected, self._tensors(), self._stagers[0].link)
@@ -336,8 +355,17 @@ class SaveWindow:
         self._write_as(window, tree)
 
     def _copy_whole(self, window: _Window, reason: str) -> None:
+        updates = [one.steps for one in self._stagers]
         for stager in self._stagers:
             stager.abandon(reason)
+        if updates != window.updates:
+            self._window = None
+            error = CheckpointError(
+                f"a multi-step save ends within the step behind {window.step}, where no state is whole: {reason}",
+                hint="Call wait, restore and close between a call of step() and the next step of training",
+            )
+            window.handle.set_exception(error)
+            raise error
         record = window.handle.record
         record.name(self._location, window.step)
         record.fallback = reason
