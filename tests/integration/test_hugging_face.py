@@ -229,19 +229,31 @@ def test_what_is_not_there_is_said(uri: str, hub: FakeHub, tmp_path: Path) -> No
     assert hub.requests <= (4 if uri.endswith("/none") else 2)  # it is said at the first refusal
 
 
-def test_an_endpoint_that_is_none_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
-    with pytest.raises(ConfigError, match="HF_ENDPOINT"):
+@pytest.mark.parametrize("endpoint", ["huggingface.co", "http://[", "https://user:hunter22@127.0.0.1:1"])
+def test_an_endpoint_that_is_none_is_a_config_error(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(ConfigError, match="HF_ENDPOINT") as refusal:
         fetch(tmp_path, local_root=tmp_path / "root")
+    assert "hunter22" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("header", [{"Retry-After": "1"}, {"Retry-After": "0"}, {"RateLimit": '"api";r=0;t=1'}])
+@pytest.mark.parametrize("header", [{"Retry-After": "1.5"}, {"Retry-After": "0"}, {"RateLimit": '"api";r=0;t=1'}])
 def test_a_rate_limit_is_waited_for(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.limited = [header] * 2
     begun = time.monotonic()
     assert holds(fetch(tmp_path), files)
     assert time.monotonic() - begun >= 1
+
+
+def test_a_refusal_says_of_whom_it_is(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(hub, gated=True)
+    for token, what in (("", "without HF_TOKEN"), ("hf_another", "this token may not")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(PermissionDeniedError, match=what):
+            fetch(tmp_path)
 
 
 def test_a_rate_limit_beyond_the_deadline_is_said(hub: FakeHub, tmp_path: Path) -> None:

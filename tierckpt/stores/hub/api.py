@@ -146,8 +146,10 @@ class Hub:
 
     def __init__(self, settings: Settings, retries: Retries) -> None:
         self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-        self.host = urlsplit(self.endpoint).netloc
-        if urlsplit(self.endpoint).scheme not in ("http", "https") or not self.host:
+        scheme = ""
+        with contextlib.suppress(ValueError):  # brackets that do not close
+            scheme, self.host = urlsplit(self.endpoint)[:2]
+        if scheme not in ("http", "https") or not self.host or "@" in self.host:  # a password would be told
             raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
@@ -303,10 +305,10 @@ class Hub:
     def _refusal(self, answer: Answer, repository: Repository, path: str) -> StoreError:
         where = f"{repository.page}@{repository.revision}"
         code, status = answer.headers.get("x-error-code", ""), answer.status
-        has_token = "this token" if _token() else "no token (HF_TOKEN)"
+        unseen = "this token may not see it" if _token() else "it is not to be seen without HF_TOKEN"
         if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
             return PermissionDeniedError(
-                f"{where} is gated, and {has_token} has access",
+                f"{where} is gated, and {unseen}",
                 hint=f"Accept its conditions at {self.endpoint}/{repository.page}, and set HF_TOKEN",
                 tier=Tier.SHARED,
             )
@@ -326,13 +328,13 @@ class Hub:
             )
         if code == "RepoNotFound" or status == 404:
             return BucketNotFoundError(
-                f"{self.host} has no repository {repository.page}, or {has_token} may see it",
+                f"{self.host} has no repository {repository.page}, or {unseen}",
                 hint="Check the name; a private one needs HF_TOKEN",
                 tier=Tier.SHARED,
             )
         if status == 401:
             return PermissionDeniedError(
-                f"{self.host} refuses {where}: {has_token} may see it", hint="Set HF_TOKEN", tier=Tier.SHARED
+                f"{self.host} refuses {where}: {unseen}", hint="Set HF_TOKEN", tier=Tier.SHARED
             )
         return StoreError(f"{self.host} refuses {where}: HTTP {status}", tier=Tier.SHARED, status=status)
 
@@ -454,7 +456,7 @@ def _file(item: Mapping[str, Any], repository: Repository) -> HubFile:
 
 
 def _seconds_to_wait(headers: Mapping[str, str]) -> float:
-    if (after := headers.get("retry-after", "")).isdecimal():
+    if re.fullmatch(r"\d{1,9}(\.\d+)?", after := headers.get("retry-after", "")):
         return float(after)
     left = _RATE_LIMIT.search(headers.get("ratelimit", ""))
     return float(left[1]) if left else RATE_LIMIT_SECONDS
