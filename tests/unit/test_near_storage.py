@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -388,8 +389,22 @@ class TestOffload:
             trainer.optimizer.step()
         trainer.model.large.grad = None
         trainer.model.large.grad_dtype = torch.bfloat16
+        with pytest.raises(ConfigError, match="cannot be copied"):
+            copy.deepcopy(trainer.optimizer)
+        with torch.no_grad():
+            trainer.model.large.fill_(0.5)  # weights are loaded before the first step
         trainer.train(1)
         assert trainer.optimizer.steps == 1
+        kept = trainer.model.large.detach().clone()
+        assert kept.float().sub(0.5).abs().max() < 0.1
+        with torch.no_grad():
+            trainer.model.large.zero_()
+        with pytest.raises(StateMismatchError, match="large was changed"):
+            trainer.train(2)
+        with torch.no_grad():
+            trainer.model.large.copy_(kept)
+        trainer.train(2)
+        assert trainer.optimizer.steps == 2
 
 
 @pytest.mark.slow
@@ -417,6 +432,8 @@ def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
         build(model.parameters(), torch.optim.AdamW, mode="both")
     with pytest.raises(ConfigError, match="in the trainer"):
         build(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ConfigError, match="not contiguous"):
+        build(torch.optim.AdamW([nn.Parameter(torch.ones(2, 3).t())], fused=True), mode="shadow")
     assert not list(tmp_path.iterdir())
 
 

@@ -31,8 +31,13 @@ def made_of(
     return cast(torch.optim.Optimizer, made)
 
 
-def check_parameter(member: Member, tensor: torch.Tensor, *, is_offload: bool) -> None:
+def check_parameter(member: Member, tensor: torch.Tensor, *, is_offload: bool, is_fused: bool) -> None:
     """Raise ConfigError for a parameter that cannot be stepped near storage."""
+    if not is_offload and is_fused and not local(tensor).is_contiguous():
+        raise ConfigError(
+            f"parameter {member.name} is not contiguous: a fused step of it has other last bits than of a copy",
+            hint="Use fused=False, or .contiguous() parameters (no memory_format=torch.channels_last)",
+        )
     if is_offload and (tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad")):
         raise ConfigError(
             f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; offload "

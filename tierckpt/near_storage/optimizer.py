@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError, StateMismatchError
 from ..replay.capture import Capture, Step, hyperparameters_of
 from ..replay.checksum import Fingerprint
 from ..replay.frame import Frame, encode
-from ..replay.optimizers import base_of, check_replayable, local, parameters_of
+from ..replay.optimizers import base_of, check_replayable, local, parameters_of, writes_of
 from .blocks import MASTER, Layout, layout_of
 from .mapped_state import Hold, MappedState
 from .members import check_gradients, check_parameter, made_of, members_of
@@ -118,7 +118,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._tensors = {one.key: one.tensor for one in parameters_of(inner)}
         self._members = members_of(inner)
         for one in self._members:
-            check_parameter(one, self._tensors[one.key], is_offload=self.is_offload)
+            is_fused = bool(self.param_groups[one.group].get("fused"))
+            check_parameter(one, self._tensors[one.key], is_offload=self.is_offload, is_fused=is_fused)
         self._kind = base_of(type(inner))
         self._layout: Layout = layout_of(
             self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
@@ -143,6 +144,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._close = weakref.finalize(self, _close, os.getpid(), self._channel)
         self._process = self._channel.process
         self._steps = 0
+        self._written = writes_of(self)
         self._capture: Capture | None = None
         self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
@@ -183,6 +185,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             UpdaterLostError: the process has ended again. Call ``step`` again: it makes the same step, from the same
                 gradients, and then training goes on, with the same bits.
             ConfigError: ``directory`` has steps already: ``resume`` is to be called first.
+            StateMismatchError: in offload, something else has written to a parameter since the first step.
             CapacityError, OperationTimeoutError, ...: what the process met. The same holds.
         """
         if self._must_resume:
@@ -201,8 +204,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self._offload.is_interrupted:
             check_gradients(self)
+            self._check_parameters(self._offload)
         self._files.stepped |= self._offload.make(self._steps + 1, self._head(self._steps + 1))
         self._steps += 1
+        self._written = writes_of(self)
         return loss
 
     @property
@@ -232,6 +237,21 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def moved_bytes(self) -> int:
         """Between the trainer's tensors and the memory that it shares with the process, so far."""
         return self._channel.moved_bytes
+
+    def _check_parameters(self, channel: OffloadChannel) -> None:
+        """The masters have nothing of what is written to parameters beside the optimizer: a step would undo it."""
+        if writes_of(self) == self._written:
+            return
+        if not self._steps:  # weights were loaded
+            self._replace({})
+        elif changed := channel.others():
+            name = next(one.name for one in self._members if one.key == changed[0])
+            raise StateMismatchError(
+                f"parameter {name} was changed by something beside the optimizer, and its float32 values in "
+                f"{self.directory} were not",
+                hint="Call resume() to have those back, or restore a checkpoint with the optimizer in its state; where "
+                'parameters are to be changed, use mode="shadow"',
+            )
 
     def _check_groups(self) -> None:
         """Whatever has put groups of another step here has not put the state of that step here."""
@@ -310,6 +330,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self._offload is not None:
             self._offload.forget()
             self._offload.take_parameters()
+            self._written = writes_of(self)
         if self.inner is not None:
             self._files.copy_into(self.inner.state, answer["versions"])
             self._follow(self.inner)
@@ -329,7 +350,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self._offload is not None:
             self._offload.forget()
         self._process.start()
-        self._steps, self._must_resume = self._process.step, False
+        self._steps, self._must_resume, self._written = self._process.step, False, writes_of(self)
 
     # --- in a Checkpointer ------------------------------------------------------------------------------------------
 
@@ -429,6 +450,13 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             order = [one.tensor for one in parameters_of(self)]
             state = {tensor: found.get(number, {}) for number, tensor in enumerate(order)}
             self._replace(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: raises ConfigError."""
+        raise ConfigError(
+            "an optimizer near storage has a process and files of its own, and cannot be copied or pickled",
+            hint="Save it with a Checkpointer, or build another over a directory of its own",
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the state is laid out. Raises ConfigError."""

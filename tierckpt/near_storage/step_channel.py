@@ -141,6 +141,12 @@ class OffloadChannel(StepChannel):
         self._begun = None
         return {key for keys, _ in sent.gradients for key in keys}
 
+    def others(self) -> list[str]:
+        """Return the keys of parameters that are not what the process gave last (bit for bit: they may be NaN)."""
+        given = self._slots.tensors(0).items()
+        bits = {key: local(one.detach()).view(torch.int16) for key, one in self._tensors.items()}
+        return [key for key, one in given if not torch.equal(one.view(torch.int16), bits[key])]
+
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Copy the parameters, which the process has put into shared memory, into the trainer's."""
