@@ -514,12 +514,18 @@ def test_ranks_of_lightning_load_what_rank_0_finds_or_say_that_they_have_a_newer
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/frameworks.md"
 PROGRAMS = ("transformers", "lightning", "accelerate", "deepspeed")
-MEGATRON = """
+BEFORE = {
+    "deepspeed": """
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled here, for minutes, or one who does is awaited
+""",
+    "megatron": """
 import pathlib, types
 pathlib.Path("out/iter_0001000").mkdir(parents=True)
 pathlib.Path("out/iter_0001000/common.pt").touch()
 request = types.SimpleNamespace(add_finalize_fn=lambda call: call())
-"""
+""",
+}
 """What stands before the lines of the guide. Ray's are run by the tests above; verl's need `torchrun`."""
 
 
@@ -547,7 +553,7 @@ def test_the_programs_of_the_guide_run_and_run_again(name: str, s3_uri: str, tmp
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"} if name == "deepspeed" else {}
     )
     env = {**os.environ, **alone, "PYTHONPATH": str(GUIDE.parents[2]), "CUDA_VISIBLE_DEVICES": ""}
-    program = (MEGATRON if name == "megatron" else "") + block
+    program = BEFORE.get(name, "") + block
     for directory in ("first", "second"):
         (tmp_path / directory).mkdir()
         done = subprocess.run(
