@@ -33,9 +33,9 @@ from .format.uris import local_path
 from .save import adopted_directory as source
 from .save import eviction
 from .stores.schemes import check_location, check_target
-from .telemetry import COMMITS, logger
+from .telemetry import COMMITS, ignore_progress, logger
 from .tracebacks import short_traceback
-from .types import Tier
+from .types import Progress, ProgressListener, Tier
 
 log = logger("save")
 
@@ -83,6 +83,7 @@ def adopt(
     ranks: tuple[int, int] | None = None,
     attempt: str | None = None,
     settings: Settings | None = None,
+    listener: ProgressListener = ignore_progress,
     **overrides: Any,
 ) -> Adoption:
     """Make a checkpoint of a directory that somebody else wrote; return when it is committed on the local tier.
@@ -103,6 +104,7 @@ def adopt(
             which of them see the same directory; ``(0, 1)`` there says that this call is all of it.
         attempt: a name that all of ``ranks`` give, new for each adoption; needed outside a ``torch.distributed`` job.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
+        listener: called with a ``Progress`` as what was taken in is digested, on this thread.
 
     Raises:
         ConfigError: no directory, nothing in it, a link out of it; ``ranks`` or a URI that cannot be.
@@ -143,7 +145,7 @@ def adopt(
             hint="The name of an attempt is used once",
         )
     links = links and location.scheme != "file"
-    entries = _adopt(client, location, place, files, part, replaces, links)
+    entries = _adopt(client, location, place, files, part, replaces, links, listener)
     return Adoption(location.uri, len(entries), sum(entry.size_bytes for entry in entries), configured)
 
 
@@ -155,6 +157,7 @@ def _adopt(
     part: _Part,
     replaces: tuple[str, ...],
     links: bool,
+    listener: ProgressListener,
 ) -> tuple[FileEntry, ...]:
     settings, token = client.settings, part.token
     directory, journal = local_dir(settings.local_root, location), Journal(settings.local_root)
@@ -171,7 +174,10 @@ def _adopt(
             adopted = directory / adopted_dir(token)
             with source.staying(place):
                 source.take_in(files, adopted, links=links)
-            digests = source.settle(adopted, sizes, entry.chunk_size_bytes)
+            what, total = f"adopt {location.uri}", sum(sizes.values())
+            digests = source.settle(
+                adopted, sizes, entry.chunk_size_bytes, lambda done: listener(Progress(what, done, total))
+            )
             source.check_same(place, files, links)
             found = tuple(
                 FileEntry(path, sizes[path], digests[path], part.rank, token, f"{adopted_dir(token)}/{path}")

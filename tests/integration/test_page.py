@@ -167,8 +167,14 @@ def test_progress_is_one_object_a_line(file_uri: str, tmp_path: Path, capsys: py
     close_all()
     capsys.readouterr()
     target = tmp_path / "restored"
-    for verb, *more in (("restore", "--to", str(target)), ("verify", "--read-data"), ("drill",), ("prefetch",)):
-        assert run([verb, f"{file_uri}/step-1", *more, "--json", "--progress", "json"]) == 0
+    for verb, *more in (
+        ("restore", f"{file_uri}/step-1", "--to", str(target)),
+        ("verify", f"{file_uri}/step-1", "--read-data"),
+        ("drill", f"{file_uri}/step-1"),
+        ("prefetch", f"{file_uri}/step-1"),
+        ("adopt", str(target), f"{file_uri}/step-2"),
+    ):
+        assert run([verb, *more, "--json", "--progress", "json"]) == 0
         told = lines(capsys)
         assert told, verb
         assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in told)

@@ -11,8 +11,8 @@ import typer
 from ..adoption import adopt as adopt_directory
 from ..errors import ConfigError
 from ..types import Json
-from .ui.output import Report, facts, human_bytes, human_seconds
-from .ui.session import JsonOption, LocalRootOption, UriArgument, closing_clients, load_settings
+from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, closing_clients, load_settings
 
 Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What was written, and is closed.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at URI.")]
@@ -30,6 +30,7 @@ def adopt(
     ranks: Ranks = None,
     attempt: Attempt = None,
     wait: WaitSeconds = 0.0,
+    progress: ProgressOption = "auto",
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -40,9 +41,17 @@ def adopt(
     begun = time.monotonic()
     with closing_clients():
         settings = load_settings(local_root)
-        handle = adopt_directory(
-            directory, uri, overwrite=overwrite, links=links, ranks=_ranks(ranks), attempt=attempt, settings=settings
-        )
+        with progress_bar(as_json=as_json, progress=progress) as listener:
+            handle = adopt_directory(
+                directory,
+                uri,
+                overwrite=overwrite,
+                links=links,
+                ranks=_ranks(ranks),
+                attempt=attempt,
+                settings=settings,
+                listener=listener,
+            )
         adopted_seconds = time.monotonic() - begun
         if wait:
             handle.wait(timeout_seconds=wait)

@@ -17,7 +17,7 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -207,9 +207,12 @@ def _take_file(source: Path, target: Path, links: bool) -> None:
             shutil.copyfileobj(old, new, COPY_BYTES)
 
 
-def settle(target: Path, sizes: Mapping[str, int], chunk_size_bytes: int) -> dict[str, tuple[str, ...]]:
+def settle(
+    target: Path, sizes: Mapping[str, int], chunk_size_bytes: int, on_bytes: Callable[[int], None]
+) -> dict[str, tuple[str, ...]]:
     """Have the files below ``target``, and their names, durable. Return the digests of the chunks of each.
 
+    ``on_bytes`` is told how many bytes have been digested so far.
     Cost: an fsync for each file and directory, several at a time, and meanwhile one read of every byte.
     """
 
@@ -226,8 +229,13 @@ def settle(target: Path, sizes: Mapping[str, int], chunk_size_bytes: int) -> dic
     places = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]
     with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as disk, ThreadPoolExecutor(THREADS) as pool:
         flushed = disk.map(lambda path: fsync_file(target / path), sorted(sizes, key=lambda path: -sizes[path]))
-        found = iter(list(pool.map(digest, places)))
+        found, done = [], 0
+        for (path, start), one in zip(places, pool.map(digest, places), strict=True):
+            found.append(one)
+            done += min(chunk_size_bytes, sizes[path] - start)
+            on_bytes(done)
         list(flushed)
         for place in {(target / path).parent for path in sizes}:
             fsync_dir(place)
-    return {path: tuple(next(found) for _ in indices) for path, indices in starts.items()}
+    each = iter(found)
+    return {path: tuple(next(each) for _ in indices) for path, indices in starts.items()}
