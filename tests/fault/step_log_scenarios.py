@@ -38,9 +38,7 @@ PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpo
 class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
-    def __init__(
-        self, *, parallel: str = "", has_statistics: bool = True, near: str = "", folder: str = ""
-    ) -> None:
+    def __init__(self, *, parallel: str = "", has_statistics: bool = True, near: str = "", folder: str = "") -> None:
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]

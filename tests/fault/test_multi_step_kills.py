@@ -25,9 +25,7 @@ POINTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS if EVERY else ("part 2", "before the commit"))
-def test_a_kill_leaves_the_checkpoint_before_or_the_right_one(
-    point: str, tmp_path: Path, local_root: Path
-) -> None:
+def test_a_kill_leaves_the_checkpoint_before_or_the_right_one(point: str, tmp_path: Path, local_root: Path) -> None:
     environment = ENVIRONMENT | {"TIERCKPT_LOCAL_ROOT": str(local_root)}
     child = Program("tests.fault.window_job", str(tmp_path), point, env=environment)
     assert (child.stdout.read(), child.wait()) == ("committed\n", -9), "it was killed in the second window"
