@@ -201,5 +201,5 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _shape(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(id(tensor) for tensor in group["params"]) for group in optimizer.param_groups)
+def _shape(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,34 +90,29 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
     """Return the parameters of ``optimizer`` in its own order. Cost: a look at each, as long as they are the same."""
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
-    sizes, known = _known.get(optimizer, ((), ()))
-    if sizes == tuple(len(group["params"]) for group in groups) and all(
-        one.tensor is tensor for one, tensor in zip(known, tensors, strict=True)
-    ):
-        return known
+    sizes, known, parameters = _known.get(optimizer, ((), (), ()))
+    if sizes == tuple(len(group["params"]) for group in groups) and all(map(operator.is_, known, tensors)):
+        return parameters
     found = []
     for number, group in enumerate(groups):
         names = group.get("param_names") or []
         for index, tensor in enumerate(group["params"]):
             name = names[index] if index < len(names) else f"{index} of group {number}"
             found.append(Parameter(f"{number}.{index}", tensor, name))
-    _known[optimizer] = tuple(len(group["params"]) for group in groups), tuple(found)
+    _known[optimizer] = tuple(len(group["params"]) for group in groups), tensors, tuple(found)
     return tuple(found)
 
 
-_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, ...], tuple[Parameter, ...]]] = WeakKeyDictionary()
+_Known = tuple[Sequence[int], Sequence[torch.Tensor], tuple[Parameter, ...]]
+_known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
 def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """What moves when something writes to a parameter or its state, or puts another tensor there; ``.data`` of the same
     memory does not."""
-    found: list[Any] = []
-    for one in parameters_of(optimizer):
-        shard = one.tensor
-        if isinstance(shard, DTensor):
-            found.append(shard._version)
-            shard = shard._local_tensor
-        found += (shard._version, shard.data_ptr())
+    tensors = [one.tensor for one in parameters_of(optimizer)]
+    shards = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
+    found: list[Any] = [*map(_VERSION, tensors), *map(_VERSION, shards), *map(torch.Tensor.data_ptr, shards)]
     states = optimizer.state.values()
     try:  # a model has thousands of these, and this is done several times a step
         found += map(_VERSION, itertools.chain.from_iterable(map(dict.values, states)))
