@@ -353,12 +353,14 @@ class CacheEntry:
     async def bring(self, path: str, byte_range: ByteRange) -> None:
         """Have the range on this node. Raises as ``read``; CapacityError: there is no room to keep it."""
         index = self._check(path, byte_range)
-        await asyncio.gather(*(self._bring_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
-        if not self.landed(path, byte_range):
-            raise CapacityError(
-                f"the cache has no room for {path} of {self.frozen.uri}",
-                hint="`tierckpt prefetch --check` lists what it holds; raise cache_bytes_max, or unpin something",
-            )
+        for _ in range(2):  # what has landed goes again when a fill of the whole file finds it damaged meanwhile
+            await asyncio.gather(*(self._bring_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
+            if self.landed(path, byte_range):
+                return
+        raise CapacityError(
+            f"the cache has no room for {path} of {self.frozen.uri}",
+            hint="`tierckpt prefetch --check` lists what it holds; raise cache_bytes_max, or unpin something",
+        )
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
         """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
