@@ -126,7 +126,7 @@ class Capture:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gradients, self._taken = None, []
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback():  # this is called within torch.compile
+        if _is_compiled():
             self.end("its step is compiled, and rounds otherwise than torch.optim does")
         if not self.look():
             self._hyperparameters = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
@@ -186,6 +186,12 @@ class Capture:
             self._on_step(Step(self.version, self._hyperparameters, gradients, self._found_inf))
         except TierckptError as error:
             self.end(str(error))
+
+
+def _is_compiled() -> bool:
+    """True when this is called by a step that ``torch.compile`` made, where torch can tell."""
+    ask = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return ask is not None and bool(ask())
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
