@@ -93,20 +93,20 @@ def test_what_gives_way_waits_for_the_update_and_not_for_one_that_raised(
 
 
 @pytest.mark.parametrize(
-    ("written", "stays"),
+    ("written", "waits"),
     [("anew", [False, True, True]), ("in place", [False, False, False]), ("", [False, True, True])],
 )
 def test_gradients_that_nobody_writes_over_are_copied_behind_the_update(
-    written: str, stays: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: str, waits: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.nn.Parameter(torch.ones(8))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     asked: list[bool] = []
-    stay = logs._Recorder._stay  # private: what is asked of the link shows in nothing but time
+    can_wait = logs._Recorder._can_wait  # private: what is asked of the link shows in nothing but time
     monkeypatch.setattr(
         logs._Recorder,  # private: as above
-        "_stay",
-        lambda *given: asked.append(stay(*given)) or asked[-1],  # type: ignore[func-returns-value]
+        "_can_wait",
+        lambda *given: asked.append(can_wait(*given)) or asked[-1],  # type: ignore[func-returns-value]
     )
     with GradientLog(optimizer, tmp_path) as log:
         log.begin("base")
@@ -120,7 +120,7 @@ def test_gradients_that_nobody_writes_over_are_copied_behind_the_update(
             elif written == "anew":
                 weight.grad = rounded(8)
         assert not log.failure
-    assert asked == stays
+    assert asked == waits
     again = torch.nn.Parameter(torch.ones(8))
     assert roll_forward(torch.optim.AdamW([again], lr=0.1), tmp_path, "base").step == 3
     assert torch.equal(again, weight)

@@ -335,7 +335,7 @@ class _Recorder:
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         keys = list(gradients)
         link = self._owner._link
-        copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=self._stay(gradients.values()))
+        copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=self._can_wait(gradients.values()))
         if (follow := link.followers.get(id(self.optimizer))) is not None:
             follow(keys, copy)
         if self._name in self._owner._waits_for_gradients and not link.wait(copy):
@@ -344,7 +344,7 @@ class _Recorder:
         link.update_begins()
         return {}
 
-    def _stay(self, gradients: Iterable[torch.Tensor]) -> bool:
+    def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
         """True when these can be copied behind the update, as nothing writes over them until the next one: they are new
         tensors in each step, or the same that nobody writes to. The first step does not know.
 

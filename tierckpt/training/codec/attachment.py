@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import StateMismatchError
-from ...replay.checksum import Fingerprint, sample_of
+from ...replay.checksum import Fingerprint, marks_of, sample_of
 from ...replay.optimizers import local
 from .reconstruction import Decoder
 from .structure import Encoder, text_of
@@ -214,9 +214,16 @@ def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _mark(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         shard = local(tensor.detach())
-        some = Fingerprint.of(sample_of(shard)).number if shard.device.type == "cpu" else 0
+        some = marks_of([sample_of(_as_it_lies(shard))]) if shard.device.type == "cpu" else []
         return id(tensor), tensor._version, shard._version, shard.data_ptr(), some
     return Fingerprint.of(local(tensor)).number
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with its dimensions in the order of memory: elements of it are then had without a copy."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
 
 
 def _mismatch(name: str) -> StateMismatchError:
