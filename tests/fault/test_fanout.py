@@ -127,13 +127,14 @@ def test_what_a_killed_node_owned_comes_from_elsewhere_and_it_goes_on_where_it_s
     victim, *others = nodes
     cluster.fetch(nodes)
     cluster.until_sent(0.4)
+    cluster.until_landed(victim)
     cluster.crash(victim)
     assert_right(cluster.results(others))
     cluster.start_agents([victim])
     cluster.fetch([victim])
     again = cluster.results([victim])
     assert_right(again)
-    assert again[0].source("here") > 0, "it had nothing yet when it was killed: the fault has not fired"
+    assert again[0].source("here") > 0, dumped(again)
     assert store_bytes(cluster) <= most_from_store(cluster.model, IN_FLIGHT_MAX)
 
 

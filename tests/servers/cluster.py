@@ -20,6 +20,7 @@ from typing import Any
 from tests.peer_node import secret_file
 from tests.servers.fleet import Ended, Fleet, Process
 from tests.servers.origin import Origin
+from tierckpt.checkpoint.catalog import file_size
 
 MiB = 1 << 20
 READY_SECONDS = 60.0
@@ -249,6 +250,17 @@ class Cluster:
                 raise TimeoutError(f"the store has sent {sent} bytes in {timeout_seconds:g} s, of which {share:g} x")
             time.sleep(POLL_SECONDS)
         return sent
+
+    def until_landed(self, node: Node, timeout_seconds: float = 60.0) -> None:
+        """Return when a chunk of the model has landed on a node: its progress has a line, or the whole has a receipt
+        (cache/partial_entry.py)."""
+        deadline = time.monotonic() + timeout_seconds
+        name = self.model.name
+        places = f".{name}-*.incoming/.tierckpt/filling/progress-*", f"{name}-*/.tierckpt/prefetched.json"
+        while not any(file_size(file) > 0 for place in places for file in (node.local_root / "cache").glob(place)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing has landed on {node.name} in {timeout_seconds:g} s\n{node.log()}")
+            time.sleep(POLL_SECONDS)
 
     def agents_cpu_seconds(self) -> float:
         """What the agents that run have taken so far."""
