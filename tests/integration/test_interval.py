@@ -78,6 +78,41 @@ def test_a_last_step_that_was_saved_is_not_saved_again(file_uri: str) -> None:
     assert [record.step for record in checkpointer.stats] == [5, 6]
 
 
+@pytest.mark.parametrize(
+    ("options", "as_dicts"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"gradient_log": True}, False),
+        ({"mode": "multi_step", "window_steps": 2}, False),
+    ],
+    ids=str,
+)
+def test_a_state_that_an_optimizer_has_changed_since_is_not_saved_as_the_step_before(
+    options: dict[str, Any], as_dicts: bool, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, stranger = torch.nn.Linear(4, 4), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def update(one: torch.nn.Module, through: torch.optim.Optimizer) -> None:
+        sum(parameter.sum() for parameter in one.parameters()).backward()
+        through.step()
+
+    with Checkpointer(file_uri, interval=5, **options) as checkpointer:
+        for step in range(1, 9):
+            update(model, optimizer)
+            if step == 8:
+                break  # a stop that is asked for between the two
+            live = {"model": model, "optimizer": optimizer}
+            checkpointer.step(step, {"model": model.state_dict()} if as_dicts else live)
+    assert 7 not in committed(local_root, file_uri)
+    assert any("step 7 is not saved" in line for line in caplog.messages)
+    with Checkpointer(f"{file_uri}-2", interval=5) as checkpointer:
+        checkpointer.step(7, {"model": model})
+        update(stranger, torch.optim.SGD(stranger.parameters(), lr=0.1))  # nothing of the state is in it
+    assert committed(local_root, f"{file_uri}-2") == [7]
+
+
 def last_step_of_two_ranks(uri: str) -> list[int]:
     with Checkpointer(uri, interval=4) as checkpointer:
         train(checkpointer, 6)

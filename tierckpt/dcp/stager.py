@@ -167,7 +167,7 @@ class TierStager:
             done.set_result(None)
             return done
         may_wait = self._changed_by_step()
-        copies.run_now(lambda tensor: _storage_id(tensor) not in may_wait)
+        copies.run_now(lambda tensor: storage_id(tensor) not in may_wait)
         self._pending = copies
         return copied_in_background(copies)
 
@@ -193,9 +193,9 @@ class TierStager:
         found = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                found |= {_storage_id(parameter) for parameter in group["params"]}
+                found |= {storage_id(parameter) for parameter in group["params"]}
             for state in optimizer.state.values():
-                found |= {_storage_id(value) for value in state.values() if isinstance(value, torch.Tensor)}
+                found |= {storage_id(value) for value in state.values() if isinstance(value, torch.Tensor)}
         return found
 
     # --- staging ------------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return int(tensor.untyped_storage()._cdata)

@@ -53,7 +53,7 @@ from .every_step.redo_log import make_checkpoint
 from .every_step.step_log import StepLog
 from .every_step.window import SaveMode, SaveWindow, check_mode
 from .final_save import FinalSave, cost_of
-from .interval import Interval, IntervalController, Phase
+from .interval import Interval, IntervalController, LastStep, Phase
 from .preemption_notices import Notices
 from .pruning import BackgroundPruning
 from .rank_exchange import Exchange, agree_on_name, is_distributed
@@ -100,7 +100,7 @@ class Checkpointer:
         mtbf_seconds: with "auto", the mean time between failures of the job, where it is known; or two of them:
             ``{"local": ..., "shared": ...}``, between failures that an SSD survives, and those that it does not.
         timeout_seconds: how long a save waits for the other ranks before it fails on all of them; "sync" waits a minute
-            longer for a disk that hangs, and raises OperationTimeoutError.
+            longer for a disk that hangs, and raises OperationTimeoutError; and 10 s, once a minute, for a silent store.
         gradient_log: True: each ``step`` can be restored. Between checkpoints the gradients of the optimizers in
             ``state`` are logged on this node's SSD, and ``restore`` makes the steps again. "10 steps" and "500 ms" make
             steps durable together. The first ``step`` saves. See docs/guide/every-step.md.
@@ -175,8 +175,7 @@ class Checkpointer:
         self.grace_seconds = self.settings.grace_seconds
         self._last = FinalSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._running.unfinished())))
         self._steps_seen = 0
-        self._unsaved: tuple[int, Mapping[str, Any]] | None = None
-        """With an interval: the last step and its state, while no save has begun of them."""
+        self._unsaved = LastStep(interval)
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
@@ -190,7 +189,7 @@ class Checkpointer:
 
         Call it once after each step, on every rank. Returns the future of ``save``, None where nothing is saved.
         With an ``interval``, leaving the ``with`` block without an error saves the last step if that was not saved; so
-        ``state`` is referenced until then, or until a save.
+        ``state`` is referenced until then, or until a save. Not if one of its optimizers has stepped since.
 
         Raises what ``save`` raises. Cost: microseconds, where nothing is saved.
         """
@@ -199,8 +198,7 @@ class Checkpointer:
         self._pacer.stepped(self._phase(begun), begun)
         self._ledger.stepped(step)
         self._step_log.stepped(step, state)
-        if self._pacer.interval is not None:
-            self._unsaved = (step, state)
+        self._unsaved.ended(step, state)
         try:
             is_last = self._last.look(step)
             if is_last:
@@ -314,7 +312,7 @@ class Checkpointer:
             return left_out(record, error)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
         if collected is None:
-            self._unsaved = None
+            self._unsaved.saved()
             self._step_log.based(record.base, step, state, failure)
         self._note(record)
         self._ledger.saved(step)
@@ -555,8 +553,8 @@ class Checkpointer:
         if self._closed or self._last.is_done:
             return
         self._window.conclude()
-        if self._unsaved is not None:
-            self._save(*self._unsaved, is_asked=True)
+        if (last := self._unsaved.take()) is not None:
+            self._save(*last, is_asked=True)
 
     def flush_before_exit(self, deadline: float) -> list[str]:
         """After SIGTERM: wait, until ``deadline``, for what is under way. Returns what is not safe, in words.
@@ -576,7 +574,7 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         preemption.forget(self)
-        self._unsaved = None
+        self._unsaved.close()
         self._notices.close()
         self._last.close()
         self._window.close()
