@@ -231,20 +231,20 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
     count = _adoptions[location.uri] = _adoptions.get(location.uri, 0) + 1
     store = dist.distributed_c10d._get_default_store()
     prefix = f"tierckpt/adopt/{location.uri}/{world_size}/{count}"
-    told = _told(store, f"{prefix}/attempt", rank, world_size, secrets.token_hex(8), location)
+    attempts = _all_gather(store, f"{prefix}/attempt", rank, world_size, secrets.token_hex(8), location)
     if ranks is not None:
-        return _Part(told[0], rank, world_size)
+        return _Part(attempts[0], rank, world_size)
     # Now every rank has written.
-    places = _told(store, f"{prefix}/place", rank, world_size, source.identity(place) or "none", location)
+    places = _all_gather(store, f"{prefix}/place", rank, world_size, source.identity(place) or "none", location)
     first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
     is_idle = rank not in first and bool(first)  # nobody has a directory: each says so
-    return _Part(told[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)
+    return _Part(attempts[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)
 
 
-def _told(store: Any, prefix: str, rank: int, world_size: int, word: str, location: Location) -> list[str]:
-    """Tell the other ranks ``word`` and return what each has told."""
+def _all_gather(store: Any, prefix: str, rank: int, world_size: int, value: str, location: Location) -> list[str]:
+    """Return the ``value`` of every rank, by rank."""
     keys = [f"{prefix}/{number}" for number in range(world_size)]
-    store.set(keys[rank], word)
+    store.set(keys[rank], value)
     try:
         store.wait(keys, timedelta(seconds=RANKS_SECONDS))
     except Exception as error:

@@ -8,7 +8,9 @@ import io
 import os
 import sys
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -252,14 +254,11 @@ class Writer(io.BufferedIOBase):
         """True below a ``with fsspec.open(...)`` that an exception leaves: it closes the file, and does not say so."""
         if sys.exception() in (None, self._handled):
             return False
-        frame = sys._getframe(2)
-        for _ in range(_CLOSING_FRAMES):
-            if frame.f_code.co_name == "__exit__" and frame.f_globals.get("__name__") in _CLOSES_ALWAYS:
-                return True
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return False
+        frames = islice(traceback.walk_stack(sys._getframe(2)), _CLOSING_FRAMES)
+        return any(
+            frame.f_code.co_name == "__exit__" and frame.f_globals.get("__name__") in _CLOSES_ALWAYS
+            for frame, _ in frames
+        )
 
     def commit(self) -> None:
         """Put what was written under its name, unless it was discarded."""

@@ -115,25 +115,22 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     @short_traceback
     def exists(self, path: str, **kwargs: Any) -> bool:
         """False only when it is not there: a store that refuses or does not answer is an error."""
-        try:
-            self._look(path)
-        except FileNotFoundError:
-            return False
-        return True
+        return self._is_dir(path) is not None
 
     @short_traceback
     def isdir(self, path: str) -> bool:
-        try:
-            return self._look(path).is_dir
-        except FileNotFoundError:
-            return False
+        return self._is_dir(path) is True
 
     @short_traceback
     def isfile(self, path: str) -> bool:
+        return self._is_dir(path) is False
+
+    def _is_dir(self, path: str) -> bool | None:
+        """None when it is not there."""
         try:
-            return not self._look(path).is_dir
+            return self._look(path).is_dir
         except FileNotFoundError:
-            return False
+            return None
 
     @short_traceback
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
@@ -203,8 +200,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         )
         if mode == "ab" and self.exists(name):
             with self._open(name) as old:
-                while piece := old.read(8 << 20):
-                    writer.write(piece)
+                shutil.copyfileobj(old, writer, PIECE_BYTES)
         return writer
 
     def _file(self, name: str) -> Thing:
@@ -381,7 +377,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         is_behind = is_behind and not self.is_drained(moved_in or self._parent(path))
         if thing.written is not None or is_behind:
             after = self._location(moved_in) if moved_in else None
-            get_client(self.settings).drain_in_background(write_back.remove(self.settings, location, after))
+            self._remove_behind(location, after)
             return
         root, key = root_of(location)
         self._run(self._mover.store(root).delete(key))
@@ -395,7 +391,10 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not write_back.can_carry(location):
             self.rm_file(path)
             return
-        get_client(self.settings).drain_in_background(write_back.remove(self.settings, location))
+        self._remove_behind(location)
+
+    def _remove_behind(self, location: Location, after: Location | None = None) -> None:
+        get_client(self.settings).drain_in_background(write_back.remove(self.settings, location, after))
 
     @short_traceback
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
@@ -424,9 +423,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             below.sort(key=lambda thing: thing.location.name != METADATA)  # first what says that it is whole
             for thing in below:
                 if is_behind or thing.written is not None:
-                    get_client(self.settings).drain_in_background(
-                        write_back.remove(self.settings, thing.location, beside)
-                    )
+                    self._remove_behind(thing.location, beside)
             if is_behind and below:
                 log.warning("%s stays on the store until what was written beside it is there too", location.uri)
                 continue

@@ -72,7 +72,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RATE_LIMIT = re.compile(r";\s*t=(\d+)")
 _NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="next"')
-_KINDS = {"datasets": "datasets", "spaces": "spaces", "models": "models"}
+_KINDS = ("datasets", "spaces", "models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def repository_of(location: Location) -> Repository | None:
     """Return what ``hf://org/name[@revision][/path]`` or ``hf://datasets/org/name...`` names; None: no repository."""
     kind, parts = "models", [part for part in (location.authority, *location.path.split("/")) if part]
     if parts and parts[0] in _KINDS:
-        kind = _KINDS[parts.pop(0)]
+        kind = parts.pop(0)
     if len(parts) < 2:
         return None
     name, _, revision = parts[1].partition("@")
@@ -320,12 +320,7 @@ class Hub:
                 revision=repository.revision,
             )
         if path and (code == "EntryNotFound" or (status == 404 and not code)):
-            return ObjectNotFoundError(
-                f"{where} lists {path}, and has no object for it",
-                hint="Its pointer was committed and its bytes were not: tell whoever owns the repository",
-                tier=Tier.SHARED,
-                file=path,
-            )
+            return no_object(where, path)
         if code == "RepoNotFound" or status == 404:
             return BucketNotFoundError(
                 f"{self.host} has no repository {repository.page}, or {unseen}",
@@ -437,6 +432,15 @@ class _Unfollowed(urllib.request.HTTPRedirectHandler):
 
 
 _opener = urllib.request.build_opener(_Http, _Https, _Unfollowed)
+
+
+def no_object(where: str, path: str) -> ObjectNotFoundError:
+    return ObjectNotFoundError(
+        f"{where} lists {path}, and has no object for it",
+        hint="Its pointer was committed and its bytes were not: tell whoever owns the repository",
+        tier=Tier.SHARED,
+        file=path,
+    )
 
 
 def unavailable(host: str, reason: str, **context: object) -> StoreUnavailableError:

@@ -28,16 +28,15 @@ from ...errors import (
     PermissionDeniedError,
     PreconditionFailedError,
     StoreError,
-    StoreUnavailableError,
     TierckptError,
 )
 from ...format.layout import Location
 from ...types import Buffer, ByteRange, ObjectInfo, Tier
 from .. import get_concurrency
 from ..common import check_key, check_prefix, check_range, short_answer
-from ..retry import Retries, Tries
+from ..retry import Retries
 from ..signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
-from .api import HubFile, Repository, hub_of, repository_of, request, unavailable
+from .api import HubFile, Repository, hub_of, no_object, repository_of, request, unavailable
 
 T = TypeVar("T")
 
@@ -151,7 +150,9 @@ class HubStore:
                 reason = str(refusal)
                 if self._urls.get((commit, file.path)) == url:
                     del self._urls[commit, file.path]
-        raise self._unhad(file, reason)
+        if reason == "HTTP 404":
+            raise no_object(self.uri, file.path)
+        raise StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
 
     async def _locate(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
         """Return a URL for ranges of a file; None when the resolver has sent the range itself."""
@@ -186,32 +187,19 @@ class HubStore:
         """Raises NotThisWay: the URL is not good for it, or not any more."""
         host = urlsplit(url).netloc
         breaker, crowd = self.retries.breaker(host), self.retries.get_concurrency(host)
-        tries = Tries(self.retries, self._settings.store_timeout_seconds)
         window = min(get_concurrency.WINDOW_SECONDS, self._settings.store_timeout_seconds)
         enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
         tls = self._ranges.tls if url.startswith("https:") else None
-        while True:
-            try:
-                async with self.retries.asking(breaker, hub_of(self.retries).probe):
-                    if is_behind_proxy(url):
-                        await asyncio.to_thread(_read_by_proxy, url, byte_range, into)
-                    else:
-                        get = Get(f"{self.uri} at {host}", url, byte_range, into, None, window, enough, tls)
-                        await crowd.run(partial(self._ranges.connections.run, get))
-                    return
-            except StoreUnavailableError as error:
-                if not await tries.pause(error):
-                    raise
 
-    def _unhad(self, file: HubFile, reason: str) -> StoreError:
-        if reason == "HTTP 404":
-            return ObjectNotFoundError(
-                f"{self.uri} lists {file.path}, and has no object for it",
-                hint="Its pointer was committed and its bytes were not: tell whoever owns the repository",
-                file=file.path,
-                tier=Tier.SHARED,
-            )
-        return StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
+        async def ask() -> None:
+            async with self.retries.asking(breaker, hub_of(self.retries).probe):
+                if is_behind_proxy(url):
+                    await asyncio.to_thread(_read_by_proxy, url, byte_range, into)
+                else:
+                    get = Get(f"{self.uri} at {host}", url, byte_range, into, None, window, enough, tls)
+                    await crowd.run(partial(self._ranges.connections.run, get))
+
+        await self.retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
     # --- listing -------------------------------------------------------------------------------------------------
 
