@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -96,14 +97,12 @@ def agent(
 
 
 def _stop(settings: Settings) -> Report:
-    contact = AgentClient(settings)
-    try:
-        pid = contact.ask({"op": "status"}, start=False)["pid"]
-        contact.ask({"op": "stop"}, start=False)
-    except AgentUnavailableError:
-        return Report({"stopped": False}, ["No agent runs for this local root."])
-    finally:
-        contact.close()
+    with contextlib.closing(AgentClient(settings)) as contact:
+        try:
+            pid = contact.ask({"op": "status"}, start=False)["pid"]
+            contact.ask({"op": "stop"}, start=False)
+        except AgentUnavailableError:
+            return Report({"stopped": False}, ["No agent runs for this local root."])
     if all(_is_alive(pid) for _ in Poll(settings.grace_seconds + STOP_SECONDS_EXTRA, LOCAL)):
         raise OperationTimeoutError(f"the agent (process {pid}) has not ended", hint="Its log may say why")
     return Report({"stopped": True, "pid": pid}, [f"The agent (process {pid}) has ended."])
@@ -112,8 +111,6 @@ def _stop(settings: Settings) -> Report:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, signal.SIG_DFL)  # signal 0: only asks
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

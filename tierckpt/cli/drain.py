@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Entry, Journal
 from ..drain.rate_limiter import UNCHANGED, Unchanged, change_control
@@ -26,7 +25,7 @@ from ..ipc.agent_client import contact_for
 from ..mover import Mover
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client, rate_of
 
 POLL_SECONDS = 0.5
 
@@ -145,10 +144,7 @@ def _rate_of(text: str | None) -> int | str | Unchanged | None:
         return UNCHANGED
     if text in {"none", "default"}:
         return None if text == "none" else text
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text.removesuffix("/s")))
-    except ValidationError:
-        raise ConfigError(f"--limit is {text!r}", hint="Write 200MiB/s, none or default") from None
+    return rate_of("--limit", text, "Write 200MiB/s, none or default")
 
 
 @dataclass

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from rich.console import RenderableType
 
 from ..agent.node_document import agent_status
-from ..cache.prefetch import FileSpec, from_listing
+from ..cache.file_set import FileSpec
+from ..cache.prefetch import from_listing
 from ..checkpoint.catalog import Checkpoint
 from ..disk.durable import matching
 from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError

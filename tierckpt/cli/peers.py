@@ -48,15 +48,11 @@ def _line(row: Json) -> tuple[object, ...]:
         row["address"],
         row["domain"] or None,
         f"{human_bytes(row['weight'])}/s" if row["weight"] else None,
-        f"{row['heard_seconds_ago']:.1f} s ago" if row["heard_seconds_ago"] < 60 else _ago(row["heard_seconds_ago"]),
+        f"{f'{heard:.1f} s' if (heard := row['heard_seconds_ago']) < 60 else human_seconds(heard)} ago",
         human_bytes(row["fetched_bytes"]),
         human_bytes(row["served_bytes"]),
         f"{human_bytes(row['served_bytes_per_second'])}/s" if row["served_bytes_per_second"] else None,
     )
-
-
-def _ago(seconds: float) -> str:
-    return f"{human_seconds(seconds)} ago"
 
 
 def _share(row: Json) -> str:

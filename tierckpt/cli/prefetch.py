@@ -125,13 +125,8 @@ def prefetch(
                 except TierckptError as error:
                     errors[location.uri] = error
             return _joined(reports, errors)
-
-        async def look(mover: Mover) -> list[Report]:
-            if check:
-                return [await job.check(mover, location, read_data) for location in locations]
-            return [await job.plan(mover, location) for location in locations]
-
-        return _joined(client.run(look(client.mover)))
+        look = partial(job.check, read_data=read_data) if check else job.plan
+        return _joined([client.run(look(client.mover, location)) for location in locations])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +144,8 @@ class _Job:
         begun = time.monotonic()
         chosen = partial(mover.prefetch, include=self.include, exclude=self.exclude, pin=self.pin)
         work = partial(chosen, location, self.to, hf_cache=self.hf_cache)
-        if self.wait_seconds is None:
-            result = await work()
-        else:
-            result = await retry_until_available(work, self.wait_seconds, location.uri)
+        wait = self.wait_seconds
+        result = await (work() if wait is None else retry_until_available(work, wait, location.uri))
         document: Json = {"uri": location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
         came_bytes = result.fetched_bytes + result.peer_bytes
         rate = came_bytes / max(document["seconds"], 1e-3)
@@ -233,19 +226,12 @@ def _joined(reports: Sequence[Report], errors: Mapping[str, TierckptError] | Non
 
 
 async def _evict(mover: Mover, locations: Sequence[Location]) -> Report:
-    return _gone(*_both(mover.node_cache.evict(location) for location in locations))
-
-
-def _both(pairs: Any) -> tuple[list[Row], list[Row]]:
     went: list[Row] = []
     stayed: list[Row] = []
-    for one, other in pairs:
-        went += one
-        stayed += other
-    return went, stayed
-
-
-def _gone(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
+    for location in locations:
+        gone, left = mover.node_cache.evict(location)
+        went += gone
+        stayed += left
     freed = sum(row.reserved_bytes for row in went)
     document: Json = {
         "evicted": [{"uri": row.uri, "version": row.version, "size_bytes": row.size_bytes} for row in went],

@@ -12,7 +12,6 @@ from rich.text import Text
 from ..checkpoint.run_log_reader import Lines, read_history
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.layout import Location
-from ..mover import Mover
 from ..planning.goodput import Goodput, What, analyse, read_start
 from ..types import Json
 from .size import PlotOption
@@ -43,12 +42,8 @@ def report(
     """
     location = location_of(uri)
     with open_client(local_root) as client:
-        history = client.run(_history(client.mover, location))
+        history = client.run(read_history(client.mover.directory(location), client.mover.store(location)))
     return _report(location, history, plot)
-
-
-async def _history(mover: Mover, location: Location) -> dict[str, Lines]:
-    return await read_history(mover.directory(location), mover.store(location))
 
 
 def _report(location: Location, history: dict[str, Lines], plot: object) -> Report:

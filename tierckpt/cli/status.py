@@ -198,6 +198,7 @@ def _grouped(local: Sequence[Json]) -> Iterator[Json]:
 
 
 def _view(document: Json) -> list[RenderableType]:
+    agent: Json = document["agent"] or {}
     summary = {
         "local root": document["local_root"],
         "free": f"{human_bytes(document['free_bytes'])} of {human_bytes(document['total_bytes'])}",
@@ -219,7 +220,7 @@ def _view(document: Json) -> list[RenderableType]:
             f"{document['set_aside']} entries, which no mover tries any more: `tierckpt drain --retry` puts them back, "
             "`tierckpt drain --forget URI` gives them up"
         )
-    if copies := (document["agent"] or {}).get("replicas"):
+    if copies := agent.get("replicas"):
         summary["copies"] = _copies_line(copies)
     waiting = [
         (
@@ -237,8 +238,7 @@ def _view(document: Json) -> list[RenderableType]:
         for item in _grouped(document["local"])
     ]
     view: list[RenderableType] = [facts(summary)]
-    moving = (document["agent"] or {}).get("moving", [])
-    if moving:
+    if moving := agent.get("moving"):
         rows = [
             (
                 item["what"],
@@ -248,8 +248,7 @@ def _view(document: Json) -> list[RenderableType]:
             for item in moving
         ]
         view.append(table("moving >done >size", rows))
-    errors = (document["agent"] or {}).get("errors", [])
-    if errors:
+    if errors := agent.get("errors"):
         told = [(human_seconds(time.time() - item["at_unix_seconds"]), item["message"]) for item in errors[-5:]]
         view.append(table(">ago last_errors_of_the_agent", told))
     if waiting:

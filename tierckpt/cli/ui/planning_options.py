@@ -11,13 +11,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ...client import Client
 from ...config import Settings
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Bandwidths, Mesh, Model, Site, Sizing, State, from_config, from_number, size, state_of
 from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive
 from .output import Report
-from .session import load_settings, location_of
+from .session import closing_clients, load_settings, location_of, open_client
 
 CONFIG_BYTES_MAX = 16 << 20
 
@@ -169,8 +168,6 @@ def _measured(uri: str, settings: Settings) -> tuple[Model, State]:
         from ...dcp.component_sizes import take_stock_of
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"--checkpoint needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
-    from .session import closing_clients
-
     with closing_clients():
         return take_stock_of(uri, settings)
 
@@ -199,11 +196,7 @@ def _read(path: Path) -> bytes:
 
 def _fetch(uri: str) -> bytes:
     location = location_of(uri)
-    name, parent = ("config.json", location)
-    if location.name.endswith(".json"):
-        name, parent = location.name, location.parent
-    client = Client(load_settings(None))
-    try:
+    is_file = location.name.endswith(".json")
+    name, parent = (location.name, location.parent) if is_file else ("config.json", location)
+    with open_client(None) as client:
         return bytes(client.run(client.mover.store(parent).get(name)))
-    finally:
-        client.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...disk.durable import translated
 from ...errors import ConfigError, MissingExtraError
-from ...planning import Mesh, Site, Sizing, ettr, size
+from ...planning import Sizing, ettr, size
 from ...planning.sizer import TierRow
 from ...planning.training_state import Component, State
 
@@ -185,7 +185,8 @@ def _draw_restores(axis: Any, sizing: Sizing) -> None:
     """The same model on more nodes: more data-parallel replicas."""
     state = State(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
-    sizes = [_sized(sizing, state, quiet, times) for times in (1, 2, 4, 8, 16, 32, 64)]
+    meshes = [replace(sizing.mesh, dp=sizing.mesh.dp * times) for times in (1, 2, 4, 8, 16, 32, 64)]
+    sizes = [size(sizing.model, state, mesh, quiet) for mesh in meshes]
     nodes = [one.mesh.nodes for one in sizes]
     for place, (name, colour) in enumerate(
         zip(("naive", "sharded", "fanned out", "peer", "local"), COLOURS, strict=True)
@@ -198,15 +199,6 @@ def _draw_restores(axis: Any, sizing: Sizing) -> None:
     axis.set_ylabel("restore, seconds")
     axis.set_title("Coming back")
     axis.legend(fontsize=8, frameon=False)
-
-
-def _sized(sizing: Sizing, state: State, site: Site, times: int) -> Sizing:
-    mesh = sizing.mesh
-    return size(sizing.model, state, Mesh(**{**_degrees(mesh), "dp": mesh.dp * times}), site)
-
-
-def _degrees(mesh: Mesh) -> dict[str, int]:
-    return {name: getattr(mesh, name) for name in ("tp", "pp", "dp", "ep", "cp", "stage", "gpus_per_node")}
 
 
 def _component(row: Any) -> Component:

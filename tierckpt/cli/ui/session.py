@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,30 +50,25 @@ def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
     return settings
 
 
-def rate_of(option: str, text: str | None) -> int | None:
+def rate_of(option: str, text: str | None, hint: str = "Write it like 200MiB/s") -> int | None:
     """Read ``200MiB/s``. Raises ConfigError."""
     if text is None:
         return None
     try:
         return int(TypeAdapter(ByteSize).validate_python(text.removesuffix("/s")))
     except ValidationError:
-        raise ConfigError(f"{option} is {text!r}", hint="Write it like 200MiB/s") from None
+        raise ConfigError(f"{option} is {text!r}", hint=hint) from None
 
 
 def location_of(uri: str) -> Location:
     return check_location(parse_uri(uri))
 
 
-@contextmanager
 def open_client(
     local_root: Path | None, listener: ProgressListener = ignore_progress, **overrides: Any
-) -> Iterator[Client]:
-    """Yield a client of its own for one command, closed at the end whatever happens."""
-    client = Client(load_settings(local_root, **overrides), listener)
-    try:
-        yield client
-    finally:
-        client.close()
+) -> closing[Client]:
+    """Return a client of its own for one command, which ``with`` closes whatever happens."""
+    return closing(Client(load_settings(local_root, **overrides), listener))
 
 
 @contextmanager
