@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .cache.entry import CacheEntry
 from .cache.hub_layout import prefetch_to_hub_cache
-from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri, refuse_pin
+from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri
 from .cache.pool import AdmissionPlan
 from .cache.prefetch import PrefetchResult, prefetch
 from .checkpoint import catalog, local_commit, marks, shared_commit
@@ -402,39 +402,41 @@ class Mover:
         there while this process lives. ``hf_cache``: ``directory`` is a Hugging Face cache, by default this user's.
         """
         await _refuse_file(directory)
-        held, checkpoint = await self._freeze(location, include, exclude)
+        resolved, checkpoint = await self._freeze(location, include, exclude)
         if hf_cache:
-            if not isinstance(held.store, HubStore) or pin:
+            if not isinstance(resolved.store, HubStore) or pin:
                 raise ConfigError("a Hugging Face cache takes hf:// URIs, and pins nothing", hint="Give hf://ORG/NAME")
             return await prefetch_to_hub_cache(
-                held.store,
-                held.store.commit,
-                held.frozen.files,
+                resolved.store,
+                resolved.frozen.files,
                 (directory or hub_cache()).absolute(),
-                chunk_size_bytes=held.frozen.chunk_size_bytes,
+                chunk_size_bytes=resolved.frozen.chunk_size_bytes,
                 concurrency=self.settings.concurrency * 2,
                 listener=self._listener,
                 sharing=self.sharing,
             )
-        target = directory or self.local_place(held)
+        target = directory or self.local_place(resolved)
         if target is None:
-            return await self.node_cache.prefetch(held, pin=pin, keep=keep)
+            return await self.node_cache.prefetch(resolved, pin=pin, keep=keep)
         if pin:
-            refuse_pin(held)
+            raise ConfigError(
+                f"{resolved.location.uri} is a checkpoint of tierckpt: it goes to the local tier, which has no pins",
+                hint="Leave --pin out (retention keeps it), or give --to a directory of its own",
+            )
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
         result = await prefetch(
-            NearestSource(held.store, checkpoint.elsewhere) if checkpoint is not None else held.store,
-            held.frozen.files,
+            NearestSource(resolved.store, checkpoint.elsewhere) if checkpoint is not None else resolved.store,
+            resolved.frozen.files,
             target,
-            chunk_size_bytes=held.frozen.chunk_size_bytes,
+            chunk_size_bytes=resolved.frozen.chunk_size_bytes,
             concurrency=self.settings.concurrency * 2,
             listener=self._listener,
             sharing=self.sharing,
         )
-        if held.manifest is not None and directory is None:
+        if resolved.manifest is not None and directory is None:
             tiers = frozenset({Tier.SHARED})
-            await fetch_file.adopt(checkpoint or Checkpoint(location, held.manifest, target, held.store, tiers))
+            await fetch_file.adopt(checkpoint or Checkpoint(location, resolved.manifest, target, resolved.store, tiers))
         return result
 
     async def _freeze(
@@ -448,8 +450,8 @@ class Mover:
             checkpoint = await self.find(location)
             if checkpoint.manifest is not None and checkpoint.elsewhere is not None:
                 await checkpoint.elsewhere.look()
-                held = self.node_cache.hold(location, checkpoint.store, checkpoint.manifest, include, exclude)
-                return held, checkpoint
+                resolve = self.node_cache.resolve_checkpoint
+                return resolve(location, checkpoint.store, checkpoint.manifest, include, exclude), checkpoint
         return await self.node_cache.freeze(location, include=include, exclude=exclude), None
 
     async def check_prefetched(
@@ -457,23 +459,23 @@ class Mover:
     ) -> Check:
         """Say what of a checkpoint or model is on this node: in ``directory``, or where it belongs. Changes nothing."""
         return await self.node_cache.check_at(
-            location, lambda held: directory or self.local_place(held), include, exclude
+            location, lambda resolved: directory or self.local_place(resolved), include, exclude
         )
 
     async def plan_prefetch(
         self, location: Location, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> AdmissionPlan | None:
         """What the cache would evict for a prefetch; None where it has no part in it. Changes nothing."""
-        held = await self.node_cache.freeze(location, include=include, exclude=exclude)
-        if self.local_place(held) is not None:
+        resolved = await self.node_cache.freeze(location, include=include, exclude=exclude)
+        if self.local_place(resolved) is not None:
             return None
-        return await asyncio.to_thread(self.node_cache.pool.plan, held.frozen)
+        return await asyncio.to_thread(self.node_cache.pool.plan, resolved.frozen)
 
-    def local_place(self, held: ResolvedUri) -> Path | None:
+    def local_place(self, resolved: ResolvedUri) -> Path | None:
         """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache: there what was
         adopted has the names that its writer gave it."""
-        is_ours = held.manifest is not None and not held.is_filtered and not held.manifest.adopted_dirs
-        return self.directory(held.location) if is_ours else None
+        is_ours = resolved.manifest is not None and not resolved.is_filtered and not resolved.manifest.adopted_dirs
+        return self.directory(resolved.location) if is_ours else None
 
     async def restore(self, location: Location, directory: Path) -> RestoreResult:
         """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``.

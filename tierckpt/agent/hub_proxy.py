@@ -230,7 +230,7 @@ class HubProxy:
             for number, at in enumerate(pieces):
                 for more in pieces[number + len(coming) : number + PIECES_AHEAD]:
                     is_last = more.stop == size_bytes  # it has come when the whole file has passed its digest (X3)
-                    coming.append(self._client.start(entry.fill([path]) if is_last else entry.bring(path, more)))
+                    coming.append(self._client.start(entry.fill([path]) if is_last else entry.ensure(path, more)))
                 while not concurrent.futures.wait(coming[:1], TURN_SECONDS if held else None).done:
                     request.wfile.write(held[:1])
                     held = held[1:]
@@ -296,7 +296,7 @@ class HubProxy:
         try:
             path = _path_in(entry, location)
             if reads:
-                await entry.bring(path, at)
+                await entry.ensure(path, at)
             elif not entry.landed(path, at):
                 raise ObjectNotFoundError(f"{at} of {uri} is not on this node")
             index, chunk = entry.frozen.index_of(path), at.start // entry.chunk_size_bytes

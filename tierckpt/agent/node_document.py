@@ -3,6 +3,7 @@ no store."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -12,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
 
+from ..cache.partial_entry import RECEIPT
 from ..cache.pool import Pool
-from ..cache.prefetch import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Entry, Journal
@@ -23,8 +24,8 @@ from ..checkpoint.verify import read_checks
 from ..config import Settings
 from ..drain.rate_limiter import UNCHANGED, read_control
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
-from ..format.layout import DRAINED, MANIFEST, REPLICATED, Location, agent_dir, local_dir, parse_uri, step_of
-from ..ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError, NoneRunsError
+from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri, step_of
+from ..ipc.agent_client import AgentClient, AgentUnavailableError, NoneRunsError, has_socket
 from ..planning.goodput import stalls_of
 from ..telemetry import logger
 from ..types import Json
@@ -81,18 +82,15 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
 
 def agent_status(settings: Settings) -> tuple[Json | None, str | None]:
     """What the agent says of itself, None when none runs; and why it says nothing, when one may run all the same."""
-    if not (agent_dir(settings.local_root) / SOCKET).exists():
+    if not has_socket(settings.local_root):
         return None, None
-    contact = AgentClient(settings)
-    try:
-        answer: Json = contact.ask({"op": "status"}, start=False, timeout_seconds=ANSWER_SECONDS)
-    except NoneRunsError:
-        return None, None
-    except TierckptError as error:
-        return None, error.message
-    finally:
-        contact.close()
-    return answer, None
+    with contextlib.closing(AgentClient(settings)) as contact:
+        try:
+            return contact.ask({"op": "status"}, start=False, timeout_seconds=ANSWER_SECONDS), None
+        except NoneRunsError:
+            return None, None
+        except TierckptError as error:
+            return None, error.message
 
 
 def _budget(settings: Settings) -> Json:
@@ -151,11 +149,12 @@ def _checkpoint(root: Path, directory: Path) -> Json | None:
     except (ManifestError, StoreError) as error:
         log.warning("%s", error)
         return None
-    if manifest is None:
+    location = location_at(root, directory)
+    if manifest is None or location is None:
         return None
     here = [entry for entry in manifest.entries if file_size(directory / entry.key) == entry.size_bytes]
     return {
-        "uri": _location(root, directory).uri,
+        "uri": location.uri,
         "kind": "checkpoint",
         "files": len(here),
         "files_of_checkpoint": len(manifest.entries),
@@ -171,9 +170,11 @@ def _prefetched(root: Path, directories: Sequence[Path]) -> Iterator[Json]:
         receipt = directory / RECEIPT
         if not receipt.exists() or (directory / MANIFEST).exists():
             continue  # no prefetched model, or listed as a checkpoint
+        if (location := location_at(root, directory)) is None:
+            continue
         sizes = [size for path in directory.rglob("*") if path != receipt and (size := file_size(path)) >= 0]
         yield {
-            "uri": _location(root, directory).uri,
+            "uri": location.uri,
             "kind": "prefetched",
             "files": len(sizes),
             "size_bytes": sum(sizes),
@@ -194,13 +195,6 @@ def _cached(settings: Settings) -> Iterator[Json]:
             "pinned": row.is_pinned,
             "leases": len(pool.leases(row.name)),
         }
-
-
-def _location(root: Path, directory: Path) -> Location:
-    """The inverse of ``layout.local_dir``."""
-    scheme, authority, *path = directory.relative_to(root / "checkpoints").parts
-    leading = "/" if scheme == "file" else ""
-    return Location(scheme, "" if authority == "_" else authority, leading + "/".join(path))
 
 
 # --- steps ----------------------------------------------------------------------------------------------------------
@@ -281,14 +275,12 @@ def peers_document(settings: Settings) -> Json:
     answer: Json = {
         "problem": "no agent runs on this node: `tierckpt agent`, or the first process of a job, starts one"
     }
-    contact = AgentClient(settings)
-    try:
-        answer = contact.ask({"op": "peer_status"}, start=False)
-        answer["copies"] = contact.ask({"op": "status"}, start=False).get("replicas")
-    except AgentUnavailableError:
-        pass
-    except TierckptError as error:
-        answer = {"problem": error.message}
-    finally:
-        contact.close()
+    with contextlib.closing(AgentClient(settings)) as contact:
+        try:
+            answer = contact.ask({"op": "peer_status"}, start=False)
+            answer["copies"] = contact.ask({"op": "status"}, start=False).get("replicas")
+        except AgentUnavailableError:
+            pass
+        except TierckptError as error:
+            answer = {"problem": error.message}
     return {"peers": settings.peers, "replicas": settings.replicas, **answer}

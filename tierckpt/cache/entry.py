@@ -16,7 +16,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from ..errors import (
     CapacityError,
@@ -38,14 +38,10 @@ from .direct_write import landing_memory
 from .fetch_job import FetchJob, FetchStats, Turn
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import PartialEntry, read_file, read_receipt, same_digest, tidy, whole_receipt
+from .peer_fill import PeerFill, PeerJoin
 from .pool import Lease, Pool
 from .repair import mend
 from .verifier import Checker
-
-if TYPE_CHECKING:
-    from .peer_fill import PeerFill, PeerJoin
-
-T = TypeVar("T")
 
 log = logger("prefetch")
 
@@ -55,18 +51,6 @@ NO_ROOM_SECONDS = 10.0
 JOINS_MAX = 5
 GROW_BYTES = 64 << 20
 """Room that reading through takes at a time."""
-
-
-def _weak(method: Callable[..., T]) -> Callable[..., T]:
-    """``method`` of an object that its holder belongs to: a cycle of the two would last until a garbage collection."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> T:
-        method = reference()
-        assert method is not None
-        return method(*given)
-
-    return call
 
 
 class CacheEntry:
@@ -105,7 +89,7 @@ class CacheEntry:
         self._lease: Lease | None = None
         self._granted_bytes = 0
         self._no_room_until = 0.0
-        self._bringing: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
+        self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
         self._receipt: Receipt | None = None
         self.checker = self._new_checker()
         self.idle = asyncio.Lock()
@@ -144,10 +128,6 @@ class CacheEntry:
         if self._filling is None or self.directory is not None:
             return self._target / path
         return self._filling.prepare(index)
-
-    def is_there(self) -> bool:
-        """True when the directory is whole already. Blocking."""
-        return whole_receipt(self._target, self.frozen.version) is not None
 
     def _look(self) -> bool:
         """True when the entry has become whole."""
@@ -216,7 +196,7 @@ class CacheEntry:
 
     async def close(self) -> None:
         """Let go of the entry, and stop what is being fetched for it. Idempotent."""
-        left = list(self._bringing.values())
+        left = list(self._in_flight.values())
         for task in left:
             task.cancel()
         if left:
@@ -282,7 +262,13 @@ class CacheEntry:
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
-        return Checker(self.frozen, _weak(self.digest), _weak(self.read_here), _weak(self.directories))
+        entry = weakref.proxy(self)  # a cycle of the two would last until a garbage collection
+        return Checker(
+            self.frozen,
+            lambda *chunk: entry.digest(*chunk),
+            lambda *range_: entry.read_here(*range_),
+            lambda: entry.directories(),
+        )
 
     def digest(self, index: int, chunk: int) -> str:
         """With which digest a chunk landed; '' when that is not known."""
@@ -341,20 +327,21 @@ class CacheEntry:
         at = self.frozen.chunk_range(index, chunk)
         part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
-        data = await self._bring_once(index, chunk)
+        data = await self._ensure_once(index, chunk)
         if data is None:
             if await asyncio.to_thread(self.read_available, self.frozen.files[index].path, part, target):
                 return
-            data = await self._once((index, chunk, True), partial(mend, self))
-            if data is None:
-                raise AssertionError("unreachable")
+            data = await self._once(
+                (index, chunk, True), partial(mend, self.checker, self.get, self.store.uri, self.target)
+            )
+            assert data is not None
         target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
 
-    async def bring(self, path: str, byte_range: ByteRange) -> None:
+    async def ensure(self, path: str, byte_range: ByteRange) -> None:
         """Have the range on this node. Raises as ``read``; CapacityError: there is no room to keep it."""
         index = self._check(path, byte_range)
         for _ in range(2):  # what has landed goes again when a fill of the whole file finds it damaged meanwhile
-            await asyncio.gather(*(self._bring_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
+            await asyncio.gather(*(self._ensure_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
             if self.landed(path, byte_range):
                 return
         raise CapacityError(
@@ -374,31 +361,31 @@ class CacheEntry:
             tier=Tier.LOCAL,
         )
 
-    # --- bringing one chunk --------------------------------------------------------------------------------------
+    # --- one chunk -----------------------------------------------------------------------------------------------
 
-    async def _bring_once(self, index: int, chunk: int) -> Buffer | None:
+    async def _ensure_once(self, index: int, chunk: int) -> Buffer | None:
         """Have one chunk here; the readers of this process share the work. Returns it if it was fetched just now."""
-        return await self._once((index, chunk, False), self._bring)
+        return await self._once((index, chunk, False), self._ensure)
 
     async def _once(
-        self, key: tuple[int, int, bool], bring: Callable[[int, int], Coroutine[Any, Any, Buffer | None]]
+        self, key: tuple[int, int, bool], work: Callable[[int, int], Coroutine[Any, Any, Buffer | None]]
     ) -> Buffer | None:
-        task = self._bringing.get(key)
+        task = self._in_flight.get(key)
         if task is None:
-            task = asyncio.ensure_future(bring(*key[:2]))
-            self._bringing[key] = task
-            task.add_done_callback(lambda done: self._brought(key, done))
+            task = asyncio.ensure_future(work(*key[:2]))
+            self._in_flight[key] = task
+            task.add_done_callback(lambda done: self._settled(key, done))
         try:
             return await asyncio.shield(task)
         finally:
             del task  # it holds its error, whose traceback holds this frame
 
-    def _brought(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
-        self._bringing.pop(key, None)
+    def _settled(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
+        self._in_flight.pop(key, None)
         if not done.cancelled():
             done.exception()  # looked at: those who waited for it may have been cancelled
 
-    async def _bring(self, index: int, chunk: int) -> Buffer | None:
+    async def _ensure(self, index: int, chunk: int) -> Buffer | None:
         """Return None when the chunk has landed through somebody else."""
         filling = self._filling
         if filling is None:
@@ -524,7 +511,9 @@ class CacheEntry:
                 else:
                     data = await self.store.get_range(item.key, at, if_match=item.etag)
                 digest = await asyncio.to_thread(digest_of, data)
-                self._check_digest(item, chunk, at, data, digest)
+                BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+                if item.digests and not same_digest(data, digest, item.digests[chunk]):
+                    raise corrupt(item.path, at, Tier.SHARED, self.store.uri)
                 return data, digest
             except IntegrityError as damage:
                 reads += 1
@@ -537,11 +526,6 @@ class CacheEntry:
                     file=item.path,
                     tier=Tier.SHARED,
                 ) from error
-
-    def _check_digest(self, item: FileSpec, chunk: int, at: ByteRange, data: Buffer, digest: str) -> None:
-        BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
-        if item.digests and not same_digest(data, digest, item.digests[chunk]):
-            raise corrupt(item.path, at, Tier.SHARED, self.store.uri)
 
     # --- filling -------------------------------------------------------------------------------------------------
 

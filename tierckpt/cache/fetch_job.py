@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
@@ -17,9 +17,6 @@ from ..types import Buffer, ByteRange, Progress, ProgressListener
 from .file_set import FileSet
 from .partial_entry import PartialEntry
 from .peer_fill import ChunkOrder, NotNowError, PeerFill, Work
-
-if TYPE_CHECKING:
-    from .peer_fill import PeerFill
 
 log = logger("prefetch")
 

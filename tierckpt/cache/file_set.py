@@ -94,6 +94,11 @@ class FileSet:
         return ByteRange(BLOCK_DIGEST_BYTES * start, BLOCK_DIGEST_BYTES * (start + count))
 
     @cached_property
+    def first_ordinals(self) -> list[int]:
+        """Of each file the place of its first chunk in ``chunks()``; last, how many chunks there are."""
+        return [0, *accumulate(map(self.chunks_of, range(len(self.files))))]
+
+    @cached_property
     def _first_blocks(self) -> list[int]:
         return [0, *accumulate(block_count(item.size_bytes, self.chunk_size_bytes) for item in self.files)]
 

@@ -43,7 +43,6 @@ from .prefetch import PrefetchResult, prefetch
 
 async def prefetch_to_hub_cache(
     store: HubStore,
-    commit: str,
     files: Sequence[FileSpec],
     cache: Path,
     *,
@@ -52,11 +51,11 @@ async def prefetch_to_hub_cache(
     listener: ProgressListener,
     sharing: PeerJoin | None = None,
 ) -> PrefetchResult:
-    """Make the Hugging Face cache ``cache`` hold ``files`` of ``commit``. Returns the snapshot's directory.
+    """Make the Hugging Face cache ``cache`` hold ``files``, as listed last. Returns the snapshot's directory.
 
     Raises: as ``prefetch``; ConfigError for a revision that cannot be a file name.
     """
-    repository = store.repository
+    repository, commit = store.repository, store.commit
     if not is_safe_path(repository.revision):
         raise ConfigError(f"the revision {repository.revision!r} cannot be a file name")
     root = cache / repository.folder

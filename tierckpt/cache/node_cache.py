@@ -17,7 +17,6 @@ from ..checkpoint.catalog import file_size
 from ..config import Settings
 from ..errors import (
     BucketNotFoundError,
-    ConfigError,
     ObjectNotFoundError,
     OperationTimeoutError,
     StoreUnavailableError,
@@ -32,11 +31,11 @@ from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
-from .file_set import FileSet, FileSpec, Receipt
+from .file_set import FileSet, FileSpec, Receipt, from_manifest
 from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
 from .peer_fill import PeerJoin
 from .pool import Lease, Pool, Row, evict_all
-from .prefetch import PrefetchResult, from_listing, from_manifest, result_of, select
+from .prefetch import PrefetchResult, from_listing, result_of, select
 
 log = logger("prefetch")
 
@@ -162,7 +161,7 @@ class NodeCache:
         if manifest is None and await _claimed(store):
             raise _uncommitted(location)
         if manifest is not None:
-            return self.hold(location, store, manifest, include, exclude)
+            return self.resolve_checkpoint(location, store, manifest, include, exclude)
         files = await from_listing(store)
         if _is_half(files):
             raise _uncommitted(location)  # it was not even claimed when we asked
@@ -170,7 +169,7 @@ class NodeCache:
             files = select(files, include, exclude, location.uri)
         return ResolvedUri(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
 
-    def hold(
+    def resolve_checkpoint(
         self, location: Location, store: Store, manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
     ) -> ResolvedUri:
         """A checkpoint whose manifest is known. Raises ObjectNotFoundError: nothing of it matches."""
@@ -185,15 +184,15 @@ class NodeCache:
 
     # --- opening and filling -------------------------------------------------------------------------------------
 
-    async def open(self, held: ResolvedUri, *, whole: bool = False) -> CacheEntry:
-        """Open the entry of ``held``; make it if there is none. Close what is returned.
+    async def open(self, resolved: ResolvedUri, *, whole: bool = False) -> CacheEntry:
+        """Open the entry of ``resolved``; make it if there is none. Close what is returned.
 
         Raises:
             CapacityError: ``whole``, and there is no room for all of it.
         """
-        found = await asyncio.to_thread(self._larger, held)
-        frozen = found or held.frozen
-        store = held.store if found is None or held.only is None else self._store_of(frozen, held)
+        found = await asyncio.to_thread(self._larger, resolved)
+        frozen = found or resolved.frozen
+        store = resolved.store if found is None or resolved.only is None else self._store_of(frozen, resolved)
         cached = CacheEntry(
             store,
             frozen,
@@ -205,43 +204,43 @@ class NodeCache:
             sharing=self.sharing,
         )
         await asyncio.to_thread(lambda: cached.begin(whole=whole))
-        cached.only = self._only(held, frozen)
+        cached.only = self._only(resolved, frozen)
         return cached
 
     async def reopen(self, frozen: FileSet) -> CacheEntry:
         """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
         location, files = parse_uri(frozen.uri), frozen.files
         is_object = len(files) == 1 and files[0].key == location.name
-        held = ResolvedUri(location, self.store_at(location.parent if is_object else location), frozen)
-        return await self.open(held)
+        resolved = ResolvedUri(location, self.store_at(location.parent if is_object else location), frozen)
+        return await self.open(resolved)
 
-    def _store_of(self, frozen: FileSet, held: ResolvedUri) -> Store:
-        location = held.location
+    def _store_of(self, frozen: FileSet, resolved: ResolvedUri) -> Store:
+        location = resolved.location
         while location.uri != frozen.uri:
             location = location.parent
         return self.store_at(location)
 
-    def _only(self, held: ResolvedUri, frozen: FileSet) -> FileSpec | None:
-        if held.only is None or frozen is held.frozen or frozen.version == held.frozen.version:
-            return held.only
-        return next(item for item in frozen.files if _same(item, held.only, _below(frozen.uri, held.location)))
+    def _only(self, resolved: ResolvedUri, frozen: FileSet) -> FileSpec | None:
+        if resolved.only is None or frozen is resolved.frozen or frozen.version == resolved.frozen.version:
+            return resolved.only
+        return next(item for item in frozen.files if _same(item, resolved.only, _below(frozen.uri, resolved.location)))
 
-    def _larger(self, held: ResolvedUri) -> FileSet | None:
-        """An entry that has all of ``held`` in the same versions and more: of its URI, or of a directory above it."""
+    def _larger(self, resolved: ResolvedUri) -> FileSet | None:
+        """An entry that has all of ``resolved`` in the same versions, and more: of its URI, or a directory above it."""
         if not self.pool.root.is_dir():
             return None
-        places = [held.location]
-        while held.only is not None and places[-1].path.strip("/") and len(places) < ANCESTORS_MAX:
+        places = [resolved.location]
+        while resolved.only is not None and places[-1].path.strip("/") and len(places) < ANCESTORS_MAX:
             places.append(places[-1].parent)
         rows = self.pool.rows(*(place.uri for place in places))
-        exact = next((row for row in rows if row.name == held.frozen.name), None)
+        exact = next((row for row in rows if row.name == resolved.frozen.name), None)
         if exact is not None and exact.state == "complete":
             return None
         for row in sorted(rows, key=lambda row: (row.state != "complete", -row.used_unix_ns)):
-            if row.state != "complete" and (exact is not None or held.only is None):
+            if row.state != "complete" and (exact is not None or resolved.only is None):
                 break  # a half-filled one is only good for a single object that has no entry of its own
             frozen = self._contents(row)
-            if frozen is not None and _covers(frozen, held):
+            if frozen is not None and _covers(frozen, resolved):
                 return frozen
         return None
 
@@ -258,14 +257,14 @@ class NodeCache:
             self._receipts[row.name] = receipt
         return self._receipts[row.name].frozen
 
-    async def prefetch(self, held: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
-        """Have all of ``held`` in the cache, whole.
+    async def prefetch(self, resolved: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
+        """Have all of ``resolved`` in the cache, whole.
 
         Args:
             pin: keep it until it is unpinned; other versions of the URI are unpinned.
             keep: hold it for as long as this process lives.
         """
-        cached = await self.open(held, whole=True)
+        cached = await self.open(resolved, whole=True)
         try:
             await cached.fill(listener=self._listener)
             directory, name = self.pool.directory(cached.frozen.name), cached.frozen.name
@@ -294,28 +293,28 @@ class NodeCache:
     ) -> Check:
         """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
         try:
-            held = await self.freeze(location, include=include, exclude=exclude)
+            resolved = await self.freeze(location, include=include, exclude=exclude)
         except StoreUnavailableError as error:
             rows = await asyncio.to_thread(self.pool.rows, location.uri)
             frozen = self._contents(rows[-1]) if rows else None
             if frozen is None:
                 raise
             log.warning("%s cannot be asked whether it has changed: %s", location.uri, error.message)
-            held = ResolvedUri(location, self.store_at(location), frozen)
-        return await asyncio.to_thread(self.check, held, place(held))
+            resolved = ResolvedUri(location, self.store_at(location), frozen)
+        return await asyncio.to_thread(self.check, resolved, place(resolved))
 
-    def check(self, held: ResolvedUri, directory: Path | None = None) -> Check:
-        """Say what of ``held`` is here: in the cache, or in ``directory``. Fetches and changes nothing."""
-        frozen = self._larger(held) or held.frozen if directory is None else held.frozen
+    def check(self, resolved: ResolvedUri, directory: Path | None = None) -> Check:
+        """Say what of ``resolved`` is here: in the cache, or in ``directory``. Fetches and changes nothing."""
+        frozen = self._larger(resolved) or resolved.frozen if directory is None else resolved.frozen
         target = directory or self.pool.directory(frozen.name)
         check = _check(frozen, target)
-        if held.manifest is not None and check.state != "whole" and _has_sizes(frozen, target):
+        if resolved.manifest is not None and check.state != "whole" and _has_sizes(frozen, target):
             check = Check(frozen.uri, "whole", target, len(frozen.files), frozen.size_bytes, frozen.size_bytes)
-        check.uri = held.location.uri
+        check.uri = resolved.location.uri
         if directory is None:
             check.is_pinned = self.pool.is_pinned(frozen.name)
             check.leases = len(self.pool.leases(frozen.name))
-            older = [row for row in self.pool.rows(held.location.uri) if row.version != frozen.version]
+            older = [row for row in self.pool.rows(resolved.location.uri) if row.version != frozen.version]
             if check.state == "absent" and any(row.state == "complete" for row in older):
                 check.state = "outdated"
         elif check.state == "absent" and read_receipt(target) is not None:
@@ -390,14 +389,6 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_second
         ) from error
 
 
-def refuse_pin(held: ResolvedUri) -> None:
-    """Raise ConfigError: a checkpoint of ours has no place in the cache that could be pinned."""
-    raise ConfigError(
-        f"{held.location.uri} is a checkpoint of tierckpt: it goes to the local tier, which has no pins",
-        hint="Leave --pin out (retention keeps it), or give --to a directory of its own",
-    )
-
-
 def _check(frozen: FileSet, target: Path) -> Check:
     found = Check(frozen.uri, "absent", None, len(frozen.files), frozen.size_bytes, 0)
     if whole_receipt(target, frozen.version) is not None:
@@ -416,12 +407,12 @@ def _has_sizes(frozen: FileSet, target: Path) -> bool:
     return all(file_size(target / item.path) == item.size_bytes for item in frozen.files)
 
 
-def _covers(frozen: FileSet, held: ResolvedUri) -> bool:
-    if held.only is not None:
-        below = _below(frozen.uri, held.location)
-        return any(_same(item, held.only, below) for item in frozen.files)
+def _covers(frozen: FileSet, resolved: ResolvedUri) -> bool:
+    if resolved.only is not None:
+        below = _below(frozen.uri, resolved.location)
+        return any(_same(item, resolved.only, below) for item in frozen.files)
     own = {(item.path, item.size_bytes, item.etag, item.digests) for item in frozen.files}
-    return all((item.path, item.size_bytes, item.etag, item.digests) in own for item in held.frozen.files)
+    return all((item.path, item.size_bytes, item.etag, item.digests) in own for item in resolved.frozen.files)
 
 
 def _same(item: FileSpec, other: FileSpec, path: str) -> bool:

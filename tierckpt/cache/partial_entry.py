@@ -66,9 +66,12 @@ _MARK = re.compile(rb"([!=])(\d+)\.")
 def incoming_of(directory: Path, version: str) -> Path:
     """Where to gather the files, on the file system of ``directory``: beside it, or inside where it is in use already
     (a mount point cannot be renamed over)."""
-    if is_new(directory):
-        return directory.with_name(f".{directory.name}.{version[:8]}{SUFFIX}")
-    return directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
+    is_new = not directory.exists() or not (directory.is_mount() or matching(directory, "*"))
+    return incoming_beside(directory, version) if is_new else directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
+
+
+def incoming_beside(directory: Path, version: str) -> Path:
+    return directory.with_name(f".{directory.name}.{version[:8]}{SUFFIX}")
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
@@ -79,12 +82,8 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
         return {}
     lines = ProgressLog(frozen)
     with contextlib.suppress(OSError, TierckptError), os.fdopen(open_regular(lines.path(incoming)), "rb") as file:
-        lines.take(file.read())
+        lines.read_on(file.fileno())
     return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
-
-
-def is_new(directory: Path) -> bool:
-    return not directory.exists() or not (directory.is_mount() or matching(directory, "*"))
 
 
 def read_receipt(directory: Path) -> Receipt | None:
@@ -151,17 +150,22 @@ class ProgressLog:
         """Files that are whole and durable."""
         self.order: list[tuple[int, int]] = []
         """Chunks as they landed, one after the other. One that was forgotten and has landed again is there twice."""
+        self.offset = 0
+        """How much of the file was read."""
 
     def path(self, incoming: Path) -> Path:
         """Lines of another boot (G3), or of chunks of another size, are in another file."""
         return incoming / FILLING / f"progress-{boot_id()[:8]}-{self.frozen.chunk_size_bytes}"
 
-    def take(self, data: bytes) -> int:
-        """Take in all whole lines of ``data``; return how many bytes are done with."""
+    def read_on(self, file: int) -> None:
+        """Take in all whole lines from ``offset`` on."""
+        data = b""
+        while piece := os.pread(file, 1 << 20, self.offset + len(data)):
+            data += piece
         whole = data.rpartition(b"\n")[0]
         for line in whole.split(b"\n"):
             self._take(line)
-        return len(whole)  # the last line feed is left: the next record may begin with it
+        self.offset += len(whole)  # the last line feed is left: the next record may begin with it
 
     def _take(self, line: bytes) -> None:
         if match := _LANDED.fullmatch(line):
@@ -195,7 +199,6 @@ class PartialEntry:
         self.incoming = incoming_of(directory, frozen.version)
         self.preallocate = preallocate
         self._lock = threading.Lock()
-        self._offset = 0
         self._prepared: set[int] = set()
         base = self.incoming / FILLING
         with translated(self.incoming):
@@ -272,12 +275,8 @@ class PartialEntry:
     def refresh(self) -> None:
         """See what others have landed since. Cost: one fstat when nothing has."""
         with self._lock, translated(self.progress_path):
-            if self._log < 0 or os.fstat(self._log).st_size <= self._offset:
-                return
-            data = b""
-            while piece := os.pread(self._log, 1 << 20, self._offset + len(data)):
-                data += piece
-            self._offset += self._lines.take(data)
+            if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
+                self._lines.read_on(self._log)
 
     @property
     def landed_bytes(self) -> int:

@@ -1,10 +1,10 @@
-"""Protocols by which the cache fetches chunks from other nodes: ``peer/fetch/fetch_session.py`` implements them."""
+"""How the cache fetches chunks from other nodes: protocols that ``peer/fetch/fetch_session.py`` implements."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..types import Json
@@ -46,20 +46,44 @@ class ChunkOrder(Protocol):
         """It is here, or has been given up."""
 
 
-class PeerSources(Protocol):
+@dataclass(slots=True)
+class PeerSources:
     """Where the bytes of a fill came from."""
 
-    fallbacks: Counter[str]
+    peer_bytes: Counter[str] = field(default_factory=Counter)
+    peer_seconds: Counter[str] = field(default_factory=Counter)
+    shared_bytes: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Chunks that came from shared storage for another reason than that they were ours to fetch."""
+    banned: set[str] = field(default_factory=set)
+    slowest: tuple[float, str, str] = (0.0, "", "")
 
     def peers(self) -> list[Json]:
         """For each peer its name, bytes, bytes per second, and whether it was banned."""
+        return [
+            {
+                "name": name,
+                "bytes": size,
+                "bytes_per_second": size / seconds if (seconds := self.peer_seconds[name]) > 0 else 0.0,
+                "banned": name in self.banned,
+            }
+            for name, size in sorted(self.peer_bytes.items(), key=lambda item: -item[1])
+        ]
+
+    def report(self) -> Json:
+        """What the agent is told, for people to see."""
+        seconds, what, source = self.slowest
+        return {
+            "by_source": {"peer": sum(self.peer_bytes.values()), "shared": self.shared_bytes},
+            "by_peer": dict(self.peer_bytes),
+            "slowest": {"what": what, "seconds": seconds, "from": source} if what else None,
+        }
 
 
 class PeerFill(Protocol):
     """One fill of one version together with the other nodes. Runs on one event loop."""
 
-    @property
-    def sources(self) -> PeerSources: ...
+    sources: PeerSources
 
     @property
     def slots(self) -> int:

@@ -75,14 +75,14 @@ class Row:
     used_unix_ns: int
 
 
-Told: TypeAlias = tuple[str, str, int, int]
+Summary: TypeAlias = tuple[str, str, int, int]
 """URI, version, files and bytes of an entry."""
 
-receipts_read: dict[Path, tuple[tuple[int, int], Told]] = {}
-"""Of each receipt read, inode and time of writing, and what it told."""
+receipts_read: dict[Path, tuple[tuple[int, int], Summary]] = {}
+"""Of each receipt read, inode and time of writing, and its summary."""
 
 
-def _told(frozen: FileSet) -> Told:
+def _summary_of(frozen: FileSet) -> Summary:
     return frozen.uri, frozen.version, len(frozen.files), frozen.size_bytes
 
 
@@ -169,16 +169,16 @@ class Pool:
     def describe(self, name: str) -> Row | None:
         """What the files say of an entry; None when they say nothing that can be used."""
         for _ in range(2):  # it may be published between the looks at its two places: then it is in the first
-            if (told := self._told_by_receipt(name)) is not None:
-                return Row(name, *told, "complete", told[3], self.is_pinned(name), self._used_ns(name))
+            if (summary := self._summary_by_receipt(name)) is not None:
+                return Row(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
             incoming = self.incoming(name)
             frozen = read_entry(incoming) if incoming is not None else None
             if incoming is not None and frozen is not None:
                 reserved = self._reserved(name) or allocated_bytes(incoming)
-                return Row(name, *_told(frozen), "partial", reserved, self.is_pinned(name), self._used_ns(name))
+                return Row(name, *_summary_of(frozen), "partial", reserved, self.is_pinned(name), self._used_ns(name))
         return None
 
-    def _told_by_receipt(self, name: str) -> Told | None:
+    def _summary_by_receipt(self, name: str) -> Summary | None:
         path = self.directory(name) / RECEIPT
         try:
             status = path.stat()
@@ -191,8 +191,8 @@ class Pool:
             return None
         if len(receipts_read) >= KNOWN_MAX:
             receipts_read.clear()
-        receipts_read[path] = (stamp, _told(receipt.frozen))
-        return _told(receipt.frozen)
+        receipts_read[path] = (stamp, _summary_of(receipt.frozen))
+        return _summary_of(receipt.frozen)
 
     def _reserved(self, name: str) -> int:
         try:

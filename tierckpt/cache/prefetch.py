@@ -29,11 +29,8 @@ from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
 from .entry import CacheEntry
 from .fetch_job import FetchStats
-from .file_set import FileSet
-from .file_set import FileSpec as FileSpec
-from .file_set import from_manifest as from_manifest
-from .partial_entry import RECEIPT as RECEIPT
-from .partial_entry import incoming_of, remove_abandoned
+from .file_set import FileSet, FileSpec
+from .partial_entry import incoming_of, remove_abandoned, whole_receipt
 from .peer_fill import PeerJoin
 from .pool import allocated_bytes
 
@@ -173,7 +170,7 @@ def result_of(cached: CacheEntry, directory: Path, *, is_pinned: bool = False) -
 
 
 def _begin(cached: CacheEntry, directory: Path) -> None:
-    if cached.directory is None and not cached.is_there():
+    if whole_receipt(directory, cached.frozen.version) is None:
         _check_room(cached.frozen, directory)
     cached.begin(whole=True)
     if cached.directory is None:

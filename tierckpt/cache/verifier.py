@@ -45,9 +45,8 @@ class Checker:
         read: Callable[[int, ByteRange, memoryview], bool],
         directories: Callable[[], Iterable[Path]],
     ) -> None:
-        self.frozen = frozen
-        self.digest = digest
-        self._read, self._directories = read, directories
+        self.frozen, self.digest, self.directories = frozen, digest, directories
+        self._read = read
         self._blocks: dict[tuple[int, int], bytes] = {}
         self._lock = threading.Lock()
         self.bad: set[tuple[int, int]] = set()
@@ -125,7 +124,7 @@ class Checker:
             return known
         at = self.frozen.blocks_range(index, chunk)
         into = bytearray(at.size_bytes)
-        for directory in self._directories():
+        for directory in self.directories():
             with contextlib.suppress(TierckptError):
                 if read_file(directory / BLOCKS, at, memoryview(into)) and digest_of_blocks(bytes(into)) == digest:
                     self._blocks[index, chunk] = bytes(into)

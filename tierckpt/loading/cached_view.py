@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.entry import CacheEntry
-from ..cache.file_set import FileSet
+from ..cache.file_set import FileSet, FileSpec
 from ..cache.node_cache import Kind
-from ..cache.prefetch import FileSpec
 from ..client import CLOSE_TIMEOUT_SECONDS, Client, get_client
 from ..config import Settings
 from ..format.layout import parse_uri

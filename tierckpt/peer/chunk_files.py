@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from xxhash import xxh3_128
 
-from ..cache.file_set import FileSet, Receipt, decode, from_manifest
-from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog
+from ..cache.file_set import FileSet, decode, from_manifest
+from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog, is_being_filled
 from ..disk.claims import is_live
 from ..disk.file_io import read_into
 from ..disk.open_beneath import open_beneath
@@ -112,29 +113,41 @@ class Source(abc.ABC):
         return ()
 
 
-class Whole(Source):
+class Recorded(Source):
+    """A directory in which the file ``RECORD`` says what it holds."""
+
+    RECORD: ClassVar[str]
+
+    def __init__(self, directory: Path) -> None:
+        """Raises OSError, ManifestError."""
+        self._seen = _seen(directory / self.RECORD)
+        record = read_beneath(directory, self.RECORD)
+        super().__init__(directory, self._decode(record, directory))
+
+    @abc.abstractmethod
+    def _decode(self, record: bytes, directory: Path) -> FileSet: ...
+
+    def refresh(self) -> bool:
+        try:
+            return _seen(self.directory / self.RECORD) == self._seen
+        except OSError:
+            return False
+
+
+class Whole(Recorded):
     """A directory with a receipt."""
 
+    RECORD = RECEIPT
     is_whole = True
 
-    def __init__(self, directory: Path, receipt: Receipt, seen: tuple[int, ...]) -> None:
-        super().__init__(directory, receipt.frozen)
-        self._receipt, self._seen = receipt, seen
-
-    @classmethod
-    def read(cls, directory: Path) -> Whole:
-        """Raises OSError, ManifestError."""
-        seen = _seen(directory / RECEIPT)
-        data = read_beneath(directory, RECEIPT, MANIFEST_BYTES_MAX)
-        return cls(directory, decode(data, where=str(directory / RECEIPT)), seen)
+    def _decode(self, record: bytes, directory: Path) -> FileSet:
+        self._receipt = decode(record, where=str(directory / RECEIPT))
+        return self._receipt.frozen
 
     def trust(self, lines: ProgressLog) -> None:
         """What has landed by these lines, of this boot, was verified then."""
         if lines.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
             self._good.update((index, chunk) for index, chunks in lines.landed.items() for chunk in chunks)
-
-    def refresh(self) -> bool:
-        return _is_as_seen(self.directory / RECEIPT, self._seen)
 
     def covers(self, index: int, at: ByteRange) -> bool:
         return not self.is_bad(index, at)
@@ -143,32 +156,28 @@ class Whole(Source):
         return self._receipt.landed[index][chunk] if self._receipt.landed else ""
 
 
-class Incoming(Source):
+class Incoming(Recorded):
     """A directory on its way. Its lines are read on from where the last look ended."""
 
+    RECORD = ENTRY
     is_whole = False
 
-    def __init__(self, directory: Path, frozen: FileSet, seen: tuple[int, ...]) -> None:
-        super().__init__(directory, frozen)
-        self.lines = ProgressLog(frozen)
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.lines = ProgressLog(self.frozen)
         self.order = self.lines.order
-        self._seen, self._offset, self._size_bytes = seen, 0, 0
+        self._size_bytes = 0
         self._progress = self.lines.path(directory)
         self._looked_at = self._owned_at = float("-inf")
         self._claims: list[tuple[int, int]] = []
         self._is_owned = False
+        self.refresh()
 
-    @classmethod
-    def read(cls, directory: Path) -> Incoming:
-        """Raises OSError, ManifestError."""
-        seen = _seen(directory / ENTRY)
-        data = read_beneath(directory, ENTRY, MANIFEST_BYTES_MAX)
-        source = cls(directory, decode(data, where=str(directory / ENTRY)).frozen, seen)
-        source.refresh()
-        return source
+    def _decode(self, record: bytes, directory: Path) -> FileSet:
+        return decode(record, where=str(directory / ENTRY)).frozen
 
     def refresh(self) -> bool:
-        if not _is_as_seen(self.directory / ENTRY, self._seen):
+        if not super().refresh():
             return False
         try:
             size = self._progress.stat().st_size
@@ -182,12 +191,9 @@ class Incoming(Source):
     def _read_on(self) -> None:
         file = open_beneath(self.directory, str(self._progress.relative_to(self.directory)))
         try:
-            data = b""
-            while piece := os.pread(file, 1 << 20, self._offset + len(data)):
-                data += piece
+            self.lines.read_on(file)
         finally:
             os.close(file)
-        self._offset += self.lines.take(data)
 
     def covers(self, index: int, at: ByteRange) -> bool:
         landed = self.lines.landed.get(index, {})
@@ -202,8 +208,7 @@ class Incoming(Source):
     def is_filled_now(self) -> bool:
         now = time.monotonic()
         if now - self._owned_at > LOOK_SECONDS:
-            owners = self.directory / FILLING / "owners"
-            self._is_owned, self._owned_at = any(is_live(name, owners) for name in _listed(owners)), now
+            self._is_owned, self._owned_at = is_being_filled(self.directory), now
         return self._is_owned
 
     def claimed(self) -> Iterable[tuple[int, int]]:
@@ -230,23 +235,21 @@ class Incoming(Source):
                 yield int(index), int(chunk)
 
 
-class Committed(Source):
+class Committed(Recorded):
     """A checkpoint of the local tier: all of it, or the files that this node holds."""
 
-    def __init__(self, directory: Path, manifest: Manifest, seen: tuple[int, ...]) -> None:
-        super().__init__(directory, frozen_of(manifest, str(directory)))
-        self.attempt = manifest.attempt
-        self._seen = seen
+    RECORD = MANIFEST
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
         self._paths: dict[int, str] = {}
         self._checked_at = float("-inf")
         self._look()
 
-    @classmethod
-    def read(cls, directory: Path) -> Committed:
-        """Raises OSError, ManifestError."""
-        seen = _seen(directory / MANIFEST)
-        data = read_beneath(directory, MANIFEST, MANIFEST_BYTES_MAX)
-        return cls(directory, decode_manifest(data, where=str(directory / MANIFEST)), seen)
+    def _decode(self, record: bytes, directory: Path) -> FileSet:
+        manifest = decode_manifest(record, where=str(directory / MANIFEST))
+        self.attempt = manifest.attempt
+        return frozen_of(manifest, str(directory))
 
     @property
     def is_whole(self) -> bool:
@@ -267,7 +270,7 @@ class Committed(Source):
         return self._paths[index]
 
     def refresh(self) -> bool:
-        if not _is_as_seen(self.directory / MANIFEST, self._seen):
+        if not super().refresh():
             return False
         if len(self._paths) < len(self.frozen.files) and time.monotonic() - self._checked_at > RECHECK_SECONDS:
             self._look()
@@ -374,25 +377,18 @@ def is_resident(file: int, at: ByteRange) -> bool:
     return bool(_RWF_NOWAIT)
 
 
-def read_beneath(directory: Path, relative: str, size_bytes_max: int) -> bytes:
+def read_beneath(directory: Path, relative: str) -> bytes:
     """A small file of a directory. Raises OSError; ManifestError when it is too large."""
     file = open_beneath(directory, relative)
     with os.fdopen(file, "rb") as stream:
-        if os.fstat(file).st_size > size_bytes_max:
+        if os.fstat(file).st_size > MANIFEST_BYTES_MAX:
             raise ManifestError(f"{directory / relative} is larger than any that tierckpt writes")
-        return stream.read(size_bytes_max)
+        return stream.read(MANIFEST_BYTES_MAX)
 
 
 def _seen(path: Path) -> tuple[int, ...]:
     status = path.lstat()
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _is_as_seen(path: Path, seen: tuple[int, ...]) -> bool:
-    try:
-        return _seen(path) == seen
-    except OSError:
-        return False
 
 
 def _size(path: Path) -> int:

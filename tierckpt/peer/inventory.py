@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..cache.partial_entry import RECEIPT, SUFFIX, incoming_of
+from ..cache.partial_entry import RECEIPT, SUFFIX, incoming_beside, incoming_of
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError, TierckptError
-from ..format.layout import MANIFEST, PRIVATE_DIR
+from ..format.layout import MANIFEST, PRIVATE_DIR, location_at
 from ..format.manifest import digest_of
 from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
 from .chunk_files import Committed, Incoming, Source, Whole, bring_in, digest_at, is_resident, read_beneath
 from .fetch.chunk_index import ChunkIndex
-from .peer_http import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, MANIFEST_BYTES_MAX, ChunkReport
+from .peer_http import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, ChunkReport
 
 log = logger("peer")
 
@@ -240,7 +240,7 @@ class Holdings:
         if directory is None:
             return None
         try:
-            return read_beneath(directory, MANIFEST, MANIFEST_BYTES_MAX)
+            return read_beneath(directory, MANIFEST)
         except (OSError, TierckptError):
             return None
 
@@ -262,7 +262,7 @@ class Holdings:
                     "uri": source.frozen.uri,
                     "version": source.frozen.version,
                     "chunk_size_bytes": source.frozen.chunk_size_bytes,
-                    "chunks": sum(map(source.frozen.chunks_of, range(len(source.frozen.files)))),
+                    "chunks": source.frozen.first_ordinals[-1],
                     "chunks_landed": sum(len(chunks) for chunks in source.lines.landed.values()),
                     "size_bytes": source.frozen.size_bytes,
                     "landed_bytes": source.lines.landed_bytes,
@@ -344,34 +344,21 @@ class Holdings:
     def _index_checkpoints(self) -> None:
         self._manifests, self._steps = {}, {}
         for directory, source in self._sources.items():
-            uri = self._uri_of(directory) if isinstance(source, Committed) else None
-            if uri is None or not isinstance(source, Committed):
-                continue
-            self._manifests[digest_of(uri.encode())] = directory
-            parent, _, name = uri.rpartition("/")
-            self._steps.setdefault(digest_of((parent or "/").encode()), {})[name] = source.attempt
-
-    def _uri_of(self, directory: Path) -> str | None:
-        """The URI that a directory of the local tier mirrors (format/layout.py); None for one that is elsewhere."""
-        try:
-            scheme, authority, *parts = directory.relative_to(self._root / "checkpoints").parts
-        except ValueError:
-            return None
-        path = "/".join(parts)
-        if scheme == "file":
-            return f"/{path}"
-        return f"{scheme}://{authority}/{path}".rstrip("/") if authority != "_" else f"{scheme}://{path}"
+            if isinstance(source, Committed) and (location := location_at(self._root, directory)) is not None:
+                self._manifests[digest_of(location.uri.encode())] = directory
+                parent, _, name = location.uri.rpartition("/")
+                self._steps.setdefault(digest_of((parent or "/").encode()), {})[name] = source.attempt
 
     def _candidates(self) -> Iterator[tuple[Path, Callable[[Path], Source | None]]]:
         for version, directory in list(self._named):
-            for place in {incoming_of(directory, version), directory.with_name(_beside(directory, version))}:
-                yield place, Incoming.read
+            for place in {incoming_of(directory, version), incoming_beside(directory, version)}:
+                yield place, Incoming
             yield directory, _whole_or_committed
         for name in _names(self._root / "cache"):
             if name.endswith(SUFFIX):
-                yield self._root / "cache" / name, Incoming.read
+                yield self._root / "cache" / name, Incoming
             elif not name.startswith("."):
-                yield self._root / "cache" / name, Whole.read
+                yield self._root / "cache" / name, Whole
         yield from self._below(self._root / "checkpoints", DEPTH_MAX)
 
     def _below(self, directory: Path, depth: int) -> Iterator[tuple[Path, Callable[[Path], Source | None]]]:
@@ -379,15 +366,15 @@ class Holdings:
         for name in _names(directory):
             path = directory / name
             if name.endswith(SUFFIX) and name.startswith("."):
-                yield path, Incoming.read
+                yield path, Incoming
                 continue
             if (path / MANIFEST).is_file():
-                yield path, Committed.read
+                yield path, Committed
             elif depth and name != PRIVATE_DIR:
                 yield from self._below(path, depth - 1)
             for inner in _names(path / PRIVATE_DIR):
                 if inner.endswith(SUFFIX):
-                    yield path / PRIVATE_DIR / inner, Incoming.read
+                    yield path / PRIVATE_DIR / inner, Incoming
 
 
 def _list(view: ChunkIndex, sources: Sequence[Source], after: int, most: int) -> ChunkReport:
@@ -400,12 +387,8 @@ def _list(view: ChunkIndex, sources: Sequence[Source], after: int, most: int) ->
     return ChunkReport(view.total, len(view.log), start + len(new), new)
 
 
-def _beside(directory: Path, version: str) -> str:
-    return f".{directory.name}.{version[:8]}{SUFFIX}"
-
-
 def _whole_or_committed(directory: Path) -> Source | None:
-    return Whole.read(directory) if (directory / RECEIPT).is_file() else Committed.read(directory)
+    return Whole(directory) if (directory / RECEIPT).is_file() else Committed(directory)
 
 
 def _names(directory: Path) -> list[str]:

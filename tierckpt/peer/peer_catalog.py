@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..cache.file_set import FileSet
-from ..cache.prefetch import from_manifest
+from ..cache.file_set import FileSet, from_manifest
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
 from ..format.layout import Location
@@ -216,11 +215,7 @@ class PeerReplicas:
     def __post_init__(self) -> None:
         files = tuple(from_manifest(self.manifest))
         self.frozen = FileSet(self.location.uri, files, self.manifest.chunk_size_bytes)
-        self._first: dict[str, int] = {}
-        ordinal = 0
-        for index, item in enumerate(files):
-            self._first[item.key] = ordinal
-            ordinal += self.frozen.chunks_of(index)
+        self._first = dict(zip((item.key for item in files), self.frozen.first_ordinals, strict=False))
 
     @property
     def attempt(self) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from ..cache.prefetch import from_listing, from_manifest, prefetch
+from ..cache.file_set import from_manifest
+from ..cache.prefetch import from_listing, prefetch
 from ..checkpoint.catalog import Checkpoint
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location

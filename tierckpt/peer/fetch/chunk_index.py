@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 
 from ...cache.file_set import FileSet
 from ...types import ByteRange
@@ -16,8 +15,7 @@ class ChunkIndex:
 
     def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
-        counts = [frozen.chunks_of(index) for index in range(len(frozen.files))]
-        self._firsts = [0, *accumulate(counts)]
+        self._firsts = frozen.first_ordinals
         self.total = self._firsts[-1]
         self.log: list[tuple[int, str]] = []
         self._from: dict[int, Source] = {}

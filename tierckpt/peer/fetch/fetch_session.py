@@ -16,12 +16,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from ...cache.file_set import FileSet
 from ...cache.partial_entry import PartialEntry
-from ...cache.peer_fill import NotNowError, ReceivedChunk, StoreReader, Work
+from ...cache.peer_fill import NotNowError, PeerSources, ReceivedChunk, StoreReader, Work
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
 from ...stores.common import to_completion
 from ...telemetry import BYTES, PEER_BANS, logger
@@ -31,7 +30,6 @@ from ..peer_client import PeerClient
 from ..peer_http import ChunkReport
 from .peer_state import PeerState, Tuning
 from .scheduler import SHARED, ChunkRequest, FetchScheduler
-from .stats import Sources
 
 log = logger("peer")
 
@@ -101,15 +99,15 @@ class FetchSession:
         Args:
             view: who is there; it is told whether all of the version is being fetched here.
             client: makes what asks peers in the name of a member, this node.
-            tell: is given ``Sources.report`` now and then.
+            tell: is given ``PeerSources.report`` now and then.
             leave: is called at the end.
         """
-        self.frozen, self.sources = frozen, Sources()
+        self.frozen, self.sources = frozen, PeerSources()
         self._place, self._view, self._make_client = place, view, client
         self._tell, self._leave = tell, leave
         self._tuning = tuning or Tuning()
         self._work = list(frozen.chunks())
-        self._firsts = [0, *accumulate(frozen.chunks_of(index) for index in range(len(frozen.files)))]
+        self._firsts = frozen.first_ordinals
         self._is_fetching = False
         self._schedule: FetchScheduler | None = None
         self._client: PeerClient | None = None
@@ -149,9 +147,8 @@ class FetchSession:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._tell is not None and self._schedule is not None:
-            with contextlib.suppress(TierckptError, OSError):
-                await self._tell(self.sources.report())
+        if self._schedule is not None:
+            await self._report()
         if self._client is not None:
             await self._client.close()
             self._client = None

@@ -25,7 +25,7 @@ from typing import Final
 from ...cache.entry import STALL_SECONDS_MIN
 from ...cache.fetch_job import InOrder
 from ...cache.partial_entry import PartialEntry
-from ...cache.peer_fill import ReceivedChunk, StoreReader
+from ...cache.peer_fill import PeerSources, ReceivedChunk, StoreReader
 from ...config import Settings
 from ...errors import ObjectNotFoundError, PeerBusyError, TierckptError
 from ...telemetry import BYTES, logger
@@ -35,7 +35,6 @@ from ..peer_catalog import Live
 from ..peer_client import PeerClient
 from ..peer_http import TARGET_BYTES_MAX, hub_target
 from .chunk_owners import fraction
-from .stats import Sources
 
 log = logger("peer")
 
@@ -123,7 +122,7 @@ class OwnerFill:
 
     def __init__(self, owners: HubOwners, cached: StoreReader, filling: PartialEntry) -> None:
         self._owners, self._cached, self._frozen = owners, cached, filling.frozen
-        self.sources = Sources()
+        self.sources = PeerSources()
 
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> InOrder:
         return InOrder(todo)

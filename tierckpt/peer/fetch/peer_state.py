@@ -194,8 +194,6 @@ class PeerState:
 
     def assign_owners(self, now: float) -> bool:
         """Say whose each chunk is, anew when members came or went. False while too little is known to decide by."""
-        if self._settled_at is None:
-            return False
         if self._is_early(now):
             return False
         if self.placed != self.interested:
