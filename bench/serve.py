@@ -72,6 +72,8 @@ class Alone:
     def answer(self, row: Json | None) -> Json:
         return {"me": self.me.to_json(), "members": []}
 
+    def asked(self, name: str) -> None: ...
+
 
 def settings_of(root: Path) -> Settings:
     return Settings.load(local_root=root, peer_listen="127.0.0.1:0", peer_secret_file=secret_file(root, SECRET))

@@ -97,6 +97,8 @@ class Alone:
         self.heard.append(row)
         return {"me": self.me.to_json(), "members": []}
 
+    def asked(self, name: str) -> None: ...
+
 
 def secret_file(folder: Path, secret: str = SECRET, mode: int = 0o600) -> Path:
     """A file in ``folder`` with the cluster's secret."""

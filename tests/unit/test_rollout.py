@@ -56,7 +56,7 @@ def test_what_peers_gave_and_what_came_from_shared_storage_is_told_apart(rollout
 
 
 def test_what_begins_under_our_eyes_has_begun_at_nothing(rollout: Rollout) -> None:
-    rollout.remember({"a": {"served_bytes": {"b": CHUNK}}, "b": {"fills": []}})
+    rollout.take({}, {"a": {"served_bytes": {"b": CHUNK}}, "b": {"fills": []}}, rollout.now)
     rollout.take({"a": held(*range(10)), "b": ChunkReport()}, {"a": status(10, b=4), "b": {"fills": []}}, 101.0)
     assert rollout.to_json()["bytes_by_source"] == {"peer": 0, "shared": 10 * CHUNK}
     rollout.take({"b": held(*range(5))}, {"a": status(10, b=6), "b": status(5)}, 102.0)

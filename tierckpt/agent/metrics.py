@@ -10,7 +10,6 @@ no password, is not for the network. A site's own exporter or sidecar on the nod
 
 from __future__ import annotations
 
-import ipaddress
 import shutil
 import threading
 import time
@@ -35,6 +34,7 @@ from ..config import Settings
 from ..drain.rate_limiter import RateLimiter
 from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
+from ..peer.membership import is_loopback
 from ..telemetry import Labels, Metric, logger
 from ..types import Json, Tier
 from .node_document import Known, checkpoints
@@ -92,7 +92,7 @@ class Metrics:
         Raises:
             ConfigError: ``host`` is not a loopback address, or the port is taken.
         """
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise ConfigError(
                 f"metrics are served on a loopback address only, {host!r} is none",
                 hint="Scrape them from the node itself, with a sidecar or the node's own exporter",
@@ -119,13 +119,6 @@ def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge 
     if metric.kind == "gauge":
         return Gauge(metric.name, metric.help, metric.labels, registry=registry)
     return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may mean another address tomorrow
 
 
 # --- state -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from ..errors import ConfigError, TierckptError
 from ..peer import discovery
 from ..peer.gossip import Gossip
 from ..peer.inventory import Holdings, Opened
-from ..peer.membership import CONTESTED_MAX, Member, MemberRecord, Table, balanced
+from ..peer.membership import CONTESTED_MAX, Member, MemberRecord, Table, balanced, is_member_name
 from ..peer.peer_client import PeerClient
+from ..peer.peer_http import address_of, host_and_port
 from ..peer.peer_server import PeerServer
 from ..peer.replica_policy import holders
 from ..planning.replica_placement import survival_probability, survives
@@ -93,9 +95,8 @@ class PeerService:
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
         self._reports: dict[tuple[Hashable, str], Json] = {}
-        self._fetched: Counter[str] = Counter()
-        self._fetched_from: Counter[str] = Counter()
-        self._slowest: Json | None = None
+        self._settled: Json = _sum_of([])
+        """The sum of the reports of those who have ended."""
         self._task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._asked_at = time.monotonic()
@@ -105,19 +106,19 @@ class PeerService:
     # --- life ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._run())
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         """Come up, trying again while that fails; then look after things until cancelled."""
         while True:
-            while not await self._come_up():  # noqa: ASYNC110  # no event tells when a port is free again
+            while not await self._try_start():  # noqa: ASYNC110  # no event tells when a port is free again
                 await asyncio.sleep(RETRY_SECONDS)
             gossip = self.gossip
             assert gossip is not None
             asking = asyncio.create_task(gossip.run())
             try:
                 while gossip.table.contested < CONTESTED_MAX or self._has_renamed:
-                    self._look()
+                    self._observe()
                     await asyncio.sleep(LOOK_SECONDS)
             finally:
                 asking.cancel()
@@ -127,26 +128,26 @@ class PeerService:
         """Another node goes by our name: a local root was copied. Once, or a liar could keep us at it."""
         log.error("another node goes by the name %s (was the local root copied?): this one takes a new one", name)
         self._has_renamed = True
-        await self._end()
+        await self._stop()
         await asyncio.to_thread((self._directory / NODE_NAME).unlink, missing_ok=True)
 
-    async def _come_up(self) -> bool:
+    async def _try_start(self) -> bool:
         try:
-            await self._begin()
+            await self._start()
             self.problem = ""
         except (TierckptError, OSError, ImportError) as error:
-            await self._end()
+            await self._stop()
             if str(error) != self.problem:
                 log.error("this node takes no part in the cluster: %s", error)
             self.problem = str(error)
         except Exception as error:
-            await self._end()
+            await self._stop()
             self.problem = f"{type(error).__name__}: {error}"
             log.exception("this node takes no part in the cluster")
         self._started.set()
         return not self.problem
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         settings = self.settings
         lookup = await asyncio.to_thread(discovery.Lookup, settings.peers or "")
         name = await asyncio.to_thread(node_name, self._directory)
@@ -160,7 +161,6 @@ class PeerService:
             fresh=self._fresh,
             segment=self._segment,
             hub=self._hub,
-            asked=self.gossip.asked,
             bytes_per_second=self.options.serve_bytes_per_second,
         )
         await self.server.start()
@@ -194,9 +194,9 @@ class PeerService:
         if self.gossip is not None:
             with contextlib.suppress(Exception):
                 await self.gossip.goodbye()
-        await self._end()
+        await self._stop()
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         server, client = self.server, self._client
         self.server = self._client = self.gossip = None
         for part in (server, client):
@@ -204,7 +204,7 @@ class PeerService:
                 with contextlib.suppress(Exception):
                     await part.close()
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         """Now and then: metrics, and whether anybody asks."""
         gossip, server = self.gossip, self.server
         if gossip is None or server is None:
@@ -276,7 +276,7 @@ class PeerService:
         if kept:
             self._fills[owner] = kept
         for key in [key for key in self._reports if key[0] == owner and version in (None, key[1])]:
-            self._settle(self._reports.pop(key))
+            self._settled = _sum_of([self._settled, self._reports.pop(key)])
 
     def report(self, owner: Hashable, version: str, report: Json) -> None:
         """A process tells what it has fetched of ``version`` since it began. Raises ValueError for what is none."""
@@ -289,11 +289,6 @@ class PeerService:
         if (owner, version) in self._reports or len(self._reports) < FILLS_MAX:
             self._reports[(owner, version)] = clean
 
-    def _settle(self, report: Json) -> None:
-        self._fetched.update(report["by_source"])
-        self._fetched_from.update(report["by_peer"])
-        self._slowest = _slower(self._slowest, report["slowest"])
-
     def tell(self, addresses: Sequence[str]) -> None:
         """The job's own store says where the agents are (``peers=torchrun``)."""
         if self._lookup is not None and self.gossip is not None:
@@ -302,20 +297,11 @@ class PeerService:
 
     # --- what people ask -------------------------------------------------------------------------------------------
 
-    def _fetched_so_far(self) -> Json:
-        """The reports of all processes of this node, those that have ended too."""
-        fetched, fetched_from, slowest = Counter(self._fetched), Counter(self._fetched_from), self._slowest
-        for report in self._reports.values():
-            fetched.update(report["by_source"])
-            fetched_from.update(report["by_peer"])
-            slowest = _slower(slowest, report["slowest"])
-        return {"by_source": dict(fetched), "by_peer": dict(fetched_from), "slowest": slowest}
-
     async def status(self) -> Json:
         """What ``tierckpt status --peers`` shows."""
         serves = await asyncio.to_thread(self.server.status) if self.server is not None else None
         gossip, server = self.gossip, self.server
-        fetched = self._fetched_so_far()
+        fetched = _sum_of([self._settled, *self._reports.values()])
         document: Json = {
             "problem": self.problem or (gossip.denied if gossip is not None else ""),
             "lookup_problem": self._lookup.problem if self._lookup is not None else "",
@@ -379,7 +365,7 @@ def node_name(directory: Path) -> str:
     path = directory / NODE_NAME
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         known = read_whole(path, NAME_BYTES_MAX).decode().strip()
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", known):
+        if is_member_name(known):
             return known
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:80] or "node"
     name = f"{host}-{secrets.token_hex(4)}"
@@ -389,16 +375,15 @@ def node_name(directory: Path) -> str:
 
 def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> tuple[str, str]:
     """(address for the others, IP address from which we talk to them). Blocking: a name may have to be looked up."""
-    host, _, port = listening.rpartition(":")
-    host = host.strip("[]")
+    host, port = host_and_port(listening)
     others = [seed for seed in seeds if seed != listening]
     source = discovery.source_address(others) or discovery.source_address(NOWHERE) or "127.0.0.1"
     if advertise is not None:
-        address = discovery.resolve(advertise, int(port))
-        return address, address.rpartition(":")[0].strip("[]")
+        address = discovery.resolve(advertise, port)
+        return address, host_and_port(address)[0]
     if host not in ("0.0.0.0", "::"):
         return listening, host
-    return discovery.address_of(source, int(port)), source
+    return address_of(source, port), source
 
 
 def _row(record: MemberRecord, now: float) -> Json:
@@ -438,7 +423,10 @@ def _slowest(value: Any) -> Json | None:
         return None
 
 
-def _slower(one: Json | None, other: Json | None) -> Json | None:
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda found: float(found["seconds"]))
+def _sum_of(reports: Sequence[Json]) -> Json:
+    by_source, by_peer = Counter[str](), Counter[str]()
+    for report in reports:
+        by_source.update(report["by_source"])
+        by_peer.update(report["by_peer"])
+    slowest = max((one for report in reports if (one := report["slowest"])), key=itemgetter("seconds"), default=None)
+    return {"by_source": dict(by_source), "by_peer": dict(by_peer), "slowest": slowest}

@@ -96,13 +96,6 @@ class Rollout:
             if status is not None:
                 self._take_status(self.node(name), status, got)
 
-    def remember(self, statuses: Mapping[str, Json | None]) -> None:
-        """What nodes said when none of them was filling it yet."""
-        got = _given(statuses)
-        for name, status in statuses.items():
-            if status is not None:
-                self._take_status(self.node(name), status, got)
-
     def _take_held(self, node: Node, held: ChunkReport | None) -> None:
         node.is_silent = held is None
         if held is None or not held.total or held.total > CHUNKS_MAX:

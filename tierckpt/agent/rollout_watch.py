@@ -106,7 +106,7 @@ class RolloutWatch:
                 if row.uri == self.uri and row.state == "complete":
                     new = Rollout(row.uri, row.version, self.settings.chunk_size_bytes, time.monotonic())
         if new is not None and (self.rollout is None or new.version != self.rollout.version):
-            new.remember(self._before)
+            new.take({}, self._before, new.now)  # what nodes said when none of them was filling it yet
             self.rollout = new
         self._before = statuses
 

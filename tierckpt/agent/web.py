@@ -80,7 +80,7 @@ class Documents:
     """
 
     def __init__(self, settings: Settings, make: Callable[[], Json] | None = None) -> None:
-        self._settings, self._make = settings, make or self._look
+        self._settings, self._make = settings, make or self._make_document
         self._news = threading.Condition()
         self._listeners = self._number = 0
         self._document: Json = {}
@@ -117,7 +117,7 @@ class Documents:
 
     def now(self) -> bytes:
         """Make one for this caller."""
-        return json.dumps(self._told()).encode()
+        return json.dumps(self._document_or_problem()).encode()
 
     @property
     def is_closed(self) -> bool:
@@ -136,7 +136,7 @@ class Documents:
         unchanged, told_at = 0, float("-inf")
         while True:
             begun = time.thread_time()
-            document = self._told()
+            document = self._document_or_problem()
             is_old = time.monotonic() - told_at > REFRESH_SECONDS
             changed = is_old or _without_ages(document) != _without_ages(self._document)
             told_at = time.monotonic() if changed else told_at
@@ -161,7 +161,7 @@ class Documents:
                     loop.run(watch.close())
                 loop.close()
 
-    def _told(self) -> Json:
+    def _document_or_problem(self) -> Json:
         """A document, or one that says why there is none."""
         try:
             document = self._make()
@@ -170,10 +170,10 @@ class Documents:
         except Exception as error:
             log.exception("the page has no document")
             document = {"problem": f"this is a bug in tierckpt: {type(error).__name__}"}
-        told: Json = redact_all(document)
-        return told
+        redacted: Json = redact_all(document)
+        return redacted
 
-    def _look(self) -> Json:
+    def _make_document(self) -> Json:
         is_ours = threading.current_thread() is self._thread
         document = node_document(self._settings, self._known if is_ours else None)
         document["peers"] = document["rollout"] = None

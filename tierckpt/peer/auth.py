@@ -13,10 +13,8 @@ kept out by TLS; whatever he changes of a chunk is found by its digest.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import ipaddress
 import os
 import re
 import secrets
@@ -28,6 +26,7 @@ from pathlib import Path
 from ..config import Settings
 from ..errors import ConfigError, PermissionDeniedError
 from ..types import Buffer, Tier
+from .membership import is_loopback
 from .peer_http import DIGEST, HELD, ME, PROOF, TIME, host_and_port
 
 LIFETIME_SECONDS = 30.0
@@ -86,7 +85,7 @@ def _read_private(path: Path) -> bytes:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise ConfigError(f"peer_secret_file {path} cannot be read: {error.strerror}") from None
-    with contextlib.closing(os.fdopen(file, "rb")) as stream:
+    with os.fdopen(file, "rb") as stream:
         status = os.fstat(stream.fileno())
         if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
@@ -100,19 +99,13 @@ def _read_private(path: Path) -> bytes:
 def check_listen(settings: Settings) -> tuple[str, int]:
     """Where to listen. Raises ConfigError: beyond loopback, and nothing tells who asks."""
     host, port = host_and_port(settings.peer_listen)
-    if not (is_loopback(host) or read_secret(settings) is not None or settings.peer_tls_dir is not None):
+    is_alone = is_loopback(host) or host == "localhost"
+    if not (is_alone or read_secret(settings) is not None or settings.peer_tls_dir is not None):
         raise ConfigError(
             f"peers would be served on {host} to whoever asks",
             hint="Set peer_secret_file (the same on all nodes) or peer_tls_dir, or listen on 127.0.0.1",
         )
     return host, port
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
@@ -216,18 +209,8 @@ class Verifier:
         name, to, expires, nonce = match["name"], match["to"], match["expires"], match["nonce"]
         if self._secret is None:
             return name, nonce
-        expected = _mac(
-            self._secret,
-            "request",
-            method,
-            target,
-            headers.get("range", ""),
-            headers.get(ME, ""),
-            name,
-            to,
-            expires,
-            nonce,
-        )
+        signed = (method, target, headers.get("range", ""), headers.get(ME, ""), name, to, expires, nonce)
+        expected = _mac(self._secret, "request", *signed)
         if not hmac.compare_digest(expected, match["mac"]):
             raise Refused("a wrong proof")
         if to != self._name and (to or target != "/v1/members"):

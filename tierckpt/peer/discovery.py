@@ -27,6 +27,7 @@ from typing import Literal
 from ..errors import ConfigError
 from ..telemetry import logger
 from .membership import MEMBERS_MAX, is_forbidden, is_plain_address
+from .peer_http import address_of, host_and_port
 
 log = logger("peer")
 
@@ -159,11 +160,6 @@ def _bad(text: str, why: str) -> ConfigError:
     return ConfigError(f"peers: {text[:200]!r} {why}", hint=VALID)
 
 
-def address_of(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def resolve(text: str, port: int) -> str:
     """``IP:port`` of ``host[:port]``; ``port`` where none is given. Blocking: a name is looked up.
 
@@ -291,12 +287,10 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
 def source_address(toward: Sequence[str]) -> str | None:
     """The address from which this node would talk to the first of ``toward`` that it has a route to. Sends nothing."""
     for address in toward:
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, int(port)))
+            host, port = host_and_port(address)
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))
                 return str(probe.getsockname()[0])
         except (OSError, ValueError):
             continue

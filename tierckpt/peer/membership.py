@@ -33,6 +33,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..checkpoint.peer_copies import Member as Member
 from ..types import Json
+from .peer_http import host_and_port
 
 MEMBERS_MAX = 8192
 ROWS_MAX = 512
@@ -121,12 +122,16 @@ def is_forbidden(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return scoped or ip in _METADATA or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip.is_reserved
 
 
-def is_loopback(address: str) -> bool:
-    """True when ``host:port`` is on this machine's loopback interface."""
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine's loopback interface; False for a name, which may mean another tomorrow."""
     try:
-        return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_on_loopback(address: str) -> bool:
+    return is_loopback(host_and_port(address)[0])
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ class Table:
         if member.name == self.me.name:
             self._hear_of_me(member, beat, asked)
         elif beat > self._unix() * 1000 + BEAT_AHEAD_MAX_MS or (
-            is_loopback(member.address) and not is_loopback(self.me.address)
+            _is_on_loopback(member.address) and not _is_on_loopback(self.me.address)
         ):
             self.refused += 1
         else:

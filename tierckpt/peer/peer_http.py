@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -47,7 +47,7 @@ _REQUEST = re.compile(r"([A-Z]{1,16}) (/[\x21-\x7e]{0,1023}) HTTP/1\.1")
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\x20-\x7e]*)?")
 _LENGTH = re.compile(r"\d{1,18}")
 _LINE = re.compile(r"(\d{1,10})(?::(t?[0-9a-f]{32}))?")
-_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))(?::(?P<port>\d{1,5}))?")
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _PATHS = {
     "members": re.compile(r"/v1/members"),
     "status": re.compile(r"/v1/status"),
@@ -94,7 +94,7 @@ class ChunkReport:
     """Ordinals that processes of the node fetch from shared storage now."""
     whole: bool = False
     """All is there: ``new`` is empty."""
-    interested: frozenset[str] = field(default_factory=frozenset)
+    interested: frozenset[str] = frozenset()
 
     def to_json(self) -> Json:
         return {
@@ -232,13 +232,17 @@ def parse_json(data: bytes | bytearray | memoryview) -> Json:
     return body
 
 
-def host_and_port(address: str, port: int | None = None) -> tuple[str, int]:
-    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: it is neither; or has no port, and none is given."""
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: it is neither."""
     match = _ADDRESS.fullmatch(address)
-    number = int(match["port"] or -1 if match and (match["port"] or port is None) else port or 0) if match else -1
-    if match is None or not 0 <= number <= 65535:
+    if match is None or int(match["port"]) > 65535:
         raise ConfigError(f"{address!r:.100} is no address", hint="Write host:port, or [v6]:port")
-    return match["six"] or match["host"], number
+    return match["six"] or match["host"], int(match["port"])
+
+
+def address_of(host: str, port: int) -> str:
+    """The inverse of ``host_and_port``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _line(ordinal: int, digest: str) -> str:

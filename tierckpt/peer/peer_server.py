@@ -52,6 +52,7 @@ from .peer_http import (
     ChunkReport,
     Request,
     WireError,
+    address_of,
     encode_head,
     parse_json,
     parse_request,
@@ -110,7 +111,7 @@ class Rates:
             self._slots.popleft()
 
 
-class Lately:
+class RecentNames:
     """Names that were noted under a version a short while ago. Bounded, in versions and in names of each."""
 
     def __init__(self) -> None:
@@ -161,14 +162,11 @@ class PeerServer:
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
         hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
-        asked: Callable[[str], None] | None = None,
         bytes_per_second: int | None = None,
     ) -> None:
         """``segment`` opens a range of a gradient log of this node. ``hub`` begins to have a range of a file of a Hub
         here, or looks whether it is, and comes to the file that has it and its digest; None: this node serves no Hub.
-        ``asked`` is told the
-        name of each member that asks for something, once it has proven it. ``bytes_per_second``: most that is served to
-        all peers together.
+        ``bytes_per_second``: most that is served to all peers together.
 
         Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
         self.settings, self.holdings, self.members = settings, holdings, members
@@ -178,7 +176,7 @@ class PeerServer:
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
         self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
         self._tls = server_tls(settings)
-        self._fresh, self._segment, self._hub, self._asked = fresh, segment, hub, asked
+        self._fresh, self._segment, self._hub = fresh, segment, hub
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
@@ -188,7 +186,7 @@ class PeerServer:
         self.serving: Counter[str] = Counter()
         self.freed = asyncio.Event()
         self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._interested, self._slow = Lately(), Lately()
+        self._interested, self._slow = RecentNames(), RecentNames()
         self._rates = Rates()
         self.served: Counter[str] = Counter()
         """Bytes of chunks, by the peer that got them."""
@@ -222,8 +220,7 @@ class PeerServer:
         """Where it listens, with the port that it has got."""
         if self._server is None or not self._server.sockets:
             raise ConfigError("the peer server does not listen")
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_of(*self._server.sockets[0].getsockname()[:2])
 
     def _in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Disks are waited for on threads of the server's own: a slow one holds up nobody else of the agent."""
@@ -248,7 +245,7 @@ class PeerServer:
             self.counts["overflowed"] += 1
             writer.transport.abort()
             return
-        task = asyncio.ensure_future(self._converse(reader, writer))
+        task = asyncio.ensure_future(self._serve_connection(reader, writer))
         self.connections.add(task)
         self._from[host] += 1
         task.add_done_callback(lambda ended: self._disconnected(ended, host))
@@ -259,10 +256,10 @@ class PeerServer:
         if not self._from[host]:
             del self._from[host]
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             patience = HEAD_SECONDS
-            while await self._one(reader, writer, patience):
+            while await self._serve_request(reader, writer, patience):
                 patience = IDLE_SECONDS
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError) as error:
             log.debug("a peer's connection ends: %s", type(error).__name__)
@@ -272,7 +269,7 @@ class PeerServer:
         finally:
             writer.transport.abort()
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: float) -> bool:
+    async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: float) -> bool:
         """Answer one request; True to wait for another."""
         async with asyncio.timeout(patience):
             first = await reader.readexactly(1)
@@ -301,8 +298,7 @@ class PeerServer:
         except Crowded as error:
             self.counts["busy"] += 1
             return await _Reply(self, writer, error.nonce).busy()
-        if self._asked is not None:
-            self._asked(name)
+        self.members.asked(name)
         return await self._answer(request, name, _Reply(self, writer, nonce, is_head=request.method == "HEAD"))
 
     async def _answer(self, request: Request, name: str, reply: _Reply) -> bool:
@@ -372,10 +368,10 @@ class PeerServer:
                 found = found or await self._in_thread(self._open, version, size, ordinal, after)
                 if found is not None:
                     with contextlib.closing(found[0]):
-                        return await self._scatter(reply, name, *found)
+                        return await self._send_chunk(reply, name, *found)
             finally:
                 self._free(name)
-            if not await self._landed(version, size, ordinal, deadline):
+            if not await self._await_chunk(version, size, ordinal, deadline):
                 break
         self.counts["missing"] += 1
         return await reply.missing()
@@ -391,9 +387,9 @@ class PeerServer:
         if future.done() and not (future.cancelled() or future.exception()):
             path, digest = future.result()
             return await self._range(reply, name, lambda: open_range(path, at, digest), is_coming=True)
-        return await self._without(reply, is_coming=not future.done())
+        return await self._send_nothing(reply, is_coming=not future.done())
 
-    async def _without(self, reply: _Reply, *, is_coming: bool) -> bool:
+    async def _send_nothing(self, reply: _Reply, *, is_coming: bool) -> bool:
         self.counts["busy" if is_coming else "missing"] += 1
         return await (reply.busy() if is_coming else reply.missing())
 
@@ -402,13 +398,13 @@ class PeerServer:
     ) -> bool:
         """Give what ``open_`` opens. ``is_coming``: where it opens nothing, there is something a moment later."""
         if not await self._slot(name, time.monotonic()):
-            return await self._without(reply, is_coming=True)
+            return await self._send_nothing(reply, is_coming=True)
         try:
             found = await self._in_thread(open_)
             if found is None:
-                return await self._without(reply, is_coming=is_coming)
+                return await self._send_nothing(reply, is_coming=is_coming)
             with contextlib.closing(found):
-                return await self._scatter(reply, name, found, ChunkReport())
+                return await self._send_chunk(reply, name, found, ChunkReport())
         finally:
             self._free(name)
 
@@ -418,7 +414,7 @@ class PeerServer:
             return None
         return opened, self.holdings.held(version, size, after, LINES_IN_HEAD_MAX)
 
-    async def _scatter(self, reply: _Reply, name: str, opened: Opened, held: ChunkReport) -> bool:
+    async def _send_chunk(self, reply: _Reply, name: str, opened: Opened, held: ChunkReport) -> bool:
         keeps = await reply.chunk(opened, held.to_header(), self._bucket)
         if not reply.is_head:
             self._note_served(name, opened.byte_range.size_bytes)
@@ -442,7 +438,7 @@ class PeerServer:
             del self.serving[name]
         self.freed.set()
 
-    async def _landed(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
+    async def _await_chunk(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
         """Return when a chunk is seen to be here, or not in time. All who wait for a version share each look."""
         pause = POLL_SECONDS
         while time.monotonic() < deadline:
