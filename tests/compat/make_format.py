@@ -164,7 +164,7 @@ def make_cache(server: S3Server) -> None:
     pool.reserve(frozen, frozen.size_bytes)
     filling.land(0, 0, pattern(CHUNK), digest_of(pattern(CHUNK)))
     filling.close()
-    lease.end()
+    lease.close()
 
 
 def main(target: Path) -> None:

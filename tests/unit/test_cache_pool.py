@@ -59,7 +59,7 @@ def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
             filling.publish()
         filling.close()
     finally:
-        lease.end()
+        lease.close()
     return frozen.name
 
 
@@ -188,7 +188,7 @@ def test_a_new_version_is_another_entry_and_the_old_one_stays_while_it_is_read(p
     fill(pool, model("c"))
     assert {row.name for row in pool.rows()} >= {old}
     assert not pool.evict(old)
-    lease.end()
+    lease.close()
     assert pool.evict(old)
 
 
@@ -239,7 +239,7 @@ def test_who_has_a_lease_and_finds_the_entry_keeps_it(pool: Pool) -> None:
             if (other.directory(name) / "weights.bin").exists():
                 time.sleep(0.01)
                 found.append((other.directory(name) / "weights.bin").exists())
-            lease.end()
+            lease.close()
 
         thread = threading.Thread(target=read)
         thread.start()
@@ -311,7 +311,7 @@ def test_reservations_of_many_processes_together_stay_within_the_quota(local_roo
             while len(list(local_root.glob("said-*"))) < 8 and time.monotonic() < deadline:
                 time.sleep(0.01)
             filling.close()
-            lease.end()
+            lease.close()
             os._exit(code)
         pids.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

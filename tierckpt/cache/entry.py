@@ -39,7 +39,7 @@ from .fetch_job import FetchJob, FetchStats, Turn
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import PartialEntry, read_file, read_receipt, same_digest, tidy, whole_receipt
 from .peer_fill import PeerFill, PeerJoin
-from .pool import Lease, Pool
+from .pool import Pool
 from .repair import mend
 from .verifier import Checker
 
@@ -86,7 +86,7 @@ class CacheEntry:
         self.gate, self.stall_seconds, self.fetches_max = gate, stall_seconds, fetches_max
         self._is_whole = False
         self._filling: PartialEntry | None = None
-        self._lease: Lease | None = None
+        self._lease = contextlib.ExitStack()
         self._granted_bytes = 0
         self._no_room_until = 0.0
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
@@ -222,9 +222,7 @@ class CacheEntry:
         if self._filling is not None:
             self._filling.close()
             self._filling.tidy()
-        if self._lease is not None:
-            self._lease.end()
-            self._lease = None
+        self._lease.close()
 
     # --- reading -------------------------------------------------------------------------------------------------
 

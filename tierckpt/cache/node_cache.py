@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -34,7 +35,7 @@ from .entry import STALL_SECONDS_MIN, CacheEntry
 from .file_set import FileSet, FileSpec, Receipt, from_manifest
 from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
 from .peer_fill import PeerJoin
-from .pool import Lease, Pool, Row, evict_all
+from .pool import Pool, Row, evict_all
 from .prefetch import PrefetchResult, from_listing, result_of, select
 
 log = logger("prefetch")
@@ -44,7 +45,7 @@ Kind: TypeAlias = Literal["auto", "object", "directory"]
 ANCESTORS_MAX = 16
 DIGESTS_AT_A_TIME = 4
 
-_kept: dict[str, Lease] = {}
+_kept: dict[str, ExitStack] = {}
 """Leases on directories that were handed to this process: it may read them for as long as it lives."""
 
 

@@ -98,19 +98,6 @@ class AdmissionPlan:
     fits: bool = True
 
 
-class Lease:
-    """Holds an entry against eviction until ``end``, or until this process ends."""
-
-    def __init__(self, pool: Pool, name: str) -> None:
-        self._pool, self._name, self._hold = pool, name, contextlib.ExitStack()
-        self._hold.enter_context(read_lease.holding(pool.lease_path(name)))
-
-    def end(self) -> None:
-        self._pool.used(self._name)
-        self._hold.close()
-        self._pool.remove_state(self._name)
-
-
 class Pool:
     """The entries below ``settings.local_root``. Blocking; any thread and any process may use it at the same time."""
 
@@ -233,13 +220,19 @@ class Pool:
     def lease_path(self, name: str) -> Path:
         return self.root / ".leases" / f"{name}.lock"
 
-    def lease(self, name: str) -> Lease:
-        """Hold an entry. Look again, once it is held, whether it is still there.
+    def lease(self, name: str) -> contextlib.ExitStack:
+        """Hold an entry against eviction until what is returned is closed, or this process ends.
+
+        Look again, once it is held, whether it is still there.
 
         Raises PermissionDeniedError, ConfigError: see ``make_local_root``.
         """
         make_local_root(self.settings)
-        return Lease(self, name)
+        hold = contextlib.ExitStack()  # closed from the last to the first
+        hold.callback(self.remove_state, name)
+        hold.enter_context(read_lease.holding(self.lease_path(name)))
+        hold.callback(self.used, name)
+        return hold
 
     def leases(self, name: str) -> list[int]:
         """The live processes that hold an entry."""
