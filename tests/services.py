@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+PORTS = range(20_000, 32_000)
 START_TIMEOUT_SECONDS = 60.0
 REMOVED_SECONDS = 60.0
 
@@ -301,6 +302,20 @@ def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port of loopback that no other test of this machine is given for long, whatever process it runs in.
+
+    It lies below those that the kernel gives to who asks for none: one of them may be gone before its server starts.
+    """
+    with (Path(tempfile.gettempdir()) / "ports-of-tests").open("a+") as last:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        last.seek(0)
+        port = int(last.read() or 0)
+        while True:
+            port = port + 1 if PORTS.start <= port < PORTS.stop - 1 else PORTS.start
+            try:
+                socket.create_server(("127.0.0.1", port)).close()
+            except OSError:
+                continue  # somebody else's
+            last.truncate(0)
+            last.write(str(port))
+            return port
