@@ -30,9 +30,13 @@ def train(
     elements: int = 1000,
     line_seconds: float = 1.0,
     metadata: str = "",
+    hold_at: int = 0,
     **options: Any,
 ) -> None:
-    """Train until the data or ``steps`` end. Each rank writes what it saw, step by step, before it says so."""
+    """Train until the data or ``steps`` end. Each rank writes what it saw, step by step, before it says so.
+
+    ``hold_at``: behind this step nothing is done but to wait for the end.
+    """
     from tierckpt.training import preemption_notices, run_log
 
     run_log.LINE_SECONDS = line_seconds
@@ -58,6 +62,8 @@ def train(
             os.write(log, f"{step} {','.join(map(str, batch))}\n".encode() if samples else f"{step} \n".encode())
             state["step"] = step
             checkpointer.step(step, state)
+            while step == hold_at:
+                time.sleep(1)
             if step >= steps or checkpointer.preempted:
                 break
 

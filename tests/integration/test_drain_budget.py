@@ -20,6 +20,7 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
+from tierckpt.disk import flush_lock
 from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, flushing
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.stores.local import LocalStore
@@ -157,7 +158,10 @@ def test_status_tells_of_a_damaged_control_file(local_root: Path, command: Calla
 
 
 @pytest.mark.slow
-def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(file_uri: str, local_root: Path) -> None:
+def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush_lock, "STEP_BACK_SECONDS_MAX", 60.0)  # however long that process takes for its second
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     code = (
         "import sys, time; from pathlib import Path; from tierckpt.disk.flush_lock import flushing\n"

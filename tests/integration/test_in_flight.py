@@ -204,9 +204,10 @@ def test_a_save_that_hangs_is_waited_for_once_and_named(
     monkeypatch.setattr("tierckpt.training.saves.EXTRA_SECONDS", 0.0)
     checkpointer = Checkpointer(file_uri, timeout_seconds=3.0, checkpoints_in_flight_max=2)
     checkpointer.save(1, state(1.0))
-    checkpointer.save(2, state(2.0))
+    last = checkpointer.save(2, state(2.0))
     with pytest.raises(OperationTimeoutError, match="step-1 has not ended"):
         checkpointer.wait("local")
     gate.set()
+    last.result(timeout=60)
     checkpointer.close()
     assert restored(file_uri) == 2.0

@@ -35,6 +35,7 @@ class Narrow(HttpServer):
     def __init__(self) -> None:
         self._link = threading.Condition()
         self._line: list[object] = []
+        self._due = 0.0
         self.most = 0
         super().__init__()
 
@@ -58,7 +59,9 @@ class Narrow(HttpServer):
             for at in range(0, len(body), 4096):
                 with self._link:
                     self._link.wait_for(lambda: self._line[0] is me, 60)
-                    time.sleep(4096 / RATE)
+                    # Late for a slice, on a busy machine, the next one comes the sooner.
+                    self._due = max(self._due, time.monotonic() - 0.5) + 4096 / RATE
+                    time.sleep(max(0.0, self._due - time.monotonic()))
                     self._line.append(self._line.pop(0))
                     self._link.notify_all()
                 request.wfile.write(body[at : at + 4096])
@@ -104,8 +107,11 @@ async def get_all(*, into: bool) -> list[BaseException | None]:
 
 @pytest.mark.slow
 async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
-    assert await get_all(into=True) == [None] * GETS
-    assert server.most >= GETS  # they had begun together
+    for _ in range(5):  # on a busy machine the last may begin when the first has ended
+        assert await get_all(into=True) == [None] * GETS
+        if server.most >= GETS:
+            return
+    raise AssertionError(f"they never began together: {server.most} of {GETS}")
 
 
 @pytest.mark.slow

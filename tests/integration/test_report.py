@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import tierckpt
 from tests.fault.nursery import Nursery
 from tierckpt import Checkpointer
 from tierckpt.cli.ui.app import run
@@ -42,18 +44,18 @@ def report(capsys: pytest.CaptureFixture[str], uri: str, *more: str) -> dict[str
 def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]:
     """Train, be killed some steps after a save, come back, finish. Returns the seconds of the whole, and between."""
     begun = time.monotonic()
-    job = nursery.start("train", folder, uri=uri, step_seconds=STEP_SECONDS, interval=20, start=0, line_seconds=0.05)
-    deadline = time.monotonic() + 60
-    while not (folder / "seen-000-0").exists() or len((folder / "seen-000-0").read_text().splitlines()) < 55:
+    options: dict[str, Any] = {"uri": uri, "step_seconds": STEP_SECONDS, "interval": 20, "line_seconds": 0.05}
+    job = nursery.start("train", folder, start=0, hold_at=55, **options)
+    newest = functools.partial(tierckpt.latest, uri, local_root=folder / "looker")
+    seen, deadline = folder / "seen-000-0", time.monotonic() + 60
+    while not (seen.exists() and len(seen.read_text().splitlines()) == 55 and newest() == f"{uri}/step-40"):
         assert time.monotonic() < deadline, job.output()[-3000:]
-        time.sleep(0.005)
+        time.sleep(0.05)
     job.kill()
     died = time.monotonic()
     time.sleep(0.5)
     again = time.monotonic()
-    job = nursery.start(
-        "train", folder, uri=uri, step_seconds=STEP_SECONDS, interval=20, start=1, steps=80, line_seconds=0.05
-    )
+    job = nursery.start("train", folder, start=1, steps=80, **options)
     assert job.codes(60) == [0], job.output()[-3000:]
     return time.monotonic() - begun, again - died
 

@@ -196,17 +196,17 @@ def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
-    disk: Path, uri: str, held_drains: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+    disk: Path, uri: str, held_drains: threading.Event, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     options = {"local_high_water": 0.75, "exit_timeout_seconds": 0}
     for step in (1, 2, 3):
         save_step(uri, step, disk, drained=False, **options)
-    timer = threading.Timer(1.0, held_drains.set)
-    timer.start()
+    say = eviction.log.warning
+    monkeypatch.setattr(eviction.log, "warning", lambda *what: (say(*what), held_drains.set()))
     with caplog.at_level(logging.WARNING, "tierckpt"):
         save_step(uri, 4, disk, drained=False, **options)
     assert held_drains.is_set()
-    timer.join()
     said = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
     assert len(said) == 1
     assert f"the drain of {uri}/step-1" in said[0]

@@ -35,8 +35,9 @@ import sys, threading, time
 from tierckpt.agent import __main__ as main, agent_server as server, log_file
 log_file.LOG_BYTES_MAX, server.LOG_CHECK_SECONDS = 64 << 10, 0.02
 def flood():
-    for number in range(4000):
-        print("line", number, "x" * 200, file=sys.stderr, flush=True)
+    began = time.monotonic()
+    while time.monotonic() - began < 3:
+        print("line", "x" * 200, file=sys.stderr, flush=True)
         time.sleep(0.0005)
 threading.Thread(target=flood).start()
 sys.exit(main.main(4.0))
@@ -69,7 +70,7 @@ def test_an_agent_keeps_its_log_small_while_it_runs(tmp_path: Path) -> None:
     run(AGENT, tmp_path / "agent", stdin=settings)
     sizes = [path.stat().st_size for path in (tmp_path / "agent").glob(f"{LOG}*")]
     assert len(sizes) == 2
-    assert sum(sizes) < 500_000, "of 840,000 bytes"
+    assert sum(sizes) < 500_000, "of a megabyte"
     assert "agent leaves" in (tmp_path / "agent" / LOG).read_text()
 
 

@@ -44,9 +44,13 @@ class Counted(LocalCopy):
     def __init__(self, path: Path, tier: Tier = Tier.LOCAL) -> None:
         super().__init__(path, tier)
         self.asked: list[int] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
         self.asked.append(byte_range.start // CHUNK)
+        if byte_range.start:
+            assert self.may_go_on.wait(60)
         return super().read(byte_range, into)  # type: ignore[return-value]
 
 
@@ -129,6 +133,7 @@ def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
     data, path = content(1000 * CHUNK), tmp_path / "shard"
     path.write_bytes(b"\0" * CHUNK + data[CHUNK:])
     copy = Counted(path)
+    copy.may_go_on.clear()
     copies = ReplicatedFile(entry_of(data), CHUNK, [copy])
     memory = bytearray(len(data))
     piece = Piece(0, len(data), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
@@ -137,6 +142,7 @@ def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
     def name(error: TierckptError, _: ReplicatedFile, piece: Piece) -> None:
         named.append(piece)
         error.context["tensor"] = "weight"
+        copy.may_go_on.set()
 
     with pytest.raises(IntegrityError) as caught:
         pull([(copies, [piece])], buffers, on_error=name)
