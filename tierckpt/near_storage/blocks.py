@@ -16,7 +16,6 @@ from ..arena.memory import Memory
 from ..errors import ConfigError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..replay.frame import DTYPES, dtype_name
-from ..replay.optimizers import ELEMENTWISE
 
 BLOCK_BYTES = 4 << 20
 """A block has whole parameters, and as many of them as make up this: its record and msync are then a small part."""
@@ -76,10 +75,6 @@ class Layout:
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:32]
-
-
-def kind_of(name: str) -> type[torch.optim.Optimizer]:
-    return next(known for known in ELEMENTWISE if known.__name__ == name)
 
 
 def layout_of(

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from ..replay.apply import Replay
 from ..replay.capture import Step
 from ..replay.checksum import Fingerprint
 from ..replay.frame import DTYPES, Frame, decode
+from ..replay.optimizers import BY_NAME
 from ..telemetry import log_to, logger
-from .blocks import MASTER, Block, Layout, Member, Slots, kind_of, layout_of
+from .blocks import MASTER, Block, Layout, Member, Slots, layout_of
 from .gradient_files import GradientFiles, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
@@ -104,7 +105,7 @@ class LiveBlock:
             self._at = self._file.copy(self.block, self.counts)
             self._room = self._file.tensors(self.block, self._at, all_of_them=True)
             self._replay = self._built(self.recorded)
-        self._replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
+        self._replay.apply(replace(step, gradients=gradients))
         self._place_new(self._replay)
 
     def record(self) -> None:
@@ -158,7 +159,7 @@ class Updater:
         self._is_offload = order["mode"] == "offload"
         self._persist_every = max(1, int(order["persist_every"]))
         self._members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
-        self._kind = kind_of(order["kind"])
+        self._kind = BY_NAME[order["kind"]]
         groups = _decoded(bytes.fromhex(order["groups"])).step.hyperparameters
         dtype = torch.float32 if self._is_offload else None
         layout = layout_of(self._kind, self._members, groups, master_dtype=dtype)
@@ -266,8 +267,8 @@ class Updater:
             own = _of(live, begun.gradients)
             if not own or not self._is_offload:
                 begun.work.append(self._update(live, step, own))
-        whole = Step(step.version, step.hyperparameters, begun.gradients, step.found_inf)
         dtypes = {key: DTYPES[self._layout.master_dtypes[key]] for key in begun.gradients}
+        whole = replace(step, gradients=begun.gradients)
         frame = Frame(whole, self._digest, number=step.version, dtypes=dtypes)
         self._do(self._logger, self._log, frame, begun.work)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,7 +10,6 @@ from typing import Any, cast
 import torch
 import xxhash
 
-BITS = 64
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 20
 SAMPLES = 64
@@ -85,7 +83,7 @@ def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
 
 def digest_of(marks: Marks) -> str:
     """Return one digest of ``marks``. Waits for their devices."""
-    return xxhash.xxh3_64_hexdigest(b"".join(struct.pack("<Q", int(one) % (1 << BITS)) for one in marks))
+    return xxhash.xxh3_64_hexdigest(b"".join((int(one) % 2**64).to_bytes(8, "little") for one in marks))
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:

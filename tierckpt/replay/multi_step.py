@@ -46,7 +46,7 @@ from .checksum import Fingerprint
 from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
 from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
-from .redo import Conditions, Exact, Part, Redo, explicit, implementation_of
+from .redo import Conditions, Exact, Key, Part, Redo, explicit, implementation_of
 from .snapshot import Snapshot, SnapshotFuture, put
 from .tree import detach
 
@@ -87,9 +87,16 @@ class _Window:
     failure: str = ""
     sealed: int = -1
 
-    @property
-    def moved_bytes(self) -> int:
-        return sum(copy.size_bytes for copy in self.copies)
+    def expect(self, has_come: bool) -> None:
+        """What does not come is not waited for again, and the step that follows may write over what it was made of."""
+        if not has_come:
+            self.failure = self.failure or HANGS
+
+    def snapshot(self, state: Any, version: int, more_bytes: int = 0, **more: Any) -> Snapshot:
+        """Return what the window comes to: ``state`` of ``version``, for which ``more_bytes`` were moved beside it."""
+        moved_bytes = sum(copy.size_bytes for copy in self.copies) + more_bytes
+        steps, waited_bytes = version - self.begun, self.waited_bytes
+        return Snapshot(state, steps, moved_bytes, self.blocked_seconds, waited_bytes=waited_bytes, **more)
 
 
 class MultiStepStager:
@@ -276,11 +283,6 @@ class MultiStepStager:
         done = sum(one.done() for one in window.work) if window is not None else 0
         return self.link.progress(), done, sum(map(time.clock_gettime, self._clocks))
 
-    def _expect(self, window: _Window, has_come: bool) -> None:
-        """What does not come is not waited for again, and the step that follows may write over what it was made of."""
-        if not has_come:
-            window.failure = window.failure or HANGS
-
     def close(self) -> None:
         """Give up an open window, and remove the hooks."""
         self._capture.close()
@@ -305,7 +307,7 @@ class MultiStepStager:
         return total
 
     def _size(self, parameter: Parameter) -> int:
-        return sum(one.numel() * one.element_size() for one in self._tensors(parameter))
+        return sum(one.nbytes for one in self._tensors(parameter))
 
     def _tensors(self, parameter: Parameter) -> list[torch.Tensor]:
         state = self.optimizer.state.get(parameter.tensor, {})
@@ -351,12 +353,12 @@ class MultiStepStager:
             if part.copy is not None and not part.copy.done.done() and not window.failure:
                 window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
                 at = time.perf_counter()
-                self._expect(window, self.link.wait(part.copy))
+                window.expect(self.link.wait(part.copy))
                 self.waited_seconds += time.perf_counter() - at
             if part.copy is not None and part.copy.has_no_memory:
                 window.failure = window.failure or OUT_OF_MEMORY
         if window.fingerprints is not None:  # one of what this step writes fits no copy
-            self._expect(window, self.wait([window.fingerprints]))
+            window.expect(self.wait([window.fingerprints]))
         window.blocked_seconds += time.perf_counter() - begun
 
     def _after_step(self, *_: Any) -> None:
@@ -378,7 +380,7 @@ class MultiStepStager:
             window.copies.append(copy)
         window.gradients[self._capture.version + 1] = (keys, every, copy)
         if self._waits_for_gradients:
-            self._expect(window, self.link.wait(copy))
+            window.expect(self.link.wait(copy))
         self.link.update_begins()
         window.blocked_seconds += time.perf_counter() - begun
         return {}
@@ -400,11 +402,9 @@ class MultiStepStager:
             logged = dict(zip(every, copy.result, strict=True))
             gradients = {key: logged[key] for key in keys}
             if self._defers:
-                made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
-                window.steps.append(made)
+                window.steps.append(replace(step, gradients=gradients))
                 return
-            gradients = {key: one.to(dtypes[key]) for key, one in gradients.items()}
-            made = Step(step.version, step.hyperparameters, gradients, step.found_inf)
+            made = replace(step, gradients={key: one.to(dtypes[key]) for key, one in gradients.items()})
             for part in behind:
                 self.link.give_way()
                 if part.replay is not None:
@@ -420,8 +420,7 @@ class MultiStepStager:
         held, tree, rest = self._detach(window)
         window.work += rest
         if self._defers:
-            found = {place: Fingerprint.of(local(one.detach())) for place, one in held.items()}
-            redo = self._redo(window, found)
+            redo = self._redo(window, held)
         else:
             conditions = self._conditions()
             window.fingerprints = self._hashes.submit(lambda: {key: Fingerprint.of(live[key]) for key in earlier})
@@ -430,9 +429,9 @@ class MultiStepStager:
             for one in window.work:
                 one.result()
             if self._defers:
-                self._settle(window, self._folded(window, redo, held, tree))
+                self._settle(window, self._redo_snapshot(window, redo, held, tree))
                 return
-            copies: dict[tuple[str, str], torch.Tensor] = {}
+            copies: dict[Key, torch.Tensor] = {}
             wanted = window.fingerprints.result() if window.fingerprints is not None else {}
             for part in window.parts:
                 if part.replay is None or part.replay.version != window.sealed:
@@ -442,11 +441,8 @@ class MultiStepStager:
                         raise CheckpointError(f"parameter {key} was changed by something beside the optimizer")
                     copies[key, ""] = tensor
                     copies |= {(key, name): one for name, one in part.replay.state[key].items()}
-            steps = window.sealed - window.begun
             state = put(tree, held, copies)
-            moved, waited = window.moved_bytes, window.waited_bytes
-            blocked = window.blocked_seconds
-            self._settle(window, Snapshot(state, steps, moved, blocked, waited_bytes=waited, conditions=conditions))
+            self._settle(window, window.snapshot(state, window.sealed, conditions=conditions))
 
         def end() -> None:
             try:
@@ -463,7 +459,7 @@ class MultiStepStager:
         implementations = sorted({implementation_of(group) for group in self.optimizer.param_groups})
         return Conditions.here(local(first.tensor).device, ", ".join(implementations))
 
-    def _redo(self, window: _Window, wanted: dict[tuple[str, str], Fingerprint]) -> Redo:
+    def _redo(self, window: _Window, held: dict[Key, torch.Tensor]) -> Redo:
         members = parameters_of(self.optimizer)
         return Redo(
             base_of(type(self.optimizer)),
@@ -471,13 +467,13 @@ class MultiStepStager:
             self._conditions(),
             layout_digest(self.optimizer),
             [],
-            devices={place: local(one).device.type for place, one in self._held().items()},
+            devices={place: local(one).device.type for place, one in held.items()},
             dtypes={one.key: one.tensor.dtype for one in members},
             sharded=frozenset(one.key for one in members if isinstance(one.tensor, DTensor)),
-            wanted=wanted,
+            wanted={place: Fingerprint.of(local(one.detach())) for place, one in held.items()},
         )
 
-    def _folded(self, window: _Window, redo: Redo, held: dict[tuple[str, str], torch.Tensor], tree: Any) -> Snapshot:
+    def _redo_snapshot(self, window: _Window, redo: Redo, held: dict[Key, torch.Tensor], tree: Any) -> Snapshot:
         for part in window.parts:
             if part.replay is None:
                 raise CheckpointError("a part of the window was not copied")
@@ -493,15 +489,13 @@ class MultiStepStager:
         for step in window.steps:
             chosen = explicit(step.hyperparameters, implementations)
             found = step.found_inf.cpu() if step.found_inf is not None else None
-            redo.steps.append(Step(step.version, chosen, step.gradients, found))
+            redo.steps.append(replace(step, hyperparameters=chosen, found_inf=found))
         redo.wanted = {place: one.on_host() for place, one in redo.wanted.items()}  # not where training would wait
-        steps, moved = window.sealed - window.begun, window.moved_bytes
-        blocked, waited = window.blocked_seconds, window.waited_bytes
-        told = Snapshot(None, steps, moved, blocked, waited_bytes=waited, conditions=redo.conditions)
         if self.exact == "required":
-            return replace(told, redo=redo, tree=tree, held=held)
+            return window.snapshot(None, window.sealed, conditions=redo.conditions, redo=redo, tree=tree, held=held)
         inexact = redo.fold(self.exact, on="cpu")
-        return replace(told, state=put(tree, held, redo.tensors), inexact=inexact)
+        state = put(tree, held, redo.tensors)
+        return window.snapshot(state, window.sealed, conditions=redo.conditions, inexact=inexact)
 
     def _settle(self, window: _Window, snapshot: Snapshot) -> None:
         if self._window is window:
@@ -530,11 +524,9 @@ class MultiStepStager:
             copied.copy_(local(held[place].detach()))
         for one in rest:
             one.result(COPY_TIMEOUT_SECONDS)
-        blocked = window.blocked_seconds + time.perf_counter() - begun
-        steps = self._capture.version - window.begun
-        moved = window.moved_bytes + sum(one.nbytes for one in copies.values())
-        state, waited = put(tree, held, copies), window.waited_bytes
-        self._settle(window, Snapshot(state, steps, moved, blocked, window.failure, waited))
+        window.blocked_seconds += time.perf_counter() - begun
+        state, size_bytes = put(tree, held, copies), sum(one.nbytes for one in copies.values())
+        self._settle(window, window.snapshot(state, self._capture.version, size_bytes, fallback=window.failure))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return each parameter (as "") and the tensors of its state, by parameter key: the live ones."""
@@ -543,14 +535,11 @@ class MultiStepStager:
             for one in parameters_of(self.optimizer)
         }
 
-    def _detach(self, window: _Window) -> tuple[dict[tuple[str, str], torch.Tensor], Any, list[Future[None]]]:
+    def _detach(self, window: _Window) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
         """Replace the optimizer's tensors in what the window takes by their names, and begin to copy all others."""
-        held = self._held()
+        held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
         tree, copy = detach(window.take(), held, self.link)
         return held, tree, [copy.done] if copy is not None else []
-
-    def _held(self) -> dict[tuple[str, str], torch.Tensor]:
-        return {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
 
 
 def _laid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

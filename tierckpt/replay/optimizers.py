@@ -34,6 +34,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
+BY_NAME = {known.__name__: known for known in ELEMENTWISE}
 _WHY_NOT = {
     "LBFGS": "it calls the model several times a step, and its update depends on dot products over all parameters",
     "Muon": "its update orthogonalises whole matrices",
@@ -63,12 +64,9 @@ def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 def check_replayable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless ``optimizer`` can be replayed (R1)."""
     kind = type(optimizer)
-    hint = (
-        "Use one of " + ", ".join(known.__name__ for known in ELEMENTWISE) + ", or save whole checkpoints "
-        '(mode="async") with this one'
-    )
+    hint = f'Use one of {", ".join(BY_NAME)}, or save whole checkpoints (mode="async") with this one'
     if not issubclass(kind, ELEMENTWISE):
-        why = next((why for name, why in _WHY_NOT.items() if kind.__name__ == name), "its step is not known here")
+        why = _WHY_NOT.get(kind.__name__, "its step is not known here")
         raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
     base = base_of(kind)
     if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps that of each class it makes one of

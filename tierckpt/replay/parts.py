@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..planning.transfer_times import SHARE_MAX, weights_of
+from ..planning.transfer_times import weights_of
 
 
 def split_parts(sizes: Mapping[str, int], steps: int, gradient_share: float) -> list[list[str]]:
@@ -14,8 +14,7 @@ def split_parts(sizes: Mapping[str, int], steps: int, gradient_share: float) -> 
         sizes: bytes of each parameter and its optimizer state.
         gradient_share: 0 makes equal parts; bytes of gradient for a byte of state make parts of equal traffic.
     """
-    share = min(max(gradient_share, 0.0), SHARE_MAX)
-    weights = weights_of(share, max(1, steps))
+    weights = weights_of(gradient_share, steps)
     total, weight = sum(sizes.values()), sum(weights)
     parts: list[list[str]] = [[]]
     moved, bound = 0.0, total * weights[0] / weight

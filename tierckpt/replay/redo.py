@@ -20,7 +20,7 @@ Source: docs/adr/0015-redo-log.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from .apply import Replay
 from .capture import Step
 from .checksum import Fingerprint, sample_of
 from .frame import DTYPES, dtype_name, from_json, to_json
-from .optimizers import ELEMENTWISE
+from .optimizers import BY_NAME
 
 Exact = Literal["required", "approximate"]
 Key = tuple[str, str]
@@ -127,8 +127,8 @@ class Redo:
         return accepted
 
     def _fold_part(self, part: Part, exact: Exact) -> str:
-        names = [key for key in self.tensors if key[0] in set(part.keys)]
-        made = {key: self.tensors[key].to(_device_of(self.devices[key])) for key in names}
+        keys = set(part.keys)
+        made = {one: self.tensors[one].to(_device_of(self.devices[one])) for one in self.tensors if one[0] in keys}
         state: dict[str, dict[str, Any]] = {key: dict(self.values.get(key, {})) for key in part.keys}
         for (key, name), tensor in made.items():
             if name:
@@ -137,8 +137,7 @@ class Redo:
         for step in self.steps:
             if step.version > part.version:
                 kept = {key: step.gradients[key] for key in part.keys if key in step.gradients}
-                gradients = {key: one.to(self.dtypes[key]) for key, one in kept.items()}
-                replay.apply(Step(step.version, step.hyperparameters, gradients, step.found_inf))
+                replay.apply(replace(step, gradients={key: one.to(self.dtypes[key]) for key, one in kept.items()}))
         if replay.version != self.version:
             raise IntegrityError(
                 f"a part of the window ends at version {replay.version} and not at {self.version}",
@@ -152,7 +151,7 @@ class Redo:
                 if isinstance(tensor, torch.Tensor):
                     accepted = self._check(key, name, tensor, part, exact) or accepted
                     self.tensors[key, name] = tensor.cpu()
-        if missing := [key for key in self.wanted if key[0] in set(part.keys) and key not in self.tensors]:
+        if missing := [one for one in self.wanted if one[0] in keys and one not in self.tensors]:
             raise IntegrityError(
                 f"the window has no {missing[0]} after its steps", hint="The checkpoint before is used"
             )
@@ -170,14 +169,14 @@ class Redo:
                 f"{what}, with the same build, device and implementation",
                 hint="The window is damaged, or something beside the optimizer changed it while it was being copied",
             )
-        if exact == "approximate" and self.is_close(key, name, tensor, part.version):
+        if exact == "approximate" and self._is_close(key, name, tensor, part.version):
             return differences
         raise StateMismatchError(
             f"{what}: {differences}",
             hint='Use the build and device of training, or exact="approximate" to accept a difference in the last bits',
         )
 
-    def is_close(self, key: str, name: str, tensor: torch.Tensor, version: int) -> bool:
+    def _is_close(self, key: str, name: str, tensor: torch.Tensor, version: int) -> bool:
         """True when the sampled elements of ``tensor`` lie within ``tolerance`` of those in training."""
         wanted = self.wanted[key, name].sample.cpu()
         found = sample_of(tensor).cpu()
@@ -282,9 +281,8 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
     """Return the window that ``pack`` made these of. Raises IntegrityError for a recipe that is none."""
     try:
         {FORMAT: None}[found["format"]]
-        kinds = {kind.__name__: kind for kind in ELEMENTWISE}
         redo = Redo(
-            kinds[found["optimizer"]],
+            BY_NAME[found["optimizer"]],
             int(found["version"]),
             Conditions(str(found["build"]), str(found["device"]), str(found["implementation"])),
             str(found["layout"]),

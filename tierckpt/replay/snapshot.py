@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .redo import Conditions, Exact, Redo
+from .redo import Conditions, Exact, Key, Redo
 from .tree import fill, like
 
 
@@ -39,7 +39,7 @@ class Snapshot:
     """The parts, still at several versions: ``redo.fold()`` brings them to the last one. ``state`` has none of them."""
     tree: Any = None
     """With ``redo``: what ``take`` returned, with gaps where the optimizer's tensors were (``tree.gaps``)."""
-    held: Mapping[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False)
+    held: Mapping[Key, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def fold(self, exact: Exact = "required") -> Snapshot:
         """Return this with ``state``, all of one version: itself, unless its parts are still at several.
@@ -75,5 +75,6 @@ class SnapshotFuture(Future[Snapshot]):
         return super().result(timeout)
 
 
-def put(tree: Any, held: Mapping[tuple[str, str], torch.Tensor], copies: Mapping[tuple[str, str], torch.Tensor]) -> Any:
+def put(tree: Any, held: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:
+    """Return ``tree`` with ``copies`` in its gaps, each as the kind of tensor that ``held`` has for it."""
     return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import StateMismatchError
 from ...replay.frame import DTYPES, dtype_name, from_json, to_json
-from ...replay.optimizers import ELEMENTWISE
+from ...replay.optimizers import BY_NAME, ELEMENTWISE
 from ...replay.redo import Conditions
 from ...types import Json
 from .attachment import inner
@@ -166,7 +166,7 @@ def _owner(root: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
 
 
 def _optimizer_of(described: Json, tensors: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    kind: Any = next(one for one in ELEMENTWISE if one.__name__ == described["kind"])
+    kind: Any = BY_NAME[described["kind"]]
     groups = [{**from_json(options), "params": [tensors[number] for number in of]} for options, _, of in
               described["groups"]]  # fmt: skip
     made: torch.optim.Optimizer = kind(groups)
