@@ -42,9 +42,10 @@ class Job:
         return json.dumps({"schedule": self.schedule.state_dict(), "rates": rates}).encode()
 
     def resume(self, directory: Path) -> Recovered:
-        found = roll_forward(self.optimizer, directory, BASE)
+        attachments: list[bytes] = []
+        found = roll_forward(self.optimizer, directory, BASE, attached=attachments.append)
         if found.steps:
-            others = json.loads(found.attachment)
+            others = json.loads(attachments[-1])
             self.schedule.load_state_dict(others["schedule"])
             for group, rate in zip(self.optimizer.param_groups, others["rates"], strict=True):
                 group["lr"] = rate

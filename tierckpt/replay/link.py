@@ -30,6 +30,8 @@ SEVERAL_BYTES = 2 * CHUNK_BYTES
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
 """A throttled link makes up for so much of what waking up late has cost it."""
+COPY_TIMEOUT_SECONDS = 600.0
+"""For threads beside training that wait for a copy."""
 UPDATE_SECONDS = 0.25
 """Of an update of the optimizer, what the threads beside it give way for."""
 _LOWER_HALVES = 0x0000FFFF_0000FFFF

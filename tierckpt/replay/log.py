@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from .capture import Capture, Gradients, Step
 from .checksum import Marks, digest_of, marks_of
 from .frame import Frame, decode
 from .link import GRADIENTS, Copy, Link
-from .log_writer import Base, Entry, Group, LogWriter, Part
+from .log_writer import Base, GroupCommit, LogWriter, OptimizerStep, TrainingStep
 from .optimizers import check_replayable, layout_digest, local, parameters_of, sharded
 from .redo import explicit, implementation_of
 
@@ -68,8 +68,6 @@ class Recovered:
     """The newest step that was applied; -1 when none was."""
     steps: int
     """How many were."""
-    attachment: bytes = b""
-    """Of the newest step."""
     ended: str = ""
     """Why nothing follows, when bytes do: a torn tail, damage, a frame of another place."""
     digest: str = ""
@@ -183,7 +181,8 @@ class GradientLog:
                 to. What followed there is given up, once a step is logged.
             step: the step that the state is of. None: the last one that was ended.
         """
-        at = step if step is not None else after.step if after is not None and after.steps else self._newest
+        reached = after if after is not None and after.steps else None
+        at = step if step is not None else reached.step if reached is not None else self._newest
         self._newest, writer = at, self._writer
         self._checks.steps = 0
         if writer is not None:
@@ -197,15 +196,16 @@ class GradientLog:
                 return
             writer.turn_to(None)
         self._unhook()
-        follows = after is not None and after.steps > 0
-        self._recorders = {name: _Recorder(self, name, one) for name, one in self.optimizers.items()}
+        self._recorders = {
+            name: _Recorder(name, one, self._link, self._waits_for_gradients) for name, one in self.optimizers.items()
+        }
         self._said_seconds = 0.0
-        size_bytes = sum(map(_size, self.optimizers.values()))
+        size_bytes = sum(one.nbytes for one in _parameters(self.optimizers))
         self._writer = LogWriter(
             self.directory,
-            Base(at, [] if follows else [base]),
-            after.digest if after is not None and follows else "",
-            group=Group(self.every_steps, self.every_seconds, size_bytes),
+            Base(at, [base] if reached is None else []),
+            reached.digest if reached is not None else "",
+            group=GroupCommit(self.every_steps, self.every_seconds, size_bytes),
             layouts={name: layout_digest(one) for name, one in self.optimizers.items()},
             owner=self.owner,
             reserve=self.reserve,
@@ -229,9 +229,9 @@ class GradientLog:
             self.fail(f"step {number} came after step {self._newest}")
             return
         data = attachment if isinstance(attachment, bytes) else attachment()
-        parts = {name: part for name, one in self._recorders.items() if (part := one.take()) is not None}
+        updates = {name: made for name, one in self._recorders.items() if (made := one.take()) is not None}
         self._newest = number
-        self._writer.put(Entry(number, data, parts, self._checks.look(self.optimizers)))
+        self._writer.put(TrainingStep(number, data, updates, self._checks.look(self.optimizers)))
 
     def sync(self) -> None:
         """Return when every step that was ended is on the disk.
@@ -305,12 +305,12 @@ def _parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[tor
 
 
 class _Recorder:
-    """Takes the steps of one optimizer."""
+    """Takes the steps of one optimizer. ``overwritten``: the names of those whose gradients are waited for."""
 
-    def __init__(self, owner: GradientLog, name: str, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, link: Link, overwritten: Set[str]) -> None:
         self.optimizer = optimizer
         self.pending: tuple[Step, list[str], Copy] | None = None
-        self._owner, self._name = owner, name
+        self._name, self._link, self._overwritten = name, link, overwritten
         self._copying: tuple[list[str], Copy] | None = None
         self._reason = ""
         self._gradients: dict[int, int] = {}
@@ -322,23 +322,22 @@ class _Recorder:
     def broken(self) -> str:
         return self._reason or self.capture.look()
 
-    def take(self) -> Part | None:
+    def take(self) -> OptimizerStep | None:
         if self.pending is None:
             return None
         (step, keys, copy), self.pending = self.pending, None
         dtypes = {one.key: one.tensor.dtype for one in parameters_of(self.optimizer)}
-        return Part(step, keys, copy, dtypes)
+        return OptimizerStep(step, keys, copy, dtypes)
 
     def close(self) -> None:
         self.capture.close()
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
-        keys = list(gradients)
-        link = self._owner._link
+        keys, link = list(gradients), self._link
         copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=self._can_wait(gradients.values()))
         if (follow := link.followers.get(id(self.optimizer))) is not None:
             follow(keys, copy)
-        if self._name in self._owner._waits_for_gradients and not link.wait(copy):
+        if self._name in self._overwritten and not link.wait(copy):
             self._reason = self._reason or "gradients do not reach host memory: the link hangs"
         self._copying = (keys, copy)
         link.update_begins()
@@ -352,19 +351,15 @@ class _Recorder:
         """
         known, self._gradients = self._gradients, {one.data_ptr(): one._version for one in gradients}
         was_written = any(known.get(place, version) != version for place, version in self._gradients.items())
-        return bool(known) and not was_written and id(self.optimizer) not in self._owner._link.followers
+        return bool(known) and not was_written and id(self.optimizer) not in self._link.followers
 
     def _on_step(self, step: Step) -> None:
-        self._owner._link.update_ends()
+        self._link.update_ends()
         step = replace(step, hyperparameters=explicit(step.hyperparameters, self._implementations))
         if self.pending is not None:
             self._reason = self._reason or "the optimizer was stepped twice between two calls of end_of_step"
         elif self._copying is not None:
             self.pending, self._copying = (step, *self._copying), None
-
-
-def _size(optimizer: torch.optim.Optimizer) -> int:
-    return sum(local(one.tensor).nbytes for one in parameters_of(optimizer))
 
 
 def roll_forward(
@@ -423,9 +418,7 @@ def roll_forward(
             if digest_of(marks_of(_parameters(named))) != frame.parameters:
                 raise _other_parameters(frame, place.segment.path, verified)
             verified = frame.number
-        newest = Recovered(
-            frame.number, newest.steps + 1, frame.attachment, digest=frame.digest, verified_step=verified
-        )
+        newest = Recovered(frame.number, newest.steps + 1, digest=frame.digest, verified_step=verified)
     for target in targets.values():
         target.finish()
     return newest
@@ -456,7 +449,10 @@ class _Target:
         if self.replay is None:
             tensors = {one.key: local(one.tensor.detach()) for one in self._members}
             stepped = [one for one in self._members if one.tensor in self._optimizer.state]
-            state = {one.key: _local_state(self._optimizer.state[one.tensor]) for one in stepped}
+            state = {
+                one.key: {name: local(value) for name, value in self._optimizer.state[one.tensor].items()}
+                for one in stepped
+            }
             self.replay = Replay(type(self._optimizer), tensors, state, step.version - 1)
         if self.is_at_head:
             self.replay.version, self.is_at_head = step.version - 1, False
@@ -464,15 +460,11 @@ class _Target:
 
     def finish(self) -> None:
         """Give the optimizer its state: what it had was changed in place, what its first step makes is new."""
-        for key, made in self.replay.state.items() if self.replay is not None else ():
-            one = next(member for member in self._members if member.key == key)
-            known = self._optimizer.state.get(one.tensor, {})
-            if made:
+        state = self.replay.state if self.replay is not None else {}
+        for one in self._members:
+            if made := state.get(one.key):
+                known = self._optimizer.state.get(one.tensor, {})
                 self._optimizer.state[one.tensor] = {
                     name: known[name] if isinstance(known.get(name), DTensor) else sharded(value, one.tensor)
                     for name, value in made.items()
                 }
-
-
-def _local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: local(one) if isinstance(one, torch.Tensor) else one for name, one in state.items()}

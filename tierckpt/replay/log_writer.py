@@ -30,18 +30,17 @@ from ..telemetry import LOG_BLOCKED_SECONDS, logger
 from .capture import Step
 from .checksum import Marks, digest_of
 from .frame import Frame, encode
-from .link import Copy
+from .link import COPY_TIMEOUT_SECONDS, Copy
 
 log = logger("replay")
 
 FRAMES_AHEAD, FRAMES_AHEAD_MAX, AHEAD_BYTES = 2, 256, 64 << 20
 """Steps whose gradients wait in memory to be written: two, or as many as so much holds. Then a step waits too."""
-COPY_SECONDS = 600.0
 JOIN_SECONDS = 0.05
 
 
 @dataclass(slots=True)
-class Part:
+class OptimizerStep:
     """The step of one optimizer on its way to the file."""
 
     step: Step
@@ -51,12 +50,12 @@ class Part:
 
 
 @dataclass(slots=True)
-class Entry:
-    """A training step on its way to the file. Without ``parts``: whoever syncs waits for what is before it."""
+class TrainingStep:
+    """A training step on its way to the file. Without ``updates``: whoever syncs waits for what is before it."""
 
     number: int = -1
     attachment: bytes = b""
-    parts: dict[str, Part] = field(default_factory=dict)
+    updates: dict[str, OptimizerStep] = field(default_factory=dict)
     marks: Marks | None = None
     is_written: bool = False
 
@@ -70,7 +69,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupCommit:
     """How many steps are made durable together, or how often; and of how many bytes one is."""
 
     steps: int
@@ -100,7 +99,7 @@ class LogWriter:
         base: Base,
         previous: str,
         *,
-        group: Group,
+        group: GroupCommit,
         layouts: Mapping[str, str],
         owner: Mapping[str, Any],
         reserve: Callable[[int], None],
@@ -118,7 +117,7 @@ class LogWriter:
         self._given_up: int | None = base.step
         """Segments from here on were, and go before the first of this log is made."""
         self._file: SegmentFile | None = None
-        self._queue: deque[Entry | Base | None] = deque()
+        self._queue: deque[TrainingStep | Base | None] = deque()
         self._unsynced: deque[int] = deque()
         self._unsynced_since = 0.0
         self._newest, self._ahead, self._not_durable = base.step, 0, 0
@@ -137,12 +136,12 @@ class LogWriter:
         asked = self._asked_at
         return asked is not None and time.monotonic() - asked >= ILL_SECONDS
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: TrainingStep) -> None:
         """Queue a step. Returns when no more steps before it are not durable than were asked for (L5)."""
         begun = time.monotonic()
         with self._changed:
             if not self._await(lambda: self._ahead < self._group.frames_ahead):
-                self._give_up(f"{self._is_hung()}, and {self._ahead} steps wait for it in memory: {HINT}")
+                self._give_up(f"{self._hung()}, and {self._ahead} steps wait for it in memory: {HINT}")
             if self._is_given_up:
                 return
             self._newest, self._ahead, self._not_durable = entry.number, self._ahead + 1, self._not_durable + 1
@@ -153,7 +152,7 @@ class LogWriter:
                 log.warning(
                     "step %d has ended, and the steps before it are not on the disk: %s. The log goes on when the disk "
                     "does, and ends when %d steps wait for it in memory: %s",
-                    entry.number, self._is_hung(), self._group.frames_ahead, HINT,
+                    entry.number, self._hung(), self._group.frames_ahead, HINT,
                 )  # fmt: skip
         waited = time.monotonic() - begun
         self.blocked_seconds += waited
@@ -167,19 +166,19 @@ class LogWriter:
 
     def sync(self) -> None:
         """Return when all that was queued is durable, or the log has ended."""
-        entry = Entry()
+        entry = TrainingStep()
         with self._changed:
             self._queue.append(entry)
             self._changed.notify_all()
             if not self._await(lambda: entry.is_written or self._is_done, since=time.monotonic()):
-                self._give_up(f"{self._is_hung()}: {HINT}")
+                self._give_up(f"{self._hung()}: {HINT}")
 
     def finish(self) -> None:
         """Return when all that was queued is durable, and the files are closed; or the log has ended."""
         self.turn_to(None)
         with self._changed:
             if not self._await(lambda: self._is_done, since=time.monotonic()):
-                self._give_up(f"{self._is_hung()}: {HINT}")
+                self._give_up(f"{self._hung()}: {HINT}")
 
     def end(self, reason: str) -> None:
         """Take no more, and say why. The first ``reason`` is kept. What was put is written."""
@@ -206,7 +205,7 @@ class LogWriter:
             self._changed.wait(seconds)
         return True
 
-    def _is_hung(self) -> str:
+    def _hung(self) -> str:
         return f"the disk below {self._directory} has not ended a request for {ILL_SECONDS:g} s"
 
     # --- the thread that writes -----------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ class LogWriter:
         self._asked_at = after = None
         while (entry := self._next()) is not None:
             self._try(self._take, entry)
-            if isinstance(entry, Entry):
+            if isinstance(entry, TrainingStep):
                 with self._changed:
                     entry.is_written = True
                     self._changed.notify_all()
@@ -229,7 +228,7 @@ class LogWriter:
             self._is_done = True
             self._changed.notify_all()
 
-    def _next(self) -> Entry | Base | None:
+    def _next(self) -> TrainingStep | Base | None:
         """The next entry. Before it, what waits for longer than was asked for is made durable."""
         while True:
             with self._changed:
@@ -240,7 +239,7 @@ class LogWriter:
                 if seconds is None or seconds > 0:
                     if self._queue:
                         entry = self._queue.popleft()
-                        if isinstance(entry, Entry) and entry.parts:
+                        if isinstance(entry, TrainingStep) and entry.updates:
                             self._ahead -= 1
                             self._changed.notify_all()
                         return entry
@@ -269,10 +268,10 @@ class LogWriter:
         if self._is_given_up:
             raise CheckpointError(self.failure)  # it ends here, and not when the whole frame is written
 
-    def _take(self, entry: Entry | Base) -> None:
+    def _take(self, entry: TrainingStep | Base) -> None:
         if isinstance(entry, Base):
             self._turn_to(entry)
-        elif entry.parts:
+        elif entry.updates:
             self._append(entry)
             if not self._group.seconds and len(self._unsynced) >= self._group.steps:
                 self._commit()
@@ -312,20 +311,20 @@ class LogWriter:
                 self._file.close()
         self._file = None
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: TrainingStep) -> None:
         steps: dict[str, Step] = {}
-        for name, part in entry.parts.items():
-            part.copy.done.result(COPY_SECONDS)
-            if part.copy.was_changed:
+        for name, update in entry.updates.items():
+            update.copy.done.result(COPY_TIMEOUT_SECONDS)
+            if update.copy.was_changed:
                 self._overwritten.add(name)  # from the next log on they are waited for
                 raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            steps[name] = replace(part.step, gradients=dict(zip(part.keys, part.copy.result, strict=True)))
+            steps[name] = replace(update.step, gradients=dict(zip(update.keys, update.copy.result, strict=True)))
         if self._is_given_up:
             return
         file = self._file or self._begin_segment()
         for place, (name, step) in enumerate(steps.items(), 1):
             is_last = place == len(steps)
-            dtypes, attachment = entry.parts[name].dtypes, entry.attachment if is_last else b""
+            dtypes, attachment = entry.updates[name].dtypes, entry.attachment if is_last else b""
             seen = digest_of(entry.marks) if is_last and entry.marks is not None else ""
             frame = Frame(
                 step, self._layouts[name], self._previous, entry.number, attachment, dtypes, name, is_last,

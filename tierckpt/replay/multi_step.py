@@ -43,7 +43,7 @@ from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
-from .link import GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
+from .link import COPY_TIMEOUT_SECONDS, GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
 from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
 from .parts import split_parts
 from .redo import Conditions, Exact, Key, Part, Redo, explicit, implementation_of
@@ -52,7 +52,6 @@ from .tree import detach
 
 log = logger("replay")
 
-COPY_TIMEOUT_SECONDS = 600.0
 STEPS_MEASURED = 9
 OUT_OF_MEMORY = "host memory ran out"
 HANGS = "copies to host memory, or the steps made again on them, hang"

@@ -29,7 +29,8 @@ from ...errors import CheckpointError, ConfigError
 from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer_times import STEPS_MAX, Traffic
 from ...quantities import human_bytes
-from ...replay.multi_step import COPY_TIMEOUT_SECONDS, HANGS, OUT_OF_MEMORY, MultiStepStager
+from ...replay.link import COPY_TIMEOUT_SECONDS
+from ...replay.multi_step import HANGS, OUT_OF_MEMORY, MultiStepStager
 from ...replay.redo import Exact
 from ...replay.snapshot import Snapshot
 from ...replay.tree import detach, fill
