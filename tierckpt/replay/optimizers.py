@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,6 +54,11 @@ class Parameter:
     tensor: torch.Tensor
     name: str
     """For people: the name that the optimizer was given with it, or the key."""
+
+
+def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers among the entries of a training state."""
+    return {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
 
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

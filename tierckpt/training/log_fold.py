@@ -39,6 +39,7 @@ from ..disk.priority import BACKGROUND_NICE, lower_this_thread
 from ..errors import IntegrityError, StateMismatchError, TierckptError
 from ..format.layout import GRADIENTS_DIR, local_dir, parse_uri, step_name
 from ..replay.log import roll_forward
+from ..replay.optimizers import optimizers_in
 from ..replay.redo import Conditions
 from ..save import log_segments
 from ..telemetry import log_to, logger
@@ -89,8 +90,7 @@ def fold(settings: Settings, asked: Fold) -> str:
 def _replay(state: dict[str, Any], directory: Path, called: str, asked: Fold, digest: str) -> int:
     """Bring ``state`` to the frame ``digest`` (C1). Returns how many steps were made."""
     attached = Attached(state)
-    optimizers = {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
-    found = roll_forward(optimizers, directory, called, last_step=asked.step, attached=attached.take)
+    found = roll_forward(optimizers_in(state), directory, called, last_step=asked.step, attached=attached.take)
     if (found.step, found.digest, found.verified_step) != (asked.step, digest, asked.step):
         raise IntegrityError(
             f"the gradient log below {directory} leads to step {found.step}, verified up to {found.verified_step}, and "

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,6 +29,7 @@ from ..dcp.writer import TierStorageWriter
 from ..disk.illness import HINT, ill_disk, requests
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
+from ..replay.optimizers import optimizers_in
 from ..telemetry import logger
 from ..types import Tier
 from .codec import near_state
@@ -43,6 +43,9 @@ PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
 """How often ranks that wait for their oldest saves tell each other how they stand."""
 NAMES_SHOWN = 4
+
+Notes = dict[str, str | int | bool]
+"""What a manifest says of its checkpoint, beside files and sizes."""
 
 
 @dataclass
@@ -68,7 +71,7 @@ class SaveRecord:
     """How much of that did not fit beside the steps: training waited until it was copied."""
     fallback: str = ""
     """Why a multi-step save was copied whole. '' for all others."""
-    notes: Mapping[str, str | int | bool] = field(default_factory=dict)
+    notes: Notes = field(default_factory=dict)
     """What its manifest says of it: whether its steps were made again, and bit for bit."""
     base: str = ""
     """What gradient logs that lead on from it call it. '' without a log."""
@@ -230,7 +233,7 @@ def stage(
     try:
         if is_copied:
             return stager.stage_items(plan.items, planner, in_background=True), None
-        stager.watch(value for value in state.values() if isinstance(value, torch.optim.Optimizer))
+        stager.watch(optimizers_in(state).values())
         return near_state.stage(stager, plan, planner, state), None
     except BaseException as error:
         staged = StagedItems()

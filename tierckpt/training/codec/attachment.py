@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import StateMismatchError
 from ...replay.checksum import Fingerprint, marks_of, sample_of
-from ...replay.optimizers import local
+from ...replay.optimizers import local, optimizers_in, parameters_of
 from .reconstruction import Decoder
 from .structure import Encoder, text_of
 from .structure_types import CONSTANTS, bad
@@ -66,7 +66,7 @@ class Attachments:
                 self._seen[name, key] = mark
         value = {
             "values": {name: _value(one) for name, one in _others(state)},
-            "groups": {name: _groups(one) for name, one in state.items() if isinstance(one, torch.optim.Optimizer)},
+            "groups": {name: _groups(one) for name, one in optimizers_in(state).items()},
             "tensors": tensors,
             "extra": {name: dict(_extra_of(one)) for name, one in _modules(state)},
         }
@@ -152,8 +152,7 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, key, tensor in _tensors_of(state):
         tensors.setdefault(name, {})[key] = tensor
-    optimizers = {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
-    groups = {name: [dict(group) for group in one.param_groups] for name, one in optimizers.items()}
+    groups = {name: [dict(group) for group in one.param_groups] for name, one in optimizers_in(state).items()}
     return {"values": {name: _value(one) for name, one in _others(state)}, "groups": groups, "tensors": tensors}
 
 
@@ -192,8 +191,7 @@ def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Of each module, what a checkpoint has of it and no optimizer of the state steps."""
-    optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-    stepped = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    stepped = {id(one.tensor) for optimizer in optimizers_in(state).values() for one in parameters_of(optimizer)}
     for name, module in _modules(state):
         for path, one in module.named_modules():
             prefix = f"{path}." if path else ""

@@ -31,7 +31,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from ...dcp.reader import TierStorageReader
 from ...errors import IntegrityError, StateMismatchError
 from ...format.layout import WINDOWS_DIR, Location, parse_uri, step_of
-from ...replay.optimizers import layout_digest, parameters_of
+from ...replay.optimizers import layout_digest, optimizers_in, parameters_of
 from ...replay.redo import Conditions, Exact, Redo, pack, unpack
 from ...replay.tree import gaps, like, without_gaps
 from ...save.log_segments import BASE_NOTE
@@ -39,13 +39,12 @@ from ...telemetry import logger
 from ...types import Json
 from ..codec import job_state as states
 from ..rank_exchange import is_distributed, same_outcome
-from ..saves import SaveRecord
+from ..saves import Notes, SaveRecord
 
 log = logger("checkpointer")
 
 WINDOW = "__tierckpt_window__"
 TENSORS, RECIPE = f"{WINDOW}.tensors.", f"{WINDOW}.recipe."
-Notes = dict[str, str | int | bool]
 HINT = "The checkpoint before it is used. Restore on the ranks and with the shards that saved it to use this one"
 
 
@@ -127,7 +126,7 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
     """
     metadata = reader.read_metadata()
     recipe = _recipe(reader, metadata)
-    optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+    optimizers = [*optimizers_in(state).values()]
     _check_fits(recipe, optimizers, reader.path)
     target = _target(metadata, recipe, state, reader.path)
     reader.read_alone(metadata, target)

@@ -41,7 +41,7 @@ from ...format.layout import GRADIENTS_DIR, Location, local_dir
 from ...quantities import human_bytes
 from ...replay.link import Link
 from ...replay.log import GradientLog, Recovered, fits, roll_forward
-from ...replay.optimizers import check_replayable
+from ...replay.optimizers import check_replayable, optimizers_in
 from ...replication.log_copies import bring_log, copies_of
 from ...save import log_segments
 from ...save.eviction import has_room, room_bytes
@@ -50,7 +50,7 @@ from ...telemetry import logger
 from ..codec.attachment import Attached, Attachments
 from ..codec.template import template_of
 from ..rank_exchange import all_gather, is_distributed
-from ..saves import SaveRecord
+from ..saves import Notes, SaveRecord
 
 log = logger("checkpointer")
 
@@ -58,7 +58,6 @@ BASES_KEPT = 2
 """Checkpoints that lead to the newest step: should the newest be damaged, the one before does."""
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
-Notes = dict[str, str | int | bool]
 Span = tuple[str, int, int]
 """What a segment holds: the job that wrote it, the step that it begins after, its last step."""
 
@@ -123,7 +122,7 @@ class StepLog:
         self._bases: deque[int] = deque(maxlen=BASES_KEPT)
         self._checkpoint_bytes = 0
         self._log: GradientLog | None = None
-        self._attachments: Attachments | None = None
+        self._attachments = Attachments({})
         self._named = 0
         self._has_gone_back = False
 
@@ -157,14 +156,13 @@ class StepLog:
             ConfigError: before the first checkpoint: the state has an optimizer that cannot be replayed, or none.
         """
         if self.is_on and self._log is None:
-            _check(_optimizers(state))
-        if self._log is None or self._attachments is None:
+            _check(optimizers_in(state))
+        if self._log is None:
             return
-        if not _are_same(self._log.optimizers, _optimizers(state)):
+        if not _are_same(self._log.optimizers, optimizers_in(state)):
             self._log.fail("the optimizers of the state are others than at the last checkpoint")
-        attachments = self._attachments
         try:
-            self._log.end_of_step(step, lambda: attachments.encode(state))
+            self._log.end_of_step(step, lambda: self._attachments.encode(state))
         except Exception as error:
             self._log.fail(f"what belongs to the step cannot be logged: {error}")
 
@@ -173,10 +171,9 @@ class StepLog:
         if not self.is_on or failure is not None:
             return
         self._has_gone_back = False
-        is_new = self._log is None or bool(self._log.failure) or not _are_same(self._log.optimizers, _optimizers(state))
-        if is_new or self._attachments is None:
+        if self._log is None or self._log.failure or not _are_same(self._log.optimizers, optimizers_in(state)):
             self._begin(state).begin(base, step=step)
-        elif self._log is not None:
+        else:
             self._attachments.rebase(state)
             self._log.begin(base, step=step)
 
@@ -216,7 +213,7 @@ class StepLog:
         return (found.step if found.steps else step), found.steps
 
     def _newest_of_all(self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object]) -> Recovered:
-        chains: list[_Chain] = all_gather(self._longest_chain(base, step, _optimizers(state)))
+        chains: list[_Chain] = all_gather(self._longest_chain(base, step, optimizers_in(state)))
         last = agreed_step([one.spans for one in chains])
         ended = {rank: one.ended for rank, one in enumerate(chains) if one.ended}
         found = Recovered(-1, 0)
@@ -251,7 +248,7 @@ class StepLog:
         self._log = None
 
     def _begin(self, state: Mapping[str, Any]) -> GradientLog:
-        optimizers = _optimizers(state)
+        optimizers = optimizers_in(state)
         _check(optimizers)
         if self._log is None or not _are_same(self._log.optimizers, optimizers):
             self._end_log()
@@ -331,7 +328,7 @@ class StepLog:
     def _roll_forward(self, base: str, state: dict[str, Any], last: int) -> Recovered:
         attached = Attached(state)
         try:
-            found = roll_forward(_optimizers(state), self._directory, base, last_step=last, attached=attached.take)
+            found = roll_forward(optimizers_in(state), self._directory, base, last_step=last, attached=attached.take)
             attached.finish()
         except Exception as error:  # the ranks go back together
             verified = error.context.get("verified_step", -1) if isinstance(error, IntegrityError) else -1
@@ -344,10 +341,6 @@ def _check(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         raise ConfigError("gradient_log is given, and the state has no optimizer", hint="Pass it beside its module")
     for optimizer in optimizers.values():
         check_replayable(optimizer)
-
-
-def _optimizers(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
-    return {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
 
 
 def _are_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:

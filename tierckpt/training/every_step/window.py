@@ -31,6 +31,7 @@ from ...planning.transfer_times import STEPS_MAX, Traffic
 from ...quantities import human_bytes
 from ...replay.link import COPY_TIMEOUT_SECONDS
 from ...replay.multi_step import HANGS, OUT_OF_MEMORY, MultiStepStager
+from ...replay.optimizers import optimizers_in
 from ...replay.redo import Exact
 from ...replay.snapshot import Snapshot
 from ...replay.tree import detach, fill
@@ -257,7 +258,7 @@ class SaveWindow:
 
     def _meet(self, state: State) -> None:
         """Have a stager for each optimizer in ``state``; they share a link."""
-        optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+        optimizers = [*optimizers_in(state).values()]
         if not optimizers:
             raise ConfigError(
                 "the state has no optimizer whose steps a multi-step checkpoint could follow",
