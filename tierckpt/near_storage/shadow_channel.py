@@ -50,7 +50,7 @@ class Question:
     message: Mapping[str, Any]
     answer: Future[dict[str, Any]] = field(default_factory=Future)
     process: int = 0
-    """Which process it was sent to, by its number. 0: none yet."""
+    """As of ``Sent``."""
 
 
 class ShadowChannel(StepChannel):

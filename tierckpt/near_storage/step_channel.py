@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,6 +15,9 @@ from ..replay.optimizers import local
 from .blocks import Layout, Member, Slots, slot_bytes
 from .updater_process import UpdaterProcess
 
+Taken = tuple[list[str], list[str]]
+"""Of a block: whose gradients are in shared memory, and which of them in half of it."""
+
 
 @dataclass(slots=True)
 class Sent:
@@ -23,10 +26,9 @@ class Sent:
     step: int
     slot: int = 0
     head: bytes = b""
-    gradients: list[tuple[list[str], list[str]]] = field(default_factory=list)
-    """By block: whose gradients are in shared memory, and which of them in half of it."""
+    gradients: list[Taken] = field(default_factory=list)
     process: int = 0
-    """Which process it was sent to, by its number. 0: none yet."""
+    """Which process it was sent to, by its number. 0: none yet; -1: one is to have it, and the next if that ends."""
 
 
 class StepChannel:
@@ -76,11 +78,12 @@ class StepChannel:
         for memory in self._memories:
             memory.close()
 
-    def _send(self, sent: Sent) -> None:
-        sent.process = self.process.starts
+    def _send(self, sent: Sent, gradients: Iterable[Taken] = ()) -> None:
+        """Send a step, with ``gradients`` as they come; without, those that are in shared memory."""
         self.process.send({"op": "begin_step"}, sent.head)
-        for keys, narrow in sent.gradients:
+        for keys, narrow in gradients or sent.gradients:
             self.process.send({"op": "take", "keys": keys, "narrow": narrow, "slot": sent.slot})
+        sent.process = self.process.starts
         self.process.send({"op": "end_step"})
 
 
@@ -126,7 +129,7 @@ class OffloadChannel(StepChannel):
                     process.start()
                 if process.step < step:
                     self.check_step(step - 1)
-                    self._send_copying(sent)
+                    self._send(sent, sent.gradients if sent.process else self._copied(sent))
                     process.await_step(step)
                 else:  # it had the gradients when it ended
                     process.call({"op": "settle"})
@@ -155,13 +158,9 @@ class OffloadChannel(StepChannel):
             self.moved_bytes += found.nbytes
 
     @torch.no_grad()
-    def _send_copying(self, sent: Sent) -> None:
-        """A block is stepped while the gradients of the next are copied. What is copied stays (N4)."""
-        if sent.process:
-            self._send(sent)
-            return
+    def _copied(self, sent: Sent) -> Iterator[Taken]:
+        """Yield blocks as they are copied: one is stepped while the next is copied. What is copied stays (N4)."""
         sent.gradients.clear()
-        self.process.send({"op": "begin_step"}, sent.head)
         shared = self._slots.tensors(0)
         for block in self._layout.blocks:
             found = {key: local(one) for key in block.keys if (one := self._tensors[key].grad) is not None}
@@ -170,6 +169,4 @@ class OffloadChannel(StepChannel):
                 self.moved_bytes += gradient.nbytes
             if found:
                 sent.gradients.append((list(found), []))
-                self.process.send({"op": "take", "keys": list(found), "narrow": [], "slot": 0})
-        sent.process = self.process.starts
-        self.process.send({"op": "end_step"})
+                yield sent.gradients[-1]

@@ -58,8 +58,8 @@ class _Begun:
     work: list[Future[None]] = field(default_factory=list)
 
 
-class _Reached:
-    """A step that others wait for."""
+class _DurableStep:
+    """The newest step whose frame is on the disk, which others wait for."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -80,10 +80,12 @@ class _Reached:
 
 
 class LiveBlock:
-    """A block, and the version of it that steps are applied to."""
+    """A block, and the version of it that steps are applied to. Whatever is done with it, its ``worker`` does."""
 
-    def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer]) -> None:
-        self.block = block
+    def __init__(
+        self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPoolExecutor
+    ) -> None:
+        self.block, self.worker = block, worker
         self._file, self._kind = file, kind
         self.counts, self.recorded = file.newest(block)
         """The version that counts, and its step."""
@@ -189,16 +191,16 @@ class Updater:
         self._file = StateFile(found, layout)
         if last_step is not None:
             self._go_back(found, last_step)
-        total, self._worker_of = [0] * len(self._workers), {}
+        total, opened = [0] * len(self._workers), dict[int, Future[LiveBlock]]()
         for block in sorted(layout.blocks, key=lambda one: -one.size_bytes):
             number = total.index(min(total))
             total[number] += block.size_bytes
-            self._worker_of[block.index] = self._workers[number]
-        opened = [self._worker_of[one.index].submit(LiveBlock, self._file, one, self._kind) for one in layout.blocks]
-        self._blocks = [one.result() for one in opened]
+            worker = self._workers[number]
+            opened[block.index] = worker.submit(LiveBlock, self._file, block, self._kind, worker)
+        self._blocks = [opened[block.index].result() for block in layout.blocks]
         self._block_of = {key: live for live in self._blocks for key in live.block.keys}
         self.step = self._roll_forward(found)
-        self._durable = _Reached(self.step)
+        self._durable = _DurableStep(self.step)
         self._files = GradientFiles(found, self.step)
 
     def _go_back(self, directory: Path, last_step: int) -> None:
@@ -219,7 +221,7 @@ class Updater:
         newest = min(live.step for live in self._blocks)
         for frame in read_frames(directory, self._digest, newest):
             waiting = [
-                self._worker_of[live.block.index].submit(live.apply, frame.step, _of(live, frame.step.gradients))
+                live.worker.submit(live.apply, frame.step, _of(live, frame.step.gradients))
                 for live in self._blocks
                 if live.step == frame.number - 1
             ]
@@ -277,7 +279,7 @@ class Updater:
             dtypes = self._layout.master_dtypes
             live.apply(step, {key: one.to(DTYPES[dtypes[key]]) for key, one in gradients.items()})
 
-        return self._do(self._worker_of[live.block.index], update)
+        return self._do(live.worker, update)
 
     def _log(self, frame: Frame, work: list[Future[None]]) -> None:
         self._files.append(frame)
@@ -295,7 +297,7 @@ class Updater:
             self._give_parameters()
         for live in self._blocks:  # before the trainer hears of it: in offload the next step is behind it, then
             if step % self._persist_every == live.block.index % self._persist_every:
-                self._do(self._worker_of[live.block.index], self._record_unread, live)
+                self._do(live.worker, self._record_unread, live)
         self.tell({"done": step})
 
     def _give_parameters(self) -> None:
@@ -305,7 +307,7 @@ class Updater:
             for key, master in live.masters().items():
                 self._slots.tensors(0)[key].copy_(master)
 
-        for one in [self._do(self._worker_of[live.block.index], give, live) for live in self._blocks]:
+        for one in [self._do(live.worker, give, live) for live in self._blocks]:
             one.result(WAIT_SECONDS)
 
     def _record(self, live: LiveBlock) -> None:
@@ -330,7 +332,7 @@ class Updater:
             self._record(live)
             live.reader = released
 
-        recorded = [self._do(self._worker_of[live.block.index], record, live) for live in self._blocks]
+        recorded = [self._do(live.worker, record, live) for live in self._blocks]
         answer = dict[str, Any](number=number, step=self.step, pid=os.getpid())
 
         def answer_with_places() -> None:
@@ -366,7 +368,11 @@ class Updater:
 
     def serve(self, trainer: int) -> None:
         """Do what the trainer says, until it says that it ends, or ends."""
-        self.tell({"ready": self.step})
+        self.tell({"done": self.step})
+        verbs: dict[str, Callable[..., None]] = {
+            "take": self.take, "end_step": self.end_step, "settle": self._settle, "hold": self.hold,
+            "release": self.release,
+        }  # fmt: skip
         try:
             while self._connection.poll(1.0) or os.getppid() == trainer:
                 if not self._connection.poll(0):
@@ -375,18 +381,10 @@ class Updater:
                 verb = message.pop("op")
                 if verb == "close":
                     break
-                if verb == "settle":
-                    self._settle(message["number"])
-                elif verb == "begin_step":
+                if verb == "begin_step":
                     self.begin_step(payload)
-                elif verb == "hold":
-                    self.hold(**message)
-                elif verb == "release":
-                    self.release(**message)
-                elif verb == "take":
-                    self.take(**message)
                 else:
-                    self.end_step()
+                    verbs[verb](**message)
         except (EOFError, ConnectionError):
             pass
         self._end()
@@ -394,7 +392,7 @@ class Updater:
     def _settle(self, number: int) -> None:
         """Record every block at this step; in offload, give the parameters."""
         step = self.step
-        waiting = [self._do(self._worker_of[live.block.index], self._record, live) for live in self._blocks]
+        waiting = [self._do(live.worker, self._record, live) for live in self._blocks]
 
         def end() -> None:
             for one in waiting:

@@ -238,14 +238,15 @@ class UpdaterProcess:
             while True:
                 message, _ = receive(connection)
                 with self.changed:
-                    if "ready" in message or "done" in message:
-                        self.step = message["ready"] if "ready" in message else message["done"]
-                        self.changed.notify_all()
+                    if "done" in message:
+                        self.step = message["done"]
                     elif "failed" in message:
                         failure = to_error(message["failed"])
+                    elif "error" in message:
+                        self._answers.pop(message["number"]).set_exception(to_error(message))
                     else:
-                        self._answer(message)
-                        self.changed.notify_all()
+                        self._answers.pop(message["number"]).set_result(message)
+                    self.changed.notify_all()
         except (EOFError, OSError):
             pass
         if self._has_met_bad_disk():
@@ -267,13 +268,6 @@ class UpdaterProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process is not None and process.wait(END_OF_PROCESS_SECONDS) == -signal.SIGBUS
         return False
-
-    def _answer(self, message: dict[str, Any]) -> None:
-        answer = self._answers.pop(message["number"])
-        if "error" in message:
-            answer.set_exception(to_error(message))
-        else:
-            answer.set_result(message)
 
     def lost(self, what: str = "has ended") -> UpdaterLostError:
         return UpdaterLostError(
