@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -42,8 +42,9 @@ class MappedState:
         """Keys of parameters that have a state, beside their values."""
         self.view: State | None = None
         """By parameter and name, sharded as the parameter is, while a save or a restore looks at it."""
+        self.saved: StateFile | None = None
+        """In whose version 0 the tensors lie that ``to_save`` has given last."""
         self._directory, self._layout, self._tensors = directory, layout, tensors
-        self._file: StateFile | None = None
         self._new: NewState | None = None
 
     def exists(self) -> bool:
@@ -78,49 +79,41 @@ class MappedState:
         Args:
             present: the trainer's state, where it has one: as much is saved, and no masters.
         """
-        self.forget()
-        self._file = self._opened()
-        names: dict[str, set[str]] = {}
-        for key, tensors in self._file.all_tensors().items():
+
+        def is_saved(key: str, name: str) -> bool:
             if present is not None:
-                names[key] = set(present.get(self._tensors[key], ()))
-            else:
-                names[key] = set(tensors) if key in self.stepped else {MASTER}
-        with self._viewed(self._file, parameters, names):
+                return name in present.get(self._tensors[key], ())
+            return name == MASTER or key in self.stepped
+
+        self.forget()
+        self.saved = self._opened()
+        with self._viewed(self.saved, parameters, is_saved):
             yield
 
     def forget(self) -> None:
         """Nothing of the last ``to_save`` is asked for any more."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-    def lies_in_files(self, tensor: torch.Tensor) -> bool:
-        return self._file is not None and self._file.owns(tensor)
-
-    def hold(self, process: UpdaterProcess, ask: Callable[[], Future[dict[str, Any]]]) -> Hold | None:
-        return Hold(self._file, process, ask()) if self._file is not None else None
+        if self.saved is not None:
+            self.saved.close()
+        self.saved = None
 
     @contextmanager
     def to_load(self, parameters: Iterable[Parameter], *, has_masters: bool) -> Iterator[None]:
         """Within, ``view`` has the tensors of a new state, which ``commit`` makes the one that counts."""
         self.discard()
         self._new = NewState(self._directory, self._layout)
-        tensors = self._new.file.all_tensors()
-        names = {key: set(found) - (set() if has_masters else {MASTER}) for key, found in tensors.items()}
-        with self._viewed(self._new.file, parameters, names):
+        with self._viewed(self._new.file, parameters, lambda _, name: has_masters or name != MASTER):
             yield
 
     @contextmanager
     def _viewed(
-        self, file: StateFile, parameters: Iterable[Parameter], names: Mapping[str, Container[str]]
+        self, file: StateFile, parameters: Iterable[Parameter], is_wanted: Callable[[str, str], bool]
     ) -> Iterator[None]:
         tensors, self.view = file.all_tensors(), {}
         for one in parameters:
             self.view[one.tensor] = {
                 name or SAVED_MASTER: sharded(tensor, one.tensor)
                 for name, tensor in tensors[one.key].items()
-                if name in names[one.key]
+                if is_wanted(one.key, name)
             }
         try:
             yield

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -286,21 +285,22 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         assert self._shadow is not None
         self._shadow.end(encode(Frame(step, ""))[0], is_skipped=step.is_skipped)  # gradients went before
 
-    def _follows_again(self, inner: torch.optim.Optimizer) -> bool:
+    def _follows_again(self) -> bool:
         """Whether the shadow had been given up. It goes on from the state of now, then: from a copy, as a save makes
         it, and in the background."""
-        assert self._shadow is not None
+        assert self._shadow is not None and self.inner is not None
         if not self.failure:
             return False
-        if {one.key: id(one.tensor) for one in parameters_of(inner)} != {k: id(v) for k, v in self._tensors.items()}:
+        there = {one.key: id(one.tensor) for one in parameters_of(self.inner)}
+        if there != {key: id(one) for key, one in self._tensors.items()}:
             raise CheckpointError(
                 "the shadow was given up: the optimizer has other parameters now",
                 hint="Build it again over an empty directory",
             )
-        values = self._values(inner.state)
+        values = self._values(self.inner.state)
         copied = {key: {name: one.clone() for name, one in found.items()} for key, found in values.items()}
         self._shadow.begin(copied, self._steps)
-        self._follow(inner)
+        self._follow(self.inner)
         return True
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -366,32 +366,27 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if self._must_resume or (self._offload is not None and self._offload.is_interrupted):
             raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
         self._files.forget()
-        if self._shadow is not None and self.inner is not None:
-            is_live = self._follows_again(self.inner) or self._shadow.is_behind
-        else:
-            is_live = False
-        if is_live:
+        if self._shadow is not None and (self._follows_again() or self._shadow.is_behind):
             yield
-        else:
-            with self._files.to_save(parameters_of(self), self.inner.state if self.inner is not None else None):
-                yield
+            return
+        with self._files.to_save(parameters_of(self), self.inner.state if self.inner is not None else None):
+            yield
 
     def lies_in_files(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one that ``mapped`` has given last."""
-        return self._files.lies_in_files(tensor)
+        return self._files.saved is not None and self._files.saved.owns(tensor)
 
     def hold(self) -> Hold | None:
         """Have the state that ``mapped`` has given last be kept for a save, as it is now. None: it gave the trainer's.
 
         Cost: a message; in shadow a pass over the parameters.
         """
-
-        def ask() -> Future[dict[str, Any]]:
-            masters = self._tensors if self.inner is not None else {}  # in shadow they are to be the trainer's
-            prints = {key: Fingerprint.of(local(one.detach())).number for key, one in masters.items()}
-            return self._channel.ask({"op": "hold", "fingerprints": prints}, self._steps)
-
-        return self._files.hold(self._process, ask)
+        if self._files.saved is None:
+            return None
+        masters = self._tensors if self.inner is not None else {}  # in shadow they are to be the trainer's
+        prints = {key: Fingerprint.of(local(one.detach())).number for key, one in masters.items()}
+        answer = self._channel.ask({"op": "hold", "fingerprints": prints}, self._steps)
+        return Hold(self._files.saved, self._process, answer)
 
     @contextmanager
     def mapped_anew(self) -> Iterator[None]:
