@@ -28,7 +28,7 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
             return
         if number == step + 1:
             try:
-                yield decode(place.read, where=where)[0]
+                yield decode(place.read, where=where)
             except IntegrityError as error:
                 log.warning("%s", error.message)
                 return

@@ -435,7 +435,7 @@ class Updater:
 
 def _decoded(data: bytes) -> Frame:
     view = memoryview(data)
-    return decode(lambda offset, size: view[offset : offset + size], where="from the trainer")[0]
+    return decode(lambda offset, size: view[offset : offset + size], where="from the trainer")
 
 
 def _of(live: LiveBlock, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

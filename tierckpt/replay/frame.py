@@ -24,9 +24,6 @@ from ..errors import ConfigError
 from ..save import log_segments
 from .capture import Step
 
-FIRST = "0" * 32
-"""Stands for the frame before the first."""
-
 DTYPES = {str(one).removeprefix("torch."): one for one in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -40,8 +37,8 @@ class Frame:
     step: Step
     layout: str
     """``optimizers.layout_digest``."""
-    previous: str = FIRST
-    """``digest`` of the frame before."""
+    previous: str = ""
+    """``digest`` of the record before."""
     number: int = 0
     """The step as training counts it."""
     attachment: bytes = b""
@@ -53,7 +50,7 @@ class Frame:
     is_last: bool = True
     """No other optimizer's frame of this training step follows."""
     digest: str = ""
-    """Of the header, which has those of all gradients: it names the frame. Set by ``encode`` and ``decode``."""
+    """Of the header, which has those of all gradients: it names the frame. Set by ``decode``."""
     parameters: str = ""
     """``checksum.digest_of`` all parameters of the log after this training step. '' where they were not looked at."""
 
@@ -91,8 +88,8 @@ def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
     return header, views, digest
 
 
-def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame, int]:
-    """Return a frame and its size in bytes. Its gradients are copies.
+def decode(read: Callable[[int, int], memoryview], *, where: str) -> Frame:
+    """Return a frame. Its gradients are copies.
 
     Args:
         read: returns bytes of the log, given offset from the head of the frame and size; fewer at the end of the log.
@@ -124,10 +121,10 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> tuple[Frame
         gradients,
         torch.ones(()) if fields["skipped"] else None,
     )
-    name, is_last, seen = fields["optimizer"], fields["is_last"], fields.get("parameters", "")
-    place = fields["layout"], fields["previous"], fields["number"]
-    frame = Frame(step, *place, attachment, {}, name, is_last, digest, seen)
-    return frame, at + fields["data_bytes"]
+    return Frame(
+        step, fields["layout"], fields["previous"], fields["number"], attachment, optimizer=fields["optimizer"],
+        is_last=fields["is_last"], digest=digest, parameters=fields.get("parameters", ""),
+    )  # fmt: skip
 
 
 class _Memory:

@@ -399,7 +399,7 @@ def roll_forward(
         if last_step is not None and place.fields["number"] > last_step:
             break
         try:
-            pending.append(decode(place.read, where=str(place.segment.path))[0])
+            pending.append(decode(place.read, where=str(place.segment.path)))
         except IntegrityError as error:
             newest = replace(newest, ended=error.message)
             break
