@@ -40,7 +40,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A tensor in a block: ``offset`` is from the block's begin, ``index`` that of its byte of presence there."""
 
     key: str
@@ -57,7 +57,7 @@ class Block:
 
     index: int
     keys: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[TensorPlace, ...]
     offset: int
     size_bytes: int
 
@@ -106,12 +106,12 @@ def layout_of(
     blocks: list[Block] = []
     offset = 0
     for run in runs:
-        places: list[Place] = []
+        places: list[TensorPlace] = []
         at = round_up(sum(len(made[one.group, masters[one.key]]) for one in run), ALIGNMENT)
         for one in run:
             for name, (kept, is_whole) in made[one.group, masters[one.key]].items():
                 shape = one.shape if is_whole else ()
-                places.append(Place(one.key, name, dtype_name(kept), shape, at, len(places)))
+                places.append(TensorPlace(one.key, name, dtype_name(kept), shape, at, len(places)))
                 at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
         blocks.append(Block(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
@@ -161,7 +161,7 @@ class Slots:
         self._tensors.clear()
 
 
-def view_of(memory: memoryview, offset: int, one: Member | Place) -> torch.Tensor:
+def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch.Tensor:
     """Return the tensor of that shape and type at ``offset``."""
     dtype, count = DTYPES[one.dtype], math.prod(one.shape)
     if not count:

@@ -21,7 +21,7 @@ from ..replay.optimizers import Parameter, local, sharded
 from ..save.shard_plan import Fetch
 from .blocks import MASTER, Layout
 from .state_file import StateFile, Tensors
-from .states import NewState, begin_state, current_state, held
+from .states import NewState, begin_state, current_state, directory_lock
 from .updater_process import UpdaterProcess
 
 SAVED_MASTER = "master"
@@ -52,7 +52,7 @@ class MappedState:
 
     def begin(self, values: Tensors, step: int) -> None:
         """Begin another state."""
-        with held(self._directory, os.getpid()):
+        with directory_lock(self._directory, os.getpid()):
             begin_state(self._directory, self._layout, values, step)
         self.look([0] * len(self._layout.blocks))
 
@@ -132,7 +132,7 @@ class MappedState:
             if tensors[MASTER].data_ptr() not in filled:
                 tensors[MASTER].copy_(local(self._tensors[key].detach()))
         try:
-            with held(self._directory, os.getpid()):
+            with directory_lock(self._directory, os.getpid()):
                 new.commit(present, step)
         except BaseException:
             new.discard()

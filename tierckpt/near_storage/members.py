@@ -15,7 +15,7 @@ from .blocks import Member
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def made_of(
+def build_optimizer(
     params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any], *, is_offload: bool
 ) -> torch.optim.Optimizer:
     """Return the optimizer whose groups, options and first state these are."""

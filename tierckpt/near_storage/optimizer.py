@@ -20,10 +20,10 @@ from ..replay.frame import Frame, encode
 from ..replay.optimizers import base_of, check_replayable, local, parameters_of, writes_of
 from .blocks import MASTER, Layout, layout_of
 from .mapped_state import Hold, MappedState
-from .members import check_gradients, check_parameter, made_of, members_of
+from .members import build_optimizer, check_gradients, check_parameter, members_of
 from .shadow_channel import ShadowChannel
 from .state_file import Tensors
-from .states import held
+from .states import directory_lock
 from .step_channel import OffloadChannel, StepChannel
 
 PERSIST_EVERY = 8
@@ -102,7 +102,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         inner = (
             params
             if isinstance(params, torch.optim.Optimizer)
-            else made_of(params, kind, options, is_offload=self.is_offload)
+            else build_optimizer(params, kind, options, is_offload=self.is_offload)
         )
         if inner is params and self.is_offload:
             raise ConfigError(
@@ -147,7 +147,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._capture: Capture | None = None
         self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
-        with held(self.directory, os.getpid()):  # another trainer's is told from one of another optimizer
+        with directory_lock(self.directory, os.getpid()):  # another trainer's is told from one of another optimizer
             self._must_resume = self._files.exists()
         if not self._must_resume:
             self._files.begin(self._values(inner.state), 0)

@@ -27,7 +27,7 @@ from ..ipc.agent_breaker import PATIENCE_SECONDS
 from ..replay.link import halves_without_loss
 from ..telemetry import logger
 from .state_file import Tensors
-from .states import END_SECONDS, begin_state, held
+from .states import END_SECONDS, begin_state, directory_lock
 from .step_channel import Sent, StepChannel
 from .updater_process import LOOK_SECONDS, Idleness
 
@@ -259,7 +259,7 @@ class ShadowChannel(StepChannel):
         try:
             self.process.stop()
             directory = Path(self.process.order["directory"])
-            with held(directory, os.getpid()):
+            with directory_lock(directory, os.getpid()):
                 begin_state(directory, self._layout, values, step)
             self._stalled_at = self._tried_at = -1
             self.process.start()

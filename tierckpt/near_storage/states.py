@@ -32,7 +32,7 @@ LOCK_SECONDS = 60.0
 
 
 @contextmanager
-def held(directory: Path, trainer: int) -> Iterator[None]:
+def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
     """Hold ``directory`` for the process ``trainer``. One that is left by a trainer that has ended is waited for.
 
     Raises:

@@ -42,7 +42,7 @@ from .blocks import MASTER, Block, Layout, Member, Slots, layout_of
 from .gradient_files import GradientFiles, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
-from .states import END_SECONDS, current_state, held
+from .states import END_SECONDS, current_state, directory_lock
 
 log = logger("replay")
 
@@ -448,7 +448,7 @@ def main() -> None:
     order = json.loads(sys.stdin.read())
     connection = Connection(order["connection"])
     try:
-        with held(Path(order["directory"]), order["trainer"]):
+        with directory_lock(Path(order["directory"]), order["trainer"]):
             Updater(order, connection).serve(order["trainer"])
     except Exception as error:
         log.exception("the optimizer near storage ends")

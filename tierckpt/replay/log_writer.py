@@ -114,8 +114,8 @@ class LogWriter:
         self._group, self._layouts, self._owner = group, layouts, owner
         self._reserve, self._overwritten = reserve, overwritten
         self._segment_bytes = segment_bytes
-        self._given_up: int | None = base.step
-        """Segments from here on were, and go before the first of this log is made."""
+        self._superseded_from: int | None = base.step
+        """Segments from this step on were given up, and go before the first of this log is made."""
         self._file: SegmentFile | None = None
         self._queue: deque[TrainingStep | Base | None] = deque()
         self._unsynced: deque[int] = deque()
@@ -342,9 +342,9 @@ class LogWriter:
 
     def _begin_segment(self) -> SegmentFile:
         with self._asking():
-            if self._given_up is not None:
-                log_segments.remove_from(self._directory, self._given_up)
-                self._given_up = None
+            if self._superseded_from is not None:
+                log_segments.remove_from(self._directory, self._superseded_from)
+                self._superseded_from = None
             fields = {"bases": self._base.bases, "previous": self._previous, "owner": self._owner}
             self._file = SegmentFile(self._directory, self._base.step, fields)
         self._previous = self._file.digest

@@ -328,7 +328,7 @@ class MultiStepStager:
             copy.done.result(COPY_TIMEOUT_SECONDS)
             if copy.was_changed:
                 raise CheckpointError("a part was changed by something beside the optimizer while it was copied")
-            tensors = map(_laid, copy.result, strides)
+            tensors = map(_with_strides, copy.result, strides)
             copied = {}
             for key, state in states.items():
                 copied[key] = next(tensors)
@@ -492,7 +492,8 @@ class MultiStepStager:
         redo.wanted = {place: one.on_host() for place, one in redo.wanted.items()}  # not where training would wait
         if self.exact == "required":
             return window.snapshot(None, window.sealed, conditions=redo.conditions, redo=redo, tree=tree, held=held)
-        inexact = redo.fold(self.exact, on="cpu")
+        redo.devices = dict.fromkeys(redo.devices, "cpu")  # where the steps are made again
+        inexact = redo.fold(self.exact)
         state = put(tree, held, redo.tensors)
         return window.snapshot(state, window.sealed, conditions=redo.conditions, inexact=inexact)
 
@@ -541,7 +542,7 @@ class MultiStepStager:
         return held, tree, [copy.done] if copy is not None else []
 
 
-def _laid(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def _with_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return ``tensor`` as the one that it was copied from lies (A2 of ``apply``)."""
     if tensor.stride() == stride:
         return tensor

@@ -100,8 +100,8 @@ class Redo:
         """How many steps were missing from the oldest part."""
         return max((self.version - part.version for part in self.parts), default=0)
 
-    def fold(self, exact: Exact = "required", *, on: str = "") -> str:
-        """Bring all tensors to the last version, part by part, on the kind of device that they were on, or ``on``.
+    def fold(self, exact: Exact = "required") -> str:
+        """Bring all tensors to the last version, part by part, each on a device of its kind in ``devices``.
 
         Returns '' when every bit is that of training, else what was accepted, for people (D3).
 
@@ -112,8 +112,6 @@ class Redo:
         Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
         """
         accepted = ""
-        if on:
-            self.devices = dict.fromkeys(self.devices, on)
         for part in self.parts:
             try:
                 accepted = self._fold_part(part, exact) or accepted

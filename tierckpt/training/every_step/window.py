@@ -181,7 +181,7 @@ class SaveWindow:
                 hint="Call step() after every step of training, and save less often than window_steps",
             )
         self.conclude()
-        same_outcome(lambda: self._meet(state))
+        same_outcome(lambda: self._match_stagers(state))
         steps = max(all_gather(self._steps_here()))
         record = SaveRecord(step + steps - 1, self._location.child(step_name(step + steps - 1)).uri)
         window = self._window = _Window(MultiStepSave(record, self._conclude_for), steps, is_asked, step, state)
@@ -199,12 +199,12 @@ class SaveWindow:
         if window is None:
             return
         if window.is_sealed:
-            self._note(window, step, state)
+            self._now_at(window, step, state)
             self._settle(window)
         else:
             self._advance(window, step, state, MultiStepStager.end_of_step)
 
-    def _note(self, window: _Window, step: int, state: State) -> None:
+    def _now_at(self, window: _Window, step: int, state: State) -> None:
         window.step, window.state, window.updates = step, state, [one.steps for one in self._stagers]
 
     def conclude(self, reason: str = "the loop ended before the last step of its window") -> None:
@@ -243,7 +243,7 @@ class SaveWindow:
         window = self._window
         if window is None:
             return None
-        self._note(window, step, state)
+        self._now_at(window, step, state)
         self._copy_whole(window, reason)
         return window.handle
 
@@ -256,7 +256,7 @@ class SaveWindow:
             stager.close()
         self._stagers.clear()
 
-    def _meet(self, state: State) -> None:
+    def _match_stagers(self, state: State) -> None:
         """Have a stager for each optimizer in ``state``; they share a link."""
         optimizers = [*optimizers_in(state).values()]
         if not optimizers:
@@ -295,7 +295,7 @@ class SaveWindow:
             at = time.perf_counter()
             move(stager)
             inside += time.perf_counter() - at
-        self._note(window, step, state)
+        self._now_at(window, step, state)
         if window.is_sealed and not window.failure:
             try:
                 window.tree, rest = detach(collected, self._tensors(), self._stagers[0].link)
