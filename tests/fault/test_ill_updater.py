@@ -249,7 +249,6 @@ def test_a_state_that_cannot_be_read_is_an_error_of_the_trainers_call_and_no_sig
     for one in asked:
         with pytest.raises(IntegrityError, match="cannot be read: it is too short"):
             one()
-    file.close()
 
 
 def test_a_process_that_its_disk_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +58,19 @@ class MappedState:
 
     def look(self, versions: Sequence[int]) -> None:
         """See which parameters have a state in the versions that count."""
-        with closing(self._opened()) as file:
-            found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
+        file = self._opened()
+        found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
         self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
 
     @torch.no_grad()
     def copy_into(self, state: Any, versions: Sequence[int]) -> None:
         """Give the trainer's parameters and its optimizer's ``state`` what the versions that count have."""
-        with closing(self._opened()) as file:
-            for block, version in zip(self._layout.blocks, versions, strict=True):
-                for key, tensors in file.read(block, version).items():
-                    parameter = self._tensors[key]
-                    local(parameter.detach()).copy_(tensors.pop(MASTER))
-                    state[parameter] = {name: sharded(one.clone(), parameter) for name, one in tensors.items()}
+        file = self._opened()
+        for block, version in zip(self._layout.blocks, versions, strict=True):
+            for key, tensors in file.read(block, version).items():
+                parameter = self._tensors[key]
+                local(parameter.detach()).copy_(tensors.pop(MASTER))
+                state[parameter] = {name: sharded(one.clone(), parameter) for name, one in tensors.items()}
 
     @contextmanager
     def to_save(self, parameters: Iterable[Parameter], present: State | None) -> Iterator[None]:
@@ -85,16 +85,9 @@ class MappedState:
                 return name in present.get(self._tensors[key], ())
             return name == MASTER or key in self.stepped
 
-        self.forget()
         self.saved = self._opened()
         with self._viewed(self.saved, parameters, is_saved):
             yield
-
-    def forget(self) -> None:
-        """Nothing of the last ``to_save`` is asked for any more."""
-        if self.saved is not None:
-            self.saved.close()
-        self.saved = None
 
     @contextmanager
     def to_load(self, parameters: Iterable[Parameter], *, has_masters: bool) -> Iterator[None]:

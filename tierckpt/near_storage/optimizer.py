@@ -365,7 +365,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """
         if self._must_resume or (self._offload is not None and self._offload.is_interrupted):
             raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
-        self._files.forget()
+        self._files.saved = None
         if self._shadow is not None and (self._follows_again() or self._shadow.is_behind):
             yield
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import mmap
 import os
@@ -35,16 +34,10 @@ DMESG = "Look for errors of its disk (dmesg)"
 LOST = "Build it over an empty directory, and restore the newest checkpoint"
 
 
-class Descriptor:
-    """An open file, closed with the last reference to it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        weakref.finalize(self, os.close, number)
-
-
 class StateFile:
     """The blocks of ``layout`` in ``directory``; made there when ``create``. A version is 0 or 1.
+
+    Its files are closed with the last reference to it, or to a ``reader``; the mapping goes with the last tensor of it.
 
     Raises:
         CapacityError: the disk has no room for both versions; found before the first byte.
@@ -55,28 +48,29 @@ class StateFile:
         path = directory / STATE
         if create:
             make_dirs(directory)
-        with translated(path), contextlib.ExitStack() as failed:
+        with translated(path):
             if create:
                 directory.chmod(0o700)  # of a training state nothing is anybody else's
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-            self._file = Descriptor(os.open(path, flags, 0o600))
-            file = self._file.number
-            self._records = os.open(directory / RECORDS, flags, 0o600)
-            failed.callback(os.close, self._records)
+            self._file = self._open(path, flags)
+            self._records = self._open(directory / RECORDS, flags)
             size_bytes = 2 * layout.size_bytes
             if create:
-                allocate(file, size_bytes)
-                os.ftruncate(file, size_bytes)
+                allocate(self._file, size_bytes)
+                os.ftruncate(self._file, size_bytes)
                 os.ftruncate(self._records, 2 * RECORD_BYTES * len(layout.blocks))
-                os.fsync(file)
+                os.fsync(self._file)
                 os.fsync(self._records)
                 fsync_dir(directory)
-            elif os.fstat(file).st_size < size_bytes:
+            elif os.fstat(self._file).st_size < size_bytes:
                 raise _unreadable(path, "it is too short")
-            self._map = mmap.mmap(file, size_bytes)
-            failed.pop_all()
-        self._view = memoryview(self._map)
+            self._view = memoryview(mmap.mmap(self._file, size_bytes))
         self._address = address_of(self._view)
+
+    def _open(self, path: Path, flags: int) -> int:
+        file = os.open(path, flags, 0o600)
+        weakref.finalize(self, os.close, file)
+        return file
 
     def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
         """Return the tensors of a block that are there, by key and name. They share its memory."""
@@ -109,7 +103,7 @@ class StateFile:
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
         """Return what reads the bytes that lie in the place of ``tensor``, which is contiguous and in version 0, in
-        those of ``versions`` (N6). They can be read until it goes.
+        those of ``versions`` (N6).
 
         Args:
             versions: of each block.
@@ -123,7 +117,7 @@ class StateFile:
         """Say which tensors are there."""
         flags = bytes(place.name in present.get(place.key, {}) for place in block.places)
         with translated(self.directory / STATE):
-            os.pwrite(self._file.number, flags, self._begin_of(block, version))
+            os.pwrite(self._file, flags, self._begin_of(block, version))
 
     def bytes_of(self, block: Block, version: int) -> memoryview:
         begin = self._begin_of(block, version)
@@ -141,7 +135,7 @@ class StateFile:
         """Put bytes of the state at the address ``target``. Raises IntegrityError: the disk does not give them back."""
         path, into, problem = self.directory / STATE, memoryview((ctypes.c_char * count).from_address(target)), ""
         try:
-            if read_into(self._file.number, into, offset) < count:
+            if read_into(self._file, into, offset) < count:
                 problem = "it is too short"
         except OSError as error:
             problem = error.strerror or str(error)
@@ -202,12 +196,6 @@ class StateFile:
                     if len(data) == _RECORD.size and _RECORD.unpack(data)[1] > step:
                         os.pwrite(self._records, bytes(RECORD_BYTES), self._record_at(block, version))
             os.fdatasync(self._records)
-
-    def close(self) -> None:
-        """The mapping goes with the last tensor of it, the file with the last ``reader``. Idempotent."""
-        if self._records >= 0:
-            os.close(self._records)
-        self._records = -1
 
     def _record_at(self, block: Block, version: int) -> int:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES

@@ -106,7 +106,6 @@ class NewState:
             self.file.record(block, 0, step, is_trainers=True)
         found = {"token": self._token, "layout": layout.digest, "kind": layout.kind}
         durable_write(self._directory / CURRENT, json.dumps(found).encode())
-        self.file.close()
         for other in self._directory.iterdir():
             if other.is_dir() and other.name != self._token:
                 shutil.rmtree(other)
@@ -114,7 +113,6 @@ class NewState:
 
     def discard(self) -> None:
         """Remove it: it was not committed. Raises nothing."""
-        self.file.close()
         shutil.rmtree(self._directory / self._token, ignore_errors=True)
 
 
