@@ -308,9 +308,24 @@ def written_again_by_deepspeed(uri: str, place: Path) -> None:
     engine.save({"x": 2}, str(place / "model"))
 
 
+def written_again_by_ray(uri: str, place: Path) -> None:
+    """One directory for all checkpoints, which Ray keeps unless it is told otherwise."""
+    from ray import train
+
+    from tierckpt.integrations.ray import upload
+
+    storage = SimpleNamespace(experiment_fs_path=uri, storage_filesystem=None)
+    place.mkdir()
+    (place / "model").write_text("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "get_context", lambda: SimpleNamespace(get_storage=lambda: storage))
+        upload(uri)(train.Checkpoint.from_directory(place), "checkpoint-1")
+    (place / "model").write_text("again")
+
+
 AGAIN: list[Any] = [
     framework("transformers"), framework("transformers", "transformers, told"), framework("lightning"),
-    framework("deepspeed"),
+    framework("deepspeed"), framework("ray"),
 ]  # fmt: skip
 
 
@@ -326,6 +341,9 @@ def test_a_host_that_writes_in_place_where_it_has_written_before_leaves_what_was
     elif name == "deepspeed":
         written_again_by_deepspeed(uri, out / "step-1")
         names = ["step-1"]
+    elif name == "ray":
+        written_again_by_ray(uri, out / "mine")
+        names = ["checkpoint-1"]
     else:
         written_again_by_transformers(uri, out / "checkpoint-1", is_told=name.endswith("told"))
         names = ["checkpoint-1"]
@@ -433,6 +451,49 @@ def test_lightning_saves_in_a_thread_and_what_it_removes_stays_until_newer_ones_
     here.wait(url)
     assert on_the_store() in ([3, 4], [4])  # 3 goes with the next, if 4 had begun to be saved when it was removed
     assert writes.load_checkpoint(newest(url)) == {"global_step": 4}
+
+
+def test_lightning_spawns_its_ranks_tunes_and_requeues(s3_uri: str, tmp_path: Path) -> None:
+    """The plugin is pickled, and Lightning saves through it beside the checkpoints, where it wants to."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.tuner import Tuner
+
+    from tierckpt.integrations.lightning import TierCheckpointIO, newest
+
+    class Model(BoringModel):  # type: ignore[misc]
+        lr = 0.1
+
+    url, spawned = tierckpt_url(f"{s3_uri}/run"), BoringModel()
+
+    def trainer(**options: Any) -> Any:
+        checkpoints = ModelCheckpoint(dirpath=url, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        return Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+            limit_val_batches=0,
+            plugins=[TierCheckpointIO()],
+            callbacks=[checkpoints],
+            **options,
+        )
+
+    trainer(max_steps=2, strategy="ddp_spawn", devices=2).fit(spawned)
+    first = TierCheckpointIO().load_checkpoint(newest(url))
+    assert first["global_step"] == 2
+    assert all(torch.equal(value, first["state_dict"][name]) for name, value in spawned.state_dict().items())
+
+    resumed = trainer(max_steps=4, devices=1)
+    Tuner(resumed).lr_find(Model(), num_training=5)
+    resumed.fit(spawned, ckpt_path=newest(url))
+    assert resumed.global_step == 4
+    resumed.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    assert TierCheckpointIO().load_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 4
+    with pytest.raises(ConfigError, match="not on shared storage"):
+        resumed.save_checkpoint(tmp_path / "mine.ckpt")
 
 
 def test_a_removal_that_fails_fails_no_save_in_lightning_and_is_made_up_for(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -35,6 +37,7 @@ from tierckpt.errors import (
 from tierckpt.format.layout import parse_uri
 from tierckpt.integrations import directories as found_by
 from tierckpt.integrations.directories import Directories, make_way, rank_0_finds
+from tierckpt.integrations.megatron import MegatronRun
 from tierckpt.save import adopted_directory as directories
 
 SECONDS = 120.0
@@ -340,6 +343,22 @@ def test_way_that_is_made_takes_the_names_of_what_was_linked_and_of_nothing_else
     assert sorted(path.name for path in written.rglob("*") if path.is_file()) == ["own"]
     (written / "model.safetensors").write_bytes(b"something else")
     assert restored(f"{s3_uri}/run", written.parent / "back") == before
+
+
+def test_what_megatron_writes_again_in_place_leaves_what_was_adopted(written: Path, s3_uri: str) -> None:
+    """A run that goes back (``--ckpt-step``) writes over ``iter_N``, and is killed at it."""
+    run, before = MegatronRun(f"{s3_uri}/run", drain=False), tree(written)
+    run.finalize(written)()
+    (written / "model.safetensors").write_bytes(b"again")
+    assert run.restore(written.parent / "back") is not None
+    assert tree(written.parent / "back" / written.name) == before
+
+
+def test_a_run_is_copied_and_pickled_with_the_host_that_holds_it(written: Path, s3_uri: str, tmp_path: Path) -> None:
+    run = Directories(f"{s3_uri}/run", drain=False)
+    run.save(written)
+    for number, one in enumerate((copy.deepcopy(run), pickle.loads(pickle.dumps(run)))):
+        assert one.restore(tmp_path / f"{number}") == tmp_path / f"{number}" / written.name
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------

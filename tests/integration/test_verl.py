@@ -21,6 +21,7 @@ import tierckpt
 from tests.engine_wheels import imported, wheel_python
 from tierckpt.client import close_all
 from tierckpt.errors import ConfigError
+from tierckpt.integrations.directories import Directories
 
 REAL = (
     "verl.trainer.ppo.checkpoint_callback",
@@ -186,6 +187,56 @@ def test_a_handler_of_sft_saves_keeps_and_resumes(
     assert loaded == [str(out / "global_step_5"), {"seen": 7}]
     with pytest.raises(ConfigError, match=r"trainer\.default_hdfs_dir is not set"):
         handler(None)
+
+
+@pytest.mark.parametrize("trainer", ["ppo", "sft"])
+def test_a_step_that_is_written_again_in_place_leaves_what_was_adopted(
+    trainer: str,
+    verl: SimpleNamespace,
+    cluster: Cluster,
+    s3_uri: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that goes back to an earlier step, and is killed while it writes."""
+    monkeypatch.setenv("TIERCKPT_DRAIN", "false")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    out, weights, uri = tmp_path / "out", ["first"], f"{s3_uri}/run"
+
+    def save(local_path: str, **_: Any) -> None:
+        write(Path(local_path, "model.pt"), weights.pop())
+
+    def save_step() -> None:
+        if trainer == "sft":
+            handler.save_checkpoint(5)
+            return
+        save(str(out / "global_step_5"))
+        callback.on_save(trainer=None, global_step=5, checkpoint_dir=str(out / "global_step_5"))
+
+    engine = SimpleNamespace(
+        is_mp_src_rank_with_outputs=lambda: False, get_data_parallel_rank=lambda: 0, save_checkpoint=save
+    )
+    callback = verl.build(configured(uri, default_local_dir=str(out)))
+    handler = verl.adapter.TierCheckpointHandler(engine, None, default_local_dir=str(out), default_hdfs_dir=uri)
+    save_step()
+    weights.append("again")
+    monkeypatch.setattr(verl.adapter, "adopt", killed)
+    monkeypatch.setattr(Directories, "save", killed)
+    with pytest.raises(InterruptedError):
+        save_step()
+    assert (out / "global_step_5" / "model.pt").read_text() == "again"
+
+    def restore() -> Path | None:
+        return Directories(uri, drain=False).restore(tmp_path / "back")
+
+    found = cluster.on("node-a", restore) if trainer == "ppo" else restore()
+    assert found is not None
+    assert (found / "model.pt").read_text() == "first"
+
+
+def killed(*_: Any, **__: Any) -> Any:
+    raise InterruptedError
 
 
 def test_what_cannot_be_adopted_is_refused_before_the_training(verl: SimpleNamespace) -> None:

@@ -499,3 +499,55 @@ def test_a_file_that_the_journal_has_no_words_for_is_removed_beside_one_that_dra
     assert run_cli(["drain", "--resume"]) == 0
     fs.wait(top)
     assert stored(top) == {"data": b"data"}
+
+
+def test_a_key_that_no_bucket_takes_is_refused_when_it_is_opened(s3_uri: str, fs: Any) -> None:
+    """1,024 characters, and twice as many bytes. It would hold up what is closed after it."""
+    above = f"s3/{s3_uri[5:]}"
+    name = f"{above}/{'/'.join(['ü' * 100] * 8)}"
+    with pytest.raises(ConfigError, match=r"1024 bytes.*Shorten it"):
+        fs.open(name, "wb")
+    with pytest.raises(ConfigError, match="1024 bytes"):
+        fs.pipe_file(name, b"x")
+    fs.pipe_file(f"{above}/after", b"x")
+    fs.wait(above, SECONDS)
+    assert not Journal(Path(os.environ["TIERCKPT_LOCAL_ROOT"])).files()
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_mount_has_no_file_below_a_file_nor_where_a_directory_is(
+    drains: bool, tmp_path: Path, fs: Any, request: pytest.FixtureRequest
+) -> None:
+    if not drains:
+        request.getfixturevalue("held")
+    above = f"file{tmp_path}/mount"
+    fs.pipe_file(f"{above}/file", b"x")
+    (tmp_path / "mount/directory").mkdir(parents=True)
+    if drains:
+        fs.wait(above, SECONDS)
+    for name, problem in (("file/below/it", "mount/file is a file"), ("directory", "it is a directory")):
+        with pytest.raises(ConfigError, match=problem):
+            fs.open(f"{above}/{name}", "wb")
+        with pytest.raises(ConfigError, match=problem):
+            fs.pipe_file(f"{above}/{name}", b"x")
+    fs.rm(f"{above}/file")
+    fs.pipe_file(f"{above}/file/below", b"y")
+    fs.pipe_file(f"{above}/directory/below", b"y")
+    assert run_cli(["drain", "--resume"]) == 0
+    fs.wait(above, SECONDS)
+    assert (tmp_path / "mount/file/below").read_bytes() == b"y"
+
+
+def test_a_mount_that_hangs_holds_up_no_write(tmp_path: Path, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    is_dir = Path.is_dir
+    monkeypatch.setattr(
+        Path, "is_dir", lambda path: (path.name == "file" and hangs.wait(SECONDS) and False) or is_dir(path)
+    )
+    for number in range(8):  # more than there are threads
+        with fs.open(f"file{tmp_path}/mount/file", "wb") as file:
+            file.write(b"%d" % number)
+    assert not hangs.is_set()
+    hangs.set()
+    fs.wait(f"file{tmp_path}/mount", SECONDS)
+    assert (tmp_path / "mount/file").read_bytes() == b"7"

@@ -17,9 +17,11 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..disk.illness import ILL_SECONDS
 from ..disk.temporary_names import is_temporary
 from ..errors import (
     CheckpointNotFoundError,
@@ -97,6 +99,8 @@ class Browser:
     ) -> None:
         self._store_at, self._find, self._directory_of, self._journal = store_at, find, directory_of, journal
         self._gate = asyncio.Semaphore(REQUESTS_MAX)
+        self._hung: asyncio.Task[str] | None = None
+        """A look at a mount that does not answer."""
 
     # --- one place ----------------------------------------------------------------------------------------------
 
@@ -331,6 +335,21 @@ class Browser:
             if checkpoint is not None:
                 raise _protected(checkpoint.location)
 
+    async def check_write(self, location: Location) -> None:
+        """``check_change``, and of a mount: a file that is written there has no file above it, and no directory's name.
+
+        A mount that does not answer is not waited for.
+        """
+        await self.check_change(location)
+        if location.scheme != "file" or (self._hung is not None and not self._hung.done()):
+            return
+        look = asyncio.create_task(asyncio.to_thread(_in_the_way, location, self._journal))
+        done, _ = await asyncio.wait({look}, timeout=ILL_SECONDS)
+        if not done:
+            self._hung = look
+        elif problem := look.result():
+            raise ConfigError(f"{location.uri} cannot be a file: {problem}", hint="Give it another name")
+
     async def check_removal(self, location: Location) -> None:
         """``check_change`` of all that is below ``location``."""
         await self.check_change(location)
@@ -421,6 +440,23 @@ def _with_commits(directory: Path) -> set[str]:
     except OSError:
         return set()
     return {name for name in children if name != PRIVATE_DIR and _has_commit(directory / name)}
+
+
+def _in_the_way(location: Location, journal: Journal) -> str:
+    """Why a mount can have no file at ``location``, '' when it can: as it is, and with what this node has written."""
+    with suppress(OSError):
+        if Path(location.path).is_dir():
+            below = [entry for entry in journal.files() if entry.uri.startswith(f"{location.uri}/")]
+            return "" if any(not entry.files for entry in below) else "it is a directory"  # unless it was removed
+        above = location.parent
+        while root_of(above)[1]:
+            written, place = journal.files(above.uri), Path(above.path)
+            if written[-1].files if written else place.exists() and not place.is_dir():
+                return f"{above.path} is a file"
+            if place.is_dir():
+                break
+            above = above.parent
+    return ""
 
 
 def _nothing(location: Location) -> ObjectNotFoundError:

@@ -39,7 +39,8 @@ HfProxy = Annotated[
         metavar="PORT",
         min=0,
         max=65535,
-        help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1, read only, with this agent's token.",
+        help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1: read only, with this agent's token, "
+        "to every user of this node.",
     ),
 ]
 Advertise = Annotated[

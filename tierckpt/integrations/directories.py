@@ -27,6 +27,8 @@ from ..telemetry import logger
 from ..tracebacks import short_traceback
 
 log = logger("save")
+_lock = threading.Lock()  # not of the objects, which hosts copy and pickle
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 RESTORE_SECONDS = 600.0
 """How long a node waits for the checkpoint that rank 0 has chosen: another one may still be draining it."""
@@ -41,7 +43,6 @@ class Directories:
         self.settings = Settings.load(settings, **overrides)
         self._saved: dict[str, Path] = {}
         """Directories by the URI that they were adopted to, while nothing was said of them."""
-        self._lock = threading.Lock()
 
     @short_traceback
     def save(
@@ -56,7 +57,7 @@ class Directories:
         place = local_path(directory, "directory")
         uri = self.location.child(name or place.name).uri
         adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
-        with self._lock:
+        with _lock:
             self._say_what_was_removed()
             if adopted.files:  # else it is another rank's to say
                 self._saved[adopted.uri] = place
@@ -64,7 +65,7 @@ class Directories:
 
     def forget(self, adopted: Adoption) -> None:
         """Say nothing when the directory of ``adopted`` goes: whoever calls this removes it, and no retention does."""
-        with self._lock:
+        with _lock:
             self._saved.pop(adopted.uri, None)
 
     def _say_what_was_removed(self) -> None:

@@ -364,12 +364,12 @@ def put(
 
     Raises:
         FileExistsError: ``if_absent``, and it is there.
-        ConfigError: it belongs to a checkpoint of tierckpt.
+        ConfigError: it belongs to a checkpoint of tierckpt, or can have no such name.
     """
     check_target(location, settings.local_root)
     root, key = root_of(location)
     client = get_client(settings)
-    client.run(client.mover.browser.check_change(location))
+    client.run(client.mover.browser.check_write(location))
     if write_back:
         client.recover()
         with stream if isinstance(stream, Spool) else spooled(settings, stream) as spool:

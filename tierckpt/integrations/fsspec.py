@@ -188,7 +188,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
         location, is_new = self._location(name), mode == "xb"
         check_target(location, self.settings.local_root)
-        self._run(self._mover.browser.check_change(location))
+        self._run(self._mover.browser.check_write(location))
         if is_new and self.exists(name):
             raise FileExistsError(name)
         writer = Writer(

@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -21,10 +22,10 @@ import torch
 
 try:
     from lightning.fabric import __version__ as VERSION
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 except ModuleNotFoundError:
     from lightning_fabric import __version__ as VERSION
-    from lightning_fabric.plugins import CheckpointIO
+    from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from ..errors import CheckpointError, ConfigError, OperationTimeoutError, TierckptError, UnsafeCheckpointError
 from ..poll import SHARED, Poll
@@ -35,6 +36,10 @@ log = logger("save")
 
 NEWEST = "newest"
 """The name in a ``ckpt_path`` that stands for the newest checkpoint of a directory, until the ranks can agree on it."""
+_OWN = re.compile(r"(\..+|hpc_ckpt_\d+)\.ckpt$")
+"""What Lightning saves for itself: weights of a spawned process, a tuner's state, what Slurm's requeue resumes from."""
+_lock = threading.Lock()  # not of the object, which spawning strategies pickle
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def newest(dirpath: str | os.PathLike[str]) -> str:
@@ -56,7 +61,6 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._doomed: dict[str, bool] = {}
         """What is to be removed, and whether it was said that it stays."""
         self._saver: int | None = None
@@ -65,18 +69,24 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save to ``path``, a ``tierckpt://`` URL. Raises ConfigError: another place."""
+        """Save to ``path``, a ``tierckpt://`` URL. What Lightning saves for itself may lie elsewhere.
+
+        Raises ConfigError: another place.
+        """
+        if not _is_ours(path) and _OWN.fullmatch(Path(path).name):
+            TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
+            return
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Settings are TIERCKPT_* variables")
         fs, name = _place(path)
-        with self._lock:
+        with _lock:
             self._saver, doomed, self._doomed = threading.get_ident(), self._doomed, {}
         doomed.pop(os.fspath(path), None)  # it is there again
         try:
             with fs.open(name, "wb") as file:
                 torch.save(checkpoint, file)
         except BaseException:
-            with self._lock:
+            with _lock:
                 self._doomed |= doomed
             raise
         self._remove(doomed)
@@ -91,10 +101,11 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
             CheckpointError: this node has a step that is newer than what rank 0 has found, and is not drained yet.
             OperationTimeoutError: what rank 0 has found is not to be seen on this node within 600 s.
         """
-        fs, name = _place(path)
+        fs, name = fsspec.core.url_to_fs(os.fspath(path))
         above, _, last = name.rpartition("/")
         if last != NEWEST:
             return _load(fs, name, map_location, weights_only)
+        _place(path)
         found = rank_0_finds(name, lambda: _newest_in(fs, above) or "")
         if not found:
             return nothing_to_restore(fs.unstrip_protocol(above))
@@ -102,8 +113,10 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove ``path``, once it and what was saved after it are drained: a lost node must not take all with it."""
-        _place(path)
-        with self._lock:
+        if not _is_ours(path):
+            TorchCheckpointIO().remove_checkpoint(path)
+            return
+        with _lock:
             doomed = self._doomed | {os.fspath(path): False}
             is_later = self._saver != threading.get_ident()
             self._doomed = doomed if is_later else {}
@@ -112,7 +125,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Remove what may go by now."""
-        with self._lock:
+        with _lock:
             doomed, self._doomed = self._doomed, {}
         self._remove(doomed)
 
@@ -128,7 +141,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
                     log.warning("%s was removed and is not drained yet: it stays until it is", path)
             except (TierckptError, OSError) as error:  # the save is made, and what cannot be removed yet fails it not
                 log.warning("%s is removed later: %s", path, error)
-            with self._lock:
+            with _lock:
                 self._doomed[path] = True
 
 
@@ -144,14 +157,17 @@ def nothing_to_restore(place: str) -> dict[str, Any]:
     return _Nothing({"pytorch-lightning_version": VERSION})
 
 
+def _is_ours(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).startswith("tierckpt:")
+
+
 def _place(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    url = os.fspath(path)
-    if not url.startswith("tierckpt:"):
+    if not _is_ours(path):
         raise ConfigError(
-            f"Lightning saves to {url}, which is not on shared storage",
+            f"Lightning saves to {os.fspath(path)}, which is not on shared storage",
             hint='Say ModelCheckpoint(dirpath="tierckpt://s3/bucket/run")',
         )
-    fs, name = fsspec.core.url_to_fs(url)
+    fs, name = fsspec.core.url_to_fs(os.fspath(path))
     return fs, name
 
 

@@ -30,7 +30,7 @@ class MegatronRun:
         """Return the function that adopts ``directory``: Megatron calls it on every rank, after its own."""
 
         def adopt() -> None:
-            self.run.save(directory)
+            self.run.save(directory, is_written_once=False)  # --ckpt-step goes back, and what follows is written again
 
         return adopt
 

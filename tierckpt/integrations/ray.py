@@ -30,8 +30,8 @@ def upload(
     """Return a ``checkpoint_upload_fn`` that adopts the local checkpoint as ``uri/NAME`` and returns at once.
 
     ``NAME`` is the one that Ray gives. ``uri`` is the experiment's own directory in its ``storage_path``, as Ray wants:
-    its retention then removes what was drained. With the default, which deletes the local directory after it,
-    nothing is lost: the files are on the local tier by then.
+    its retention then removes what was drained. The local directory may be deleted, or written to for the next
+    checkpoint: the files are copied, or reflinked, to the local tier by then.
 
     Args:
         every_rank: False where one worker alone reports a checkpoint, and the others None: it is all of it then. Ray
@@ -47,7 +47,7 @@ def upload(
         if not Path(checkpoint.path).is_dir():
             raise ConfigError(f"{checkpoint.path} is not on this node", hint="Report a local Checkpoint.from_directory")
         ranks = None if every_rank else (0, 1)
-        adopt(checkpoint.path, location.child(name).uri, overwrite=True, links=True, ranks=ranks, settings=settings)
+        adopt(checkpoint.path, location.child(name).uri, overwrite=True, ranks=ranks, settings=settings)
         storage = train.get_context().get_storage()
         return type(checkpoint)(f"{storage.experiment_fs_path}/{name}", storage.storage_filesystem)
 

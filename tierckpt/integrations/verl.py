@@ -30,7 +30,7 @@ from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
 from ..save.adopted_directory import identity
 from ..stores.schemes import check_location
-from .directories import Directories
+from .directories import Directories, make_way
 from .ray import alive_nodes, on_nodes
 
 
@@ -70,8 +70,11 @@ class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
         self.run = Directories(uri) if self.mode == OrchestrationMode.SPMD else _Cluster(uri)
 
     def save_checkpoint(self, step: int) -> None:
+        place = Path(self.default_local_dir, f"global_step_{step}")
+        if self.mode == OrchestrationMode.SPMD:  # this rank writes here, and as yet has not
+            make_way(place)
         super().save_checkpoint(step)
-        self.run.save(str(Path(self.default_local_dir) / f"global_step_{step}"))
+        self.run.save(str(place))
 
     def _find_latest_checkpoint(self) -> str | None:
         found = self.run.restore(self.default_local_dir)
@@ -91,12 +94,15 @@ class _Cluster:
         self.uri = uri
 
     def save(self, directory: str) -> None:
-        """Adopt ``directory`` of every node into one checkpoint, once where several nodes see the same one."""
+        """Adopt ``directory`` of every node into one checkpoint, once where several nodes see the same one.
+
+        By copies: workers write in place, and a run that goes back to an earlier step writes here again.
+        """
         nodes, attempt = _places(partial(identity, Path(directory))), secrets.token_hex(8)
         if not nodes:
             raise ConfigError(f"{directory} is on no node", hint="Is trainer.default_local_dir removed meanwhile?")
         uri = parse_uri(self.uri).child(Path(directory).name).uri
-        work = partial(adopt, directory, uri, overwrite=True, links=True, attempt=attempt)
+        work = partial(adopt, directory, uri, overwrite=True, attempt=attempt)
         on_nodes({node: partial(work, ranks=(rank, len(nodes))) for rank, node in enumerate(nodes)})
 
     def restore(self, into: str) -> str | None:

@@ -28,14 +28,13 @@ from ..disk.file_io import open_file, pread_all
 from ..errors import CheckpointError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR, Location
 from ..format.manifest import chunk_count, digest_of, is_safe_path
+from ..stores.schemes import check_key
 from ..types import ByteRange
 
 FICLONE = 0x40049409
 """``ioctl_ficlone(2)``: one file gets the blocks of another, copied when either is written to."""
 THREADS = 4
 COPY_BYTES = 8 << 20
-KEY_BYTES_MAX = 1024
-"""Of a key of S3 and of GCS. Azure takes as many characters."""
 CLOCK_REALTIME_COARSE = 5
 QUIET_SECONDS = 2 * time.clock_getres(CLOCK_REALTIME_COARSE)
 """Time stamps are as fine as a tick of the kernel: what was written later than this ago is looked at a moment later."""
@@ -74,13 +73,10 @@ def staying(directory: Path) -> Iterator[None]:
 
 def check_names(files: Mapping[str, SourceFile], folder: str, location: Location) -> None:
     """Raise ConfigError for a path that no manifest, or no key of a bucket, can hold below ``folder``."""
-    above = "" if location.scheme == "file" else f"{location.path}/"
     for path in files:
-        if not is_safe_path(f"{folder}/{path}") or (above and len(f"{above}{folder}/{path}".encode()) > KEY_BYTES_MAX):
-            raise ConfigError(
-                f"{path} is too long a name below {location.uri}",
-                hint=f"Shorten it: {KEY_BYTES_MAX} bytes are the most that a store takes, the URI included",
-            )
+        if not is_safe_path(f"{folder}/{path}"):
+            raise ConfigError(f"{path} is too long a name for a file of a checkpoint", hint="Shorten it")
+        check_key(location.child(f"{folder}/{path}"))
 
 
 def look(directory: Path) -> dict[str, SourceFile]:

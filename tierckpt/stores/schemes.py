@@ -8,6 +8,8 @@ from ..errors import ConfigError
 from ..format.layout import Location
 
 OWN_SCHEMES = ("file", "s3", "az", "gs", "hf")
+KEY_SIZE_MAX = 1024
+"""Of a key of a bucket: bytes for S3 and GCS, characters for Azure."""
 
 
 def check_location(location: Location) -> Location:
@@ -25,9 +27,20 @@ def check_location(location: Location) -> Location:
     )
 
 
+def check_key(location: Location) -> None:
+    """Raise ConfigError when the name of ``location`` is longer than its store takes."""
+    key = location.path if location.scheme == "az" else location.path.encode()
+    if location.scheme in ("s3", "gs", "az") and len(key) > KEY_SIZE_MAX:
+        raise ConfigError(
+            f"{location.uri} is too long a name: its store takes {KEY_SIZE_MAX} "
+            f"{'characters' if location.scheme == 'az' else 'bytes of UTF-8'}, and it has {len(key)}",
+            hint="Shorten it",
+        )
+
+
 def check_target(location: Location, local_root: Path) -> None:
     """Raise ConfigError when nothing can be saved to ``location``: HTTP and a Hub are for reading, journals hold text,
-    and inside the local root the local tier would shadow it."""
+    a bucket's names have an end, and inside the local root the local tier would shadow it."""
     if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
             f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "
@@ -38,6 +51,7 @@ def check_target(location: Location, local_root: Path) -> None:
         location.uri.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{location.uri!r} is no UTF-8", hint="Save to a place whose name is text") from None
+    check_key(location)
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
             f"{location.path} lies inside local_root {local_root}",
