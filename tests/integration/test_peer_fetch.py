@@ -292,6 +292,7 @@ async def test_a_peer_with_wrong_bytes_is_found_out_and_not_asked_again() -> Non
     assert session.sources.banned == {"evil"}
     assert sum(name == "evil" for name, _ in played.asked) <= QUICK.slots
     assert "evil" not in session.sources.peer_bytes
+    assert [peer["bytes"] for peer in session.sources.peers() if peer["banned"]] == [0], "it is told of all the same"
 
 
 async def test_without_digests_peers_that_disagree_are_not_believed_and_the_store_decides() -> None:

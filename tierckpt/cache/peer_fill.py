@@ -63,11 +63,11 @@ class PeerSources:
         return [
             {
                 "name": name,
-                "bytes": size,
+                "bytes": (size := self.peer_bytes[name]),
                 "bytes_per_second": size / seconds if (seconds := self.peer_seconds[name]) > 0 else 0.0,
                 "banned": name in self.banned,
             }
-            for name, size in sorted(self.peer_bytes.items(), key=lambda item: -item[1])
+            for name in sorted({*self.peer_bytes, *self.banned}, key=lambda name: -self.peer_bytes[name])
         ]
 
     def report(self) -> Json:
