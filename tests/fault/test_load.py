@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from tests.fault.nursery import Nursery
-from tests.services import shared_memory_alone
+from tests.services import ALONE_SECONDS, shared_memory_alone
 
 SAVERS = int(os.environ.get("TIERCKPT_TEST_SAVERS", "8"))
 SAVES = 12
 """So many that no saver is done within the burst that a disk with a budget allows: what is fair shows after it."""
 FAIRNESS_MAX = 3.0
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 20 * SAVERS)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + ALONE_SECONDS + 20 * SAVERS)]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import pytest
 
 from tests.fault.nursery import Nursery
 from tests.fault.test_agent import IDLE_SECONDS, until
-from tests.services import shared_memory_alone
+from tests.services import ALONE_SECONDS, shared_memory_alone
 
 KILL_SECONDS = 30.0
 TIMES = int(os.environ.get("TIERCKPT_TEST_PREEMPTIONS", "1"))
@@ -28,7 +28,7 @@ SLOW_BYTES_PER_SECOND = 10_000_000
 """512 MiB take 50 s: more than is given."""
 SHORT_GRACE_SECONDS = 10.0
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150 + ALONE_SECONDS)]
 
 
 @pytest.fixture(scope="module")
