@@ -1,24 +1,32 @@
 """What the thread that runs a test waits for in vain: by what its waits asked for, and not by a clock of the machine.
 
 Every wait of Python's with a deadline ends in ``Condition.wait``. One that runs out has been for nothing; so the sum of
-these is what an ill disk, process or thread has cost, however busy the machine is.
+these is what an ill disk, process or thread has cost, however busy the machine is. One that ends late says that this
+thread had no processor, and of the others nothing: what it waited for is looked at once more (``poll.wait_while``).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from tierckpt.poll import LATE
+
 BUDGET_SECONDS = 0.5
 """What training may wait for somebody that is ill."""
 
 
-ANSWER_SECONDS = 1.5
+ANSWER_SECONDS = 30.0
 """What is healthy has answered by then, on a busy machine too."""
+LATE_SECONDS = 0.05
+"""By which a wait ends late, however short it was to be."""
+SEEDED_SECONDS = 1.0
+"""The same where it is known that something is ill."""
 
 
 class TooLongError(AssertionError):
@@ -26,18 +34,21 @@ class TooLongError(AssertionError):
 
 
 class Waits:
-    def __init__(self) -> None:
+    def __init__(self, answer_seconds: float) -> None:
         self.in_vain_seconds = 0.0
+        self._answer_seconds = answer_seconds
         self._thread = threading.current_thread()
 
     def wait(self, condition: threading.Condition, timeout: float | None = None) -> bool:
         if threading.current_thread() is not self._thread:
             return real(condition, timeout)
         is_long = timeout is None or self.in_vain_seconds + timeout > BUDGET_SECONDS
-        was_notified = real(condition, ANSWER_SECONDS if is_long else timeout)
+        begun = time.monotonic()
+        was_notified = real(condition, self._answer_seconds if is_long else timeout)
         if is_long and not was_notified:
             raise TooLongError(f"{timeout} s more, after {self.in_vain_seconds:.3f} s in vain")
-        self.in_vain_seconds += 0.0 if was_notified else timeout or 0.0
+        if timeout and not was_notified and time.monotonic() - begun <= max(LATE * timeout, timeout + LATE_SECONDS):
+            self.in_vain_seconds += timeout
         return was_notified
 
 
@@ -45,9 +56,9 @@ real = threading.Condition.wait
 
 
 @contextmanager
-def counted() -> Iterator[Waits]:
+def counted(answer_seconds: float = ANSWER_SECONDS) -> Iterator[Waits]:
     """Count what this thread waits in vain in the block. A wait beyond the budget raises TooLongError."""
-    waits = Waits()
+    waits = Waits(answer_seconds)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Condition, "wait", lambda one, timeout=None: waits.wait(one, timeout))
         yield waits

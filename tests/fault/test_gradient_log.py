@@ -18,7 +18,7 @@ from tests.fault.gradient_log_job import BASE, Job
 from tests.fault.nursery import Program
 from tests.open_files import open_files
 from tests.services import ENVIRONMENT
-from tests.waits import Disk, TooLongError, counted
+from tests.waits import SEEDED_SECONDS, Disk, TooLongError, counted
 from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
 from tierckpt.replay import log as logs
@@ -331,7 +331,7 @@ def test_the_wait_that_was_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log = GradientLog(job.optimizer, tmp_path)
     log.begin(BASE)
     disk.hangs.clear()
-    with counted(), pytest.raises(TooLongError):
+    with counted(SEEDED_SECONDS), pytest.raises(TooLongError):
         train(job, log, 8)
     disk.hangs.set()
     log.close()

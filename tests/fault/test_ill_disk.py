@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tierckpt
-from tests.waits import Disk, TooLongError, counted
+from tests.waits import SEEDED_SECONDS, Disk, TooLongError, counted
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
 from tierckpt.disk import illness
@@ -77,7 +77,7 @@ def test_the_wait_that_was_for_an_ill_disk_is_found(file_uri: str, monkeypatch: 
         disk.hangs.clear()
         checkpointer.save(1, state(1.0))
         assert disk.in_it.wait(SECONDS)
-        with counted(), pytest.raises(TooLongError):
+        with counted(SEEDED_SECONDS), pytest.raises(TooLongError):
             checkpointer.save(2, state(2.0))
         disk.hangs.set()
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
-from tests.waits import TooLongError, counted
+from tests.waits import SEEDED_SECONDS, TooLongError, counted
 from tierckpt.checkpoint import shared_commit
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.dcp import writer
@@ -63,7 +63,7 @@ def test_the_wait_that_was_for_a_silent_store_is_found(monkeypatch: Patch) -> No
     """Seeded: planning waits for its answer."""
     monkeypatch.setattr(writer, "wait_while", lambda work, progress: not futures.wait(work, SECONDS).not_done)
     checkpointer = tierckpt.Checkpointer(URI)
-    with counted(), pytest.raises(CheckpointException, match=TooLongError.__name__):
+    with counted(SEEDED_SECONDS), pytest.raises(CheckpointException, match=TooLongError.__name__):
         checkpointer.save(1, state(1.0))
 
 
