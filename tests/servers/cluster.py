@@ -122,7 +122,7 @@ class Cluster:
     deadline_seconds: float = 60.0
     agent_options: tuple[str, ...] = ()
     log_level: str = "warning"
-    _judged: dict[int, Result] = field(default_factory=dict)
+    _judged: dict[Path, Result] = field(default_factory=dict)
 
     def add(
         self,
@@ -218,12 +218,12 @@ class Cluster:
         assert fetch is not None
         if ended is None:
             return Result(node.name, None, self.deadline_seconds, fetch.cpu_seconds, {}, [f"{node.name} has not ended"])
-        if fetch.pid not in self._judged:
+        if fetch.out not in self._judged:
             answer = fetch.answer()
             told = answer.get("directory")
             problems = self.model.problems(Path(told)) if told else [f"{node.name}: {fetch.log() or 'no answer'}"]
-            self._judged[fetch.pid] = Result(node.name, ended.code, ended.seconds, ended.cpu_seconds, answer, problems)
-        return self._judged[fetch.pid]
+            self._judged[fetch.out] = Result(node.name, ended.code, ended.seconds, ended.cpu_seconds, answer, problems)
+        return self._judged[fetch.out]
 
     def crash(self, node: Node) -> None:
         """kill -9 of all of a node. Its disk stays."""
