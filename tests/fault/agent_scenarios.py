@@ -29,6 +29,7 @@ from tierckpt.dcp.handoff import handoff_client
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.ipc.agent_client import AgentClient
 from tierckpt.save import direct_put, flush
 from tierckpt.training.drain_decider import DrainDecider, SaveDirective
@@ -248,6 +249,9 @@ def all_die(
         direct_put.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     job.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
+    root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+    if points.rank == 0 and local_commit.read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-2"))) is not None:
+        points.reach("was committed")
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 
 
@@ -393,6 +397,7 @@ def killed_when_a_staged_one_was_dropped(
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))
         points.until(lambda: len(handed) >= count)  # noqa: B023
+        points.await_all("flushing")  # else it is step 2 that gives its place
     if any(lease.took_place for lease in slots.leases()):
         points.reach("memory used again")
     points.reach("killed")
