@@ -3,7 +3,7 @@
 ``python -m tests.fault.cache_readers FOLDER READERS KILLED [BUG]`` writes FOLDER/outcome.json. The readers are forked
 from one process that has everything imported, each a moment after the one before. Half of them fill the cache, half
 read ranges through it, in an order of their own, while it is being filled. The store is a directory that notes every
-request in a file. KILLED of the readers are killed with a chunk on its way. BUG is a mistake put in on purpose, one of
+request in a file. KILLED of the readers are killed with chunks on their way. BUG is a mistake put in on purpose, one of
 BUGS.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -30,6 +31,7 @@ from tierckpt.disk.claims import Claims
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.mover import Mover
+from tierckpt.poll import BRIEF, Poll
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Buffer, ByteRange
 
@@ -37,6 +39,8 @@ CHUNK_BYTES = 64 * 1024
 FILES = {"model-1.bin": 30 * CHUNK_BYTES + 5, "model-2.bin": 17 * CHUNK_BYTES, "tokenizer/vocab.txt": 1000, "empty": 0}
 REQUEST_SECONDS = 0.01
 STAGGER_SECONDS = 0.01
+ANSWERED = 2
+"""Requests of a reader that is killed that have an answer. The next ones are on their way until it is."""
 READS = 6
 LIMIT_SECONDS = 120
 
@@ -44,13 +48,16 @@ LIMIT_SECONDS = 120
 class CountingStore(LocalStore):
     """A directory that takes its time, and notes who asked for what. A request that was noted is a chunk on its way."""
 
+    answers_left = math.inf
+
     def __init__(self, root: Path, log: Path) -> None:
         super().__init__(root)
         self._file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
         os.write(self._file, f"{os.getpid()} {self.root.name}/{key} {byte_range.start} {byte_range.stop}\n".encode())
-        await asyncio.sleep(REQUEST_SECONDS)
+        CountingStore.answers_left -= 1
+        await asyncio.sleep(REQUEST_SECONDS if CountingStore.answers_left >= 0 else LIMIT_SECONDS)
         return await super().get_range(key, byte_range, if_match=if_match)
 
 
@@ -157,6 +164,7 @@ def run(folder: Path, readers: int, killed: int, bug: str | None) -> dict[str, A
     for number in range(readers):
         pid = os.fork()
         if pid == 0:
+            CountingStore.answers_left = ANSWERED if number < killed else math.inf
             _live(node, number)
         pids[pid] = number
         time.sleep(STAGGER_SECONDS)
@@ -187,12 +195,11 @@ def run(folder: Path, readers: int, killed: int, bug: str | None) -> dict[str, A
 
 
 def _kill_in_flight(node: Node, pid: int) -> None:
-    """Kill ``pid`` as soon as it has asked for something: its claim stays behind."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if node.log.exists() and any(line.startswith(f"{pid} ") for line in node.log.read_text().splitlines()):
+    """Kill ``pid`` when it has asked for what it will have no answer to: its claims stay behind."""
+    for _ in Poll(60.0, BRIEF):
+        asked = node.log.read_text().splitlines() if node.log.exists() else []
+        if sum(line.startswith(f"{pid} ") for line in asked) > ANSWERED:
             break
-        time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
 
 

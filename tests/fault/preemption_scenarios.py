@@ -24,14 +24,15 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def train_until_told(folder: str, uri: str, stuck: bool = False, **settings: Any) -> None:
-    """Save steps 1 and 2; the second is still on its way to the SSD when the file ``staged`` appears.
+    """Save steps 1 and 2; the first is on shared storage, and the second still on its way to the SSD, when the file
+    ``staged`` appears.
 
     ``stuck``: then the main thread is in C and stays there, as in a collective whose other rank is gone.
     """
     state = state_of(1)
     checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60, **settings)
     checkpointer.save(1, {"small": torch.ones(8)})
-    checkpointer.wait("local")
+    checkpointer.wait()
     checkpointer.save(2, state)
     (Path(folder) / "staged").touch()
     if stuck:

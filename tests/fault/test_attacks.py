@@ -15,15 +15,19 @@ from typing import Any
 import pytest
 
 from tests.fault import attacks, attacks_try
+from tests.fault.attacks_fuzz import TRIED_MIN
 from tests.states import save, small_state
 
 FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "2"))
+CORPUS_SECONDS = 400.0
+"""More than a hundred attacks, of which each has two or three processes forked, on a slow machine."""
+pytestmark = pytest.mark.timeout(FUZZ_SECONDS + CORPUS_SECONDS)
 ATTACKS = {attack.name: attack for attack in attacks.CORPUS}
 HARMLESS = {"good and evil under one name"}
 """Torch takes the good one here, and so it is read: what a planner gets is made from that one alone."""
 
 
-def run(what: str, directory: Path, *options: str, timeout_seconds: float = 170) -> list[dict[str, Any]]:
+def run(what: str, directory: Path, *options: str, timeout_seconds: float = CORPUS_SECONDS) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.fault.attacks_try", what, str(directory), *options],
         capture_output=True,
@@ -74,15 +78,13 @@ def test_every_seeded_bug_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(FUZZ_SECONDS + 170)
 def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
     """Only errors of ours, nothing unsafe accepted, no class changed, memory bounded. Prints what was tried."""
-    [counts] = run("fuzz", tmp_path, str(FUZZ_SECONDS), timeout_seconds=FUZZ_SECONDS + 150)
+    [counts] = run("fuzz", tmp_path, str(FUZZ_SECONDS), timeout_seconds=FUZZ_SECONDS + CORPUS_SECONDS - 20)
     print(counts)
     assert counts["polluted"] == []
     assert counts["grown_bytes"] < attacks_try.GROWN_BYTES_MAX
-    assert counts["metadata"] > 300
-    assert counts["manifest"] > 100
+    assert counts["metadata"] >= TRIED_MIN and counts["manifest"] >= TRIED_MIN // 2
     assert 0 < counts["metadata_accepted"] < counts["metadata"]
     assert 0 < counts["manifest_accepted"] < counts["manifest"]
 

@@ -32,11 +32,16 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.disk.io_tuner import IoShape, WriteTuner
 from tierckpt.errors import CapacityError, StoreError, TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
+from tierckpt.poll import LOCAL, Poll
 from tierckpt.save import flush, write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
 THERE_BEFORE = frozenset(os.listdir("/dev/shm"))  # noqa: PTH208
 WAYS = ("sync", "async")
+CHILDREN_SECONDS = 400.0
+"""What ``flush_children`` takes, and waits for others for, on a slow machine."""
+
+pytestmark = pytest.mark.timeout(CHILDREN_SECONDS + 60)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -86,6 +91,8 @@ class Disk:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._known = threading.Event()
+        self.known_seconds = 0.0
+        """What another thread had begun on the file that has failed takes until that is known, or so long."""
         fail = flush.FlushJob.fail
 
         def fails(job: Any, error: BaseException) -> None:
@@ -117,8 +124,7 @@ class Disk:
             if code == 0:
                 return 0  # a write that writes nothing
             raise OSError(code, os.strerror(code))
-        # What another thread had begun on that file takes until the failure is known: no machine is too slow for that.
-        if path == self._failed and not self._known.wait(1):
+        if path == self._failed and not self._known.wait(self.known_seconds):
             self._known.set()
         return self._real[name](fd, *rest)
 
@@ -153,6 +159,7 @@ def test_a_call_on_a_shard_that_fails(
     kind: str, number: int, code: int, way: str, file_uri: str, local_root: Path, disk: Disk
 ) -> None:
     save(f"{file_uri}/step-1", state_of(1), way)
+    disk.known_seconds = 60.0
     disk.fail(kind, number, code)
     expected = CapacityError if code in (0, errno.ENOSPC) else StoreError
     with pytest.raises(expected, match=r"distcp"):
@@ -179,6 +186,16 @@ def test_a_write_ahead_that_fails(
     """A4: the save goes on with another file, or the flush had taken that one and raises. Nothing in between."""
     monkeypatch.setattr(write_ahead, "BYTES_MIN", 64 * KiB)
     monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
+    take = write_ahead.WriteAhead.take
+
+    def late(self: write_ahead.WriteAhead, file: write_ahead.TempFile, path: Path) -> int | None:
+        """Something is written before the file gets its name, on a busy machine too."""
+        for _ in Poll(60.0, LOCAL):
+            if self.is_stopped or disk.count("pwrite elsewhere"):
+                break
+        return take(self, file, path)
+
+    monkeypatch.setattr(write_ahead.WriteAhead, "take", late)
     save(f"{file_uri}/step-1", state_of(1), "async")
     disk.fail("pwrite elsewhere", number, code)
     try:
@@ -366,7 +383,7 @@ class Outcomes:
             if what not in self._running:
                 pytest.skip("strace is not installed")
             place, process = self._running[what]
-            _, errors = process.communicate(timeout=400)
+            _, errors = process.communicate(timeout=CHILDREN_SECONDS)
             assert process.returncode == 0, errors[-4000:]
             self._found[what] = json.loads((place / "outcome.json").read_text())
         return self._found[what]

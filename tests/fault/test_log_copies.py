@@ -88,7 +88,9 @@ def test_a_folded_checkpoint_replaces_what_other_nodes_have_of_a_log(
         assert job.codes() == [0], job.output()[-3000:]
         step = max(int(one.name[5:]) for one in nodes[0].directory(f"{tmp_path}/run").glob("step-*"))
         all_copied(nodes, tmp_path, step)
-        nodes.until(lambda: min(begins(holder, tmp_path)) >= step - 1, "what the copied checkpoint has to go")
+        nodes.until(
+            lambda: min(begins(holder, tmp_path), default=0) >= step - 1, "what the copied checkpoint has to go"
+        )
         nodes.until(lambda: acknowledged(nodes[0]) > step, "what follows it to be copied")
         nodes[0].lose()
         job = nursery.start("train", tmp_path, env=other.env, uri=f"{tmp_path}/run", steps=0)

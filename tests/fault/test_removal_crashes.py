@@ -18,13 +18,18 @@ import pytest
 
 from tests.services import REPOSITORY
 
+SWEEP_SECONDS = 400.0
 POINTS_MIN = 40
 """Calls that change something, in the removal of one checkpoint of two shards from both tiers."""
+
+pytestmark = pytest.mark.timeout(SWEEP_SECONDS + 30)
 
 
 def sweep(folder: Path, bug: str = "") -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.fault.removal_children", str(folder), bug]
-    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=SWEEP_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
     killed = [point["killed"] for point in outcome["points"]]

@@ -77,7 +77,7 @@ def judge(outcomes: list[dict[str, Any]], planned_min: int, record: Any) -> None
     assert planned >= planned_min
     # A call that depends on the clock may not come again, in any of the runs it is waited for.
     missed = [text for outcome in outcomes for text in outcome["missed"]]
-    assert fired >= 0.99 * planned, missed
+    assert planned - fired <= max(1, planned // 100), missed
     assert all(of_phases(outcomes).values()), of_phases(outcomes)
 
 
