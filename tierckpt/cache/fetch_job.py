@@ -24,7 +24,7 @@ Turn: TypeAlias = Literal["fetch", "landed", "later"]
 """What to do with a chunk: fetch it; nothing, it has landed; come back, another process has claimed it."""
 
 
-class Entry(Protocol):
+class FillTarget(Protocol):
     """What is filled (``entry.CacheEntry``)."""
 
     frozen: FileSet
@@ -65,7 +65,7 @@ class FetchJob:
     """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
 
     def __init__(
-        self, cached: Entry, filling: PartialEntry, indexes: Iterable[int], listener: ProgressListener
+        self, cached: FillTarget, filling: PartialEntry, indexes: Iterable[int], listener: ProgressListener
     ) -> None:
         self.cached, self.filling, self.listener = cached, filling, listener
         self.frozen = cached.frozen

@@ -35,7 +35,7 @@ SINGLE_BYTES_MIN = 1 << 20
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
-class Source(abc.ABC):
+class ChunkSource(abc.ABC):
     """One directory that holds ``frozen``, or part of it: chunks are digested once, and bad ones are not given.
 
     The caller has a lock, except for ``verify``.
@@ -113,7 +113,7 @@ class Source(abc.ABC):
         return ()
 
 
-class Recorded(Source):
+class Recorded(ChunkSource):
     """A directory in which the file ``RECORD`` says what it holds."""
 
     RECORD: ClassVar[str]
@@ -292,7 +292,7 @@ class Committed(Recorded):
         return index in self._paths and not self.is_bad(index, at)
 
 
-class Single(Source):
+class Single(ChunkSource):
     """One file of a checkpoint, which is a version of its own: nodes that restore want some of its files."""
 
     def __init__(self, checkpoint: Committed, index: int) -> None:

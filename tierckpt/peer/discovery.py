@@ -43,7 +43,7 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class PeersSetting:
     """``settings.peers``, understood."""
 
     kind: Literal["static", "slurm", "dns", "torchrun"]
@@ -52,7 +52,7 @@ class Sources:
     port: int = PORT
 
 
-def parse(text: str) -> Sources:
+def parse(text: str) -> PeersSetting:
     """Understand ``settings.peers``. Pure.
 
     Raises:
@@ -60,15 +60,15 @@ def parse(text: str) -> Sources:
     """
     text = text.strip()
     if text == "torchrun":
-        return Sources("torchrun")
+        return PeersSetting("torchrun")
     if text == "slurm" or text.startswith("slurm:"):
-        return Sources("slurm", port=_port(text[6:], text) if ":" in text else PORT)
+        return PeersSetting("slurm", port=_port(text[6:], text) if ":" in text else PORT)
     if text.startswith("dns:"):
-        return Sources("dns", (_host_and_port(text[4:]),))
+        return PeersSetting("dns", (_host_and_port(text[4:]),))
     hosts = tuple(_host_and_port(item) for item in expand(text))
     if not hosts:
         raise _bad(text, "names no host")
-    return Sources("static", hosts)
+    return PeersSetting("static", hosts)
 
 
 def expand(text: str) -> list[str]:

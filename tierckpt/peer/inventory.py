@@ -28,7 +28,7 @@ from ..format.layout import MANIFEST, PRIVATE_DIR, location_at
 from ..format.manifest import digest_of
 from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
-from .chunk_files import Committed, Incoming, Source, Whole, bring_in, digest_at, is_resident, read_beneath
+from .chunk_files import ChunkSource, Committed, Incoming, Whole, bring_in, digest_at, is_resident, read_beneath
 from .fetch.chunk_index import ChunkIndex
 from .peer_http import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, ChunkReport
 
@@ -41,10 +41,10 @@ VIEWS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """Where a chunk lies on this node, and its digest ('' when nobody recorded one of this range)."""
 
-    source: Source
+    source: ChunkSource
     index: int
     path: str
     byte_range: ByteRange
@@ -88,8 +88,8 @@ class Holdings:
         self._root = local_root
         self._lock = threading.RLock()
         self._named: dict[tuple[str, Path], int] = {}
-        self._sources: dict[Path, Source] = {}
-        self.by_version: dict[str, list[Source]] = {}
+        self._sources: dict[Path, ChunkSource] = {}
+        self.by_version: dict[str, list[ChunkSource]] = {}
         self._views: dict[str, dict[int, ChunkIndex]] = {}
         self._manifests: dict[str, Path] = {}
         self._steps: dict[str, dict[str, str]] = {}
@@ -132,7 +132,7 @@ class Holdings:
             fetching = frozenset(at for source in sources for at in view.ordinals(source, claims[source]))
             return replace(_list(view, sources, after, most), fetching=fetching)
 
-    def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> Place | None:
+    def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> ChunkPlace | None:
         """Where a chunk lies, None when it is not here."""
         with self._lock:
             view = self._view(version, chunk_size_bytes)
@@ -145,12 +145,12 @@ class Holdings:
         view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
         return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
 
-    def _place(self, view: ChunkIndex, sources: list[Source], ordinal: int) -> Place | None:
+    def _place(self, view: ChunkIndex, sources: list[ChunkSource], ordinal: int) -> ChunkPlace | None:
         index, chunk, at = view.place(ordinal)
         for source in sources:
             if source.covers(index, at):
                 digest = source.digest(index, chunk, view.frozen.chunk_size_bytes)
-                return Place(source, index, source.path(index), at, digest)
+                return ChunkPlace(source, index, source.path(index), at, digest)
         return None
 
     def open(self, version: str, chunk_size_bytes: int, ordinal: int) -> Opened | None:
@@ -168,7 +168,7 @@ class Holdings:
                 self.rescan()  # renamed or evicted between the look and the open: look again, once
         return None
 
-    def _open(self, place: Place) -> Opened | None:
+    def _open(self, place: ChunkPlace) -> Opened | None:
         file = open_beneath(place.directory, place.path)
         try:
             if os.fstat(file).st_size < place.byte_range.stop:
@@ -184,7 +184,7 @@ class Holdings:
             if file >= 0:
                 os.close(file)
 
-    def _found_bad(self, place: Place) -> None:
+    def _found_bad(self, place: ChunkPlace) -> None:
         with self._lock:
             self.bad += 1
         QUARANTINES.emit(1, tier=Tier.LOCAL)
@@ -296,7 +296,7 @@ class Holdings:
         views[chunk_size_bytes] = view  # the last one used is the last to go
         return view
 
-    def _find(self, version: str) -> list[Source]:
+    def _find(self, version: str) -> list[ChunkSource]:
         """The sources of a version, looked at again: what has gone is dropped, what is new is found."""
         sources = self.by_version.get(version, [])
         are_there = [source.refresh() for source in sources]
@@ -309,7 +309,7 @@ class Holdings:
     def _scan(self) -> None:
         if time.monotonic() - self._scanned_at < SCAN_SECONDS:
             return
-        found: dict[Path, Source] = {}
+        found: dict[Path, ChunkSource] = {}
         for directory, read in self._candidates():
             if directory in found:
                 continue
@@ -320,16 +320,16 @@ class Holdings:
         self._replace(found)
         self._scanned_at = time.monotonic()
 
-    def _read(self, read: Callable[[Path], Source | None], directory: Path) -> Source | None:
+    def _read(self, read: Callable[[Path], ChunkSource | None], directory: Path) -> ChunkSource | None:
         try:
             return read(directory)
         except (OSError, ManifestError) as error:
             log.debug("%s holds nothing for peers: %s", directory, error)
             return None
 
-    def _replace(self, found: dict[Path, Source]) -> None:
+    def _replace(self, found: dict[Path, ChunkSource]) -> None:
         trusted = {source.frozen.version: source for source in self._sources.values() if isinstance(source, Incoming)}
-        by_version: dict[str, list[Source]] = {}
+        by_version: dict[str, list[ChunkSource]] = {}
         for directory, source in found.items():
             if directory not in self._sources and isinstance(source, Whole) and source.frozen.version in trusted:
                 source.trust(trusted[source.frozen.version].lines)  # it landed under our eyes (J2)
@@ -349,7 +349,7 @@ class Holdings:
                 parent, _, name = location.uri.rpartition("/")
                 self._steps.setdefault(digest_of((parent or "/").encode()), {})[name] = source.attempt
 
-    def _candidates(self) -> Iterator[tuple[Path, Callable[[Path], Source | None]]]:
+    def _candidates(self) -> Iterator[tuple[Path, Callable[[Path], ChunkSource | None]]]:
         for version, directory in list(self._named):
             for place in {incoming_of(directory, version), incoming_beside(directory, version)}:
                 yield place, Incoming
@@ -361,7 +361,7 @@ class Holdings:
                 yield self._root / "cache" / name, Whole
         yield from self._below(self._root / "checkpoints", DEPTH_MAX)
 
-    def _below(self, directory: Path, depth: int) -> Iterator[tuple[Path, Callable[[Path], Source | None]]]:
+    def _below(self, directory: Path, depth: int) -> Iterator[tuple[Path, Callable[[Path], ChunkSource | None]]]:
         """The checkpoints below ``directory``, and what is on its way there."""
         for name in _names(directory):
             path = directory / name
@@ -377,7 +377,7 @@ class Holdings:
                     yield path / PRIVATE_DIR / inner, Incoming
 
 
-def _list(view: ChunkIndex, sources: Sequence[Source], after: int, most: int) -> ChunkReport:
+def _list(view: ChunkIndex, sources: Sequence[ChunkSource], after: int, most: int) -> ChunkReport:
     """The lines from ``after`` on, of what was seen at the last look."""
     if any(source.is_whole for source in sources):
         return ChunkReport(view.total, view.total, view.total, whole=True)
@@ -387,7 +387,7 @@ def _list(view: ChunkIndex, sources: Sequence[Source], after: int, most: int) ->
     return ChunkReport(view.total, len(view.log), start + len(new), new)
 
 
-def _whole_or_committed(directory: Path) -> Source | None:
+def _whole_or_committed(directory: Path) -> ChunkSource | None:
     return Whole(directory) if (directory / RECEIPT).is_file() else Committed(directory)
 
 

@@ -144,11 +144,9 @@ def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
 
 def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:
     """Raise CheckpointError when ``directory`` is not what it was at the first look."""
-    after = look(directory)
-    for path in sorted(before.keys() | after.keys()):
-        was, now = before.get(path), after.get(path)
-        is_same = was is not None and now is not None and _seen(was, links) == _seen(now, links)
-        if not is_same:
+    was, now = ({path: _seen(file, links) for path, file in files.items()} for files in (before, look(directory)))
+    for path in sorted(was.keys() | now.keys()):
+        if was.get(path) != now.get(path):
             raise _still_written(directory, path)
 
 

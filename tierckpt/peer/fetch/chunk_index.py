@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from ...cache.file_set import FileSet
 from ...types import ByteRange
-from ..chunk_files import Source
+from ..chunk_files import ChunkSource
 
 
 class ChunkIndex:
@@ -18,8 +18,8 @@ class ChunkIndex:
         self._firsts = frozen.first_ordinals
         self.total = self._firsts[-1]
         self.log: list[tuple[int, str]] = []
-        self._from: dict[int, Source] = {}
-        self._taken: dict[int, tuple[Source, int]] = {}
+        self._from: dict[int, ChunkSource] = {}
+        self._taken: dict[int, tuple[ChunkSource, int]] = {}
 
     def place(self, ordinal: int) -> tuple[int, int, ByteRange]:
         """The file, the chunk in it, and its range."""
@@ -27,7 +27,7 @@ class ChunkIndex:
         chunk = ordinal - self._firsts[index]
         return index, chunk, self.frozen.chunk_range(index, chunk)
 
-    def take(self, sources: Iterable[Source]) -> None:
+    def take(self, sources: Iterable[ChunkSource]) -> None:
         """Append what has come since the last time."""
         for source in sources:
             _, done = self._taken.get(id(source), (source, 0))
@@ -35,7 +35,7 @@ class ChunkIndex:
                 self._append(source, index, own)
             self._taken[id(source)] = (source, len(source.order))  # holding it keeps its id its own
 
-    def _append(self, source: Source, index: int, own: int) -> None:
+    def _append(self, source: ChunkSource, index: int, own: int) -> None:
         same_size = source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes
         for ordinal in self._ordinals(source, index, own):
             known = self._from.get(ordinal)
@@ -49,7 +49,7 @@ class ChunkIndex:
                     (ordinal, "" if item.digests else source.digest(index, chunk, self.frozen.chunk_size_bytes))
                 )
 
-    def _ordinals(self, source: Source, index: int, own: int) -> Iterator[int]:
+    def _ordinals(self, source: ChunkSource, index: int, own: int) -> Iterator[int]:
         """The chunks of this view that touch a chunk of the source."""
         first = self._firsts[index]
         if source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
@@ -58,7 +58,7 @@ class ChunkIndex:
             for chunk in self.frozen.touched(source.frozen.chunk_range(index, own)):
                 yield first + chunk
 
-    def ordinals(self, source: Source, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
+    def ordinals(self, source: ChunkSource, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
         """The chunks of this view that touch these of the source: each a file, and a chunk of it."""
         for index, own in chunks:
             yield from self._ordinals(source, index, own)
