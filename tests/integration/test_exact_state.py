@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.compat.worker import launch
 from tests.exact import check_same
+from tests.unit.test_replay import IMPLEMENTATIONS, KINDS
 from tierckpt import Checkpointer, PerRank, RngState, load_model
 from tierckpt.errors import StateMismatchError
 
@@ -132,6 +133,134 @@ def test_every_scheduler_goes_on_with_the_rates_of_an_uninterrupted_run(file_uri
         if name != "CyclicLR of a function":  # a bound method is part of what it says
             check_same(told[name], state["scheduler"].state_dict())
         assert go(state, range(6, 14)) == rates[name], name
+
+
+# --- what the state of an optimizer has of each parameter -------------------------------------------------------------
+
+
+class Fitted:
+    """A model of some dtype and its optimizer."""
+
+    def __init__(self, kind: str, implementation: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Linear(5, 3, dtype=dtype)
+        self.optimizer = KINDS[kind](self.model.parameters(), **IMPLEMENTATIONS[implementation])
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(self.model.weight.dtype)
+            self.optimizer.zero_grad()
+            self.model(inputs).float().square().mean().backward()
+            self.optimizer.step()
+
+    def told(self) -> Any:
+        return [self.model.state_dict(), self.optimizer.state_dict()["state"]]
+
+
+def test_a_state_keeps_its_dtype_where_torch_gives_it_that_of_the_parameter(file_uri: str) -> None:
+    """``mu_product`` of NAdam is float32 whatever the parameters are, and load_state_dict casts it to theirs."""
+    cases = [(kind, "foreach", torch.bfloat16) for kind in KINDS]
+    cases += [("AdamW", "fused", torch.bfloat16), ("NAdam", "for-loop", torch.float64)]
+    jobs = {case: Fitted(*case) for case in cases}
+    for job in jobs.values():
+        job.train(range(3))
+    resumed = {case: Fitted(*case) for case in cases}
+    resumed["NAdam", "foreach", torch.bfloat16].train(range(1))
+    cast = resumed["NAdam", "foreach", torch.bfloat16].optimizer
+    cast.load_state_dict(cast.state_dict())  # has lost what it is to have again
+    assert cast.state_dict()["state"][0]["mu_product"].dtype is torch.bfloat16
+
+    def state(of: dict[Any, Fitted]) -> dict[str, Any]:
+        names = {case: " ".join(map(str, case)).replace(".", " ") for case in cases}
+        return {f"{name} {key}": value for case, name in names.items() for key, value in vars(of[case]).items()}
+
+    save(file_uri, state(jobs), 3)
+    restore(file_uri, state(resumed))
+    for steps in (range(0), range(3, 6)):
+        for case in cases:
+            jobs[case].train(steps)
+            resumed[case].train(steps)
+            check_same(jobs[case].told(), resumed[case].told(), str(case))
+
+
+class Branches(torch.nn.Module):
+    """Some of its parameters have no gradient, and the optimizer no state of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.left, self.right = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def train_with(self, optimizer: torch.optim.Optimizer, step: int, branch: str) -> None:
+        optimizer.zero_grad()
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        getattr(self, branch)(self.first(inputs)).square().mean().backward()
+        optimizer.step()
+
+
+class Branched:
+    """A loop that changes what it trains with the steps."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, Branches()
+        momentum = {"params": [*self.model.first.parameters()], "momentum": 0.9}
+        rest = {"params": [*self.model.left.parameters(), *self.model.right.parameters()]}
+        kind = torch.optim.AdamW if name in ("never stepped", "turns", "frozen") else torch.optim.SGD
+        both = [momentum, rest] if name == "momentum of one group" else self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = kind(both, lr=0.1)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.model.first.requires_grad_(self.name != "frozen" or step not in (3, 4, 5))
+            if self.name == "momentum later" and step == 3:
+                self.optimizer.param_groups[0]["momentum"] = 0.9
+            branch = "right" if self.name == "turns" and step > 4 else "left"
+            self.model.train_with(self.optimizer, step, branch)
+
+
+def test_a_parameter_has_the_state_that_it_had_or_none(file_uri: str) -> None:
+    names = ("never stepped", "turns", "frozen", "momentum later", "momentum of one group")
+    saved, resumed = ([Branched(name) for name in names] for _ in range(2))
+    resumed.append(Branched("turns"))
+    resumed[-1].train(range(5, 7))  # has a state of what had none
+    resumed.append(Branched("frozen"))
+    resumed[-1].model.left(torch.ones(1, 4)).sum().backward()  # has gradients, and no state yet
+
+    def state(jobs: list[Branched]) -> dict[str, Any]:
+        return {f"{job.name} {key}": getattr(job, key) for job in jobs for key in ("model", "optimizer")}
+
+    for job in saved:
+        job.train(range(1, 5))
+    with Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(4, state(saved))
+        for jobs in (resumed[:5], resumed[5:]):
+            assert checkpointer.restore(state(jobs)) == 4
+        for steps in (range(0), range(5, 9)):
+            for job in resumed:
+                one = saved[names.index(job.name)]
+                if job in resumed[:5]:
+                    one.train(steps)
+                job.train(steps)
+                check_same(*(dict(each.optimizer.state_dict()["state"]) for each in (one, job)), job.name)
+                check_same(*(each.model.state_dict() for each in (one, job)), job.name)
+        other = Branches()
+        alone: dict[str, Any] = {"first model": other, "first": torch.optim.AdamW(other.left.parameters())}
+        other.train_with(alone["first"], 1, "left")
+        checkpointer.save(5, alone)
+        alone["first"] = torch.optim.AdamW(other.right.parameters())
+        with pytest.raises(StateMismatchError, match=r"first\.state\.right.* is not in the checkpoint"):
+            checkpointer.restore(alone, 5)
+
+
+def test_a_model_of_another_precision_has_a_state_of_its_own(file_uri: str) -> None:
+    saved, resumed = Fitted("NAdam", "foreach", torch.float32), Fitted("NAdam", "foreach", torch.bfloat16)
+    saved.train(range(3))
+    save(file_uri, vars(saved))
+    restore(file_uri, vars(resumed))
+    dtypes = {name: one.dtype for name, one in resumed.optimizer.state[resumed.model.weight].items()}
+    wanted = {"step": torch.float32, "mu_product": torch.float32, "exp_avg": torch.bfloat16}
+    assert dtypes == wanted | {"exp_avg_sq": torch.bfloat16}
+    resumed.train(range(3, 4))
 
 
 # --- the objects of a training job ------------------------------------------------------------------------------------

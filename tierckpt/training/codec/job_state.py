@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ...errors import ConfigError, StateMismatchError, TierckptError
 from ...near_storage.optimizer import NearStorageOptimizer
 from ...telemetry import logger
+from .optimizer_state import member_lists, put_back_state, state_target
 from .reconstruction import Decoder
 from .structure import NOTHING, Encoder, text_of
 
@@ -322,13 +322,18 @@ def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) ->
 
 
 def structures(state: Mapping[str, Any], metadata: Metadata, only: Collection[str] | None) -> dict[str, str]:
-    """The structures that the checkpoint has of the entries of ``state``, by entry. None of those saved before 0.3."""
+    """The structures that the checkpoint has of the entries of ``state``, by entry. None of those saved before 0.3.
+
+    And which parameters its optimizers had, by key (``member_lists``).
+    """
     names = {
         name: structure_name(name, per_rank=isinstance(value, PerRank))
         for name, value in state.items()
         if only is None or name in only
     }
-    return {name: called for name, called in names.items() if called in metadata.state_dict_metadata}
+    lists = [member_lists(name, metadata) for name in names if isinstance(state[name], torch.optim.Optimizer)]
+    names = {name: called for name, called in names.items() if called in metadata.state_dict_metadata}
+    return names | {key: key for keys in lists for key in keys}
 
 
 def load_target(
@@ -342,7 +347,7 @@ def load_target(
     Modules and optimizers are in place; what has no structure is as the checkpoint's flat names have it.
 
     Args:
-        texts: the structures, by entry.
+        texts: of ``structures``.
 
     Raises StateMismatchError naming what the checkpoint lacks or has in another shape. Nothing was changed then.
     """
@@ -358,7 +363,7 @@ def load_target(
         if isinstance(value, torch.nn.Module):
             target[name] = get_model_state_dict(value)
         elif isinstance(value, torch.optim.Optimizer):
-            target[name] = _optimizer_target(name, value, state, metadata)
+            target[name] = _optimizer_target(name, value, state, metadata, texts)
         elif text is None:
             target.update(_placeholders(name, value, metadata))
         if name in entries and isinstance(value, torch.nn.Module | torch.optim.Optimizer):
@@ -388,7 +393,11 @@ def _live(value: Any, state: Mapping[str, Any], name: str) -> Any:
 
 
 def _optimizer_target(
-    name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], metadata: Metadata
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    metadata: Metadata,
+    texts: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     if isinstance(optimizer, NearStorageOptimizer):
         with optimizer.mapped_anew():
@@ -403,10 +412,14 @@ def _optimizer_target(
             for number, group in enumerate(found["param_groups"])
         ]
         return {"state": of, "param_groups": groups}
-    saved = dict(get_optimizer_state_dict(_owner(name, optimizer, state), optimizer))
+    owner = _owner(name, optimizer, state)
+    saved = dict(get_optimizer_state_dict(owner, optimizer))
     if not any(key.startswith(f"{name}.state.") for key in metadata.state_dict_metadata):
         saved.pop("state", None)  # it was saved before its first step
         optimizer.state.clear()
+    else:
+        module = next(key for key, value in state.items() if value is owner)
+        saved["state"] = state_target(name, saved, owner, module, metadata, texts or {})
     return saved
 
 
@@ -479,7 +492,7 @@ def _put_back_optimizer(
         optimizer.put_back(loaded)
         return
     if "state" in loaded:
-        set_optimizer_state_dict(_owner(name, optimizer, state), optimizer, loaded)
+        put_back_state(optimizer, _owner(name, optimizer, state), loaded)
         return
     for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
