@@ -252,6 +252,18 @@ def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
     assert checkpointer.stats == []
 
 
+def test_a_window_has_as_many_steps_as_were_asked_for(file_uri: str) -> None:
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with Checkpointer(file_uri, mode="multi_step", window_steps=40) as checkpointer:
+        checkpointer.save(1, state)
+        for step in range(2, 41):
+            model(torch.ones(1, 2)).sum().backward()
+            state["optimizer"].step()  # type: ignore[operator]
+            checkpointer.step(step, state)
+    assert [record.step for record in checkpointer.stats] == [40]
+
+
 def test_two_windows_at_once_are_refused(file_uri: str) -> None:
     """That is also what a loop hears that never calls step."""
     job = Job()

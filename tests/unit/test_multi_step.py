@@ -401,9 +401,21 @@ def test_a_stager_that_is_closed_ends_its_window_and_leaves_no_hook_and_no_threa
     assert threading.active_count() == threads
 
 
-def test_optimizers_that_are_not_elementwise_are_refused() -> None:
+def test_what_cannot_be_followed_is_refused_and_left_as_it_was() -> None:
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ConfigError, match="LBFGS cannot be replayed"):
-        MultiStepStager(torch.optim.LBFGS(model_of().parameters()))
+        MultiStepStager(optimizer)
+    optimizer.step(lambda: sum(one.sum() for one in model.parameters()))
+    with pytest.raises(ConfigError, match="Sequential cannot be replayed"):
+        MultiStepStager(model)  # type: ignore[arg-type]
+    elementwise: Any = torch.optim.SGD(model.parameters())
+    asked: list[Any] = [0, -1, 1.5, True, "many", None]
+    for steps in asked:
+        with pytest.raises(ConfigError, match="window_steps is"):
+            MultiStepStager(elementwise, steps)
+    with pytest.raises(ConfigError, match="exact is 'perhaps'"):
+        MultiStepStager(elementwise, exact="perhaps")  # type: ignore[arg-type]
 
 
 def test_nothing_of_a_snapshot_shares_memory_with_training() -> None:

@@ -31,12 +31,12 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import CapacityError, CheckpointError
+from ..errors import CapacityError, CheckpointError, ConfigError
 from ..planning.transfer_times import Traffic
 from ..poll import wait_while
 from ..telemetry import logger
@@ -44,9 +44,9 @@ from .apply import Replay
 from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import COPY_TIMEOUT_SECONDS, GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
-from .optimizers import Parameter, base_of, layout_digest, local, parameters_of
+from .optimizers import Parameter, base_of, check_replayable, layout_digest, local, parameters_of
 from .parts import split_parts
-from .redo import Conditions, Exact, Key, Part, Redo, explicit, implementation_of
+from .redo import Conditions, Exact, Key, Part, Redo, checked_exact, explicit, implementation_of
 from .snapshot import Snapshot, SnapshotFuture, put
 from .tree import detach
 
@@ -106,7 +106,7 @@ class MultiStepStager:
 
     Args:
         optimizer: an elementwise one of ``torch.optim`` that has made a step.
-        window_steps: 0 chooses by the sizes of state and gradients.
+        window_steps: at least 1; "auto" chooses by the sizes of state and gradients.
         link: shared by several optimizers of a process; None makes one.
         exact: for parameters on an accelerator, whose steps have other last bits on the CPU. "required": they are kept,
             as ``Snapshot.redo``, and made again where they were made. "approximate": made again on the CPU, accepted
@@ -114,7 +114,7 @@ class MultiStepStager:
         defers: keep the steps of parameters in host memory too. For tests.
 
     Raises:
-        ConfigError: the optimizer cannot be replayed.
+        ConfigError: the optimizer cannot be replayed, or an argument is none of these.
     Cost: host memory for a copy of the state and for the gradients of two steps, of all steps when they are kept;
         1 + r (K - 1) / 2 times the bytes of the state over the link, with r the bytes of gradient for a byte of state.
     Source: GoCkpt.
@@ -139,14 +139,16 @@ class MultiStepStager:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        window_steps: int = 0,
+        window_steps: int | Literal["auto"] = "auto",
         *,
         link: Link | None = None,
         exact: Exact = "required",
         defers: bool = False,
     ) -> None:
-        self.window_steps = window_steps
-        self.exact = exact
+        check_replayable(optimizer)
+        self.window_steps = checked_steps(window_steps)
+        """0: to be chosen."""
+        self.exact = checked_exact(exact)
         self._defers = defers or any(local(one.tensor).device.type != "cpu" for one in parameters_of(optimizer))
         self.optimizer = optimizer
         self.link = link or Link()
@@ -227,7 +229,7 @@ class MultiStepStager:
         self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
         traffic = self._traffic(sum(sizes.values()))
-        steps = window_steps or self.window_steps or traffic.best_steps()
+        steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, steps, traffic.falling_share(steps))]
         window = self._window = _Window(
             take, self._capture.version, parts, steps, falls_back, SnapshotFuture(self.end_of_step)
@@ -540,6 +542,15 @@ class MultiStepStager:
         held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
         tree, copy = detach(window.take(), held, self.link)
         return held, tree, [copy.done] if copy is not None else []
+
+
+def checked_steps(asked: int | Literal["auto"]) -> int:
+    """Return how many steps a window is to have, 0 for "auto". Raises ConfigError."""
+    if asked == "auto":
+        return 0
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ConfigError(f"window_steps is {asked!r}: 'auto', or a whole number of steps of at least 1")
+    return asked
 
 
 def _with_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from ..errors import IntegrityError, StateMismatchError, TierckptError
+from ..errors import ConfigError, IntegrityError, StateMismatchError, TierckptError
 from ..types import Json
 from .apply import Replay
 from .capture import Step
@@ -38,6 +38,13 @@ Exact = Literal["required", "approximate"]
 Key = tuple[str, str]
 """A tensor of the optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
 FORMAT = 1
+
+
+def checked_exact(exact: Exact) -> Exact:
+    """Return ``exact``. Raises ConfigError for another word."""
+    if exact not in get_args(Exact):
+        raise ConfigError(f"exact is {exact!r}", hint="Write one of " + ", ".join(map(repr, get_args(Exact))))
+    return exact
 
 
 @dataclass(frozen=True, slots=True)

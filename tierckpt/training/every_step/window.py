@@ -30,9 +30,9 @@ from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer_times import STEPS_MAX, Traffic
 from ...quantities import human_bytes
 from ...replay.link import COPY_TIMEOUT_SECONDS
-from ...replay.multi_step import HANGS, OUT_OF_MEMORY, MultiStepStager
+from ...replay.multi_step import HANGS, OUT_OF_MEMORY, MultiStepStager, checked_steps
 from ...replay.optimizers import optimizers_in
-from ...replay.redo import Exact
+from ...replay.redo import Exact, checked_exact
 from ...replay.snapshot import Snapshot
 from ...replay.tree import detach, fill
 from ...telemetry import logger
@@ -54,8 +54,7 @@ SAID_SECONDS = 1.0
 
 def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact) -> SaveMode:
     """Return ``mode``. Raises ConfigError for another one, and for a window in a mode that has none."""
-    if exact not in get_args(Exact):
-        raise ConfigError(f"exact is {exact!r}", hint="Write one of " + ", ".join(map(repr, get_args(Exact))))
+    checked_exact(exact)
     if mode not in get_args(SaveMode):
         raise ConfigError(f"mode is {mode!r}", hint="Write one of " + ", ".join(map(repr, get_args(SaveMode))))
     if mode != "multi_step" and window_steps != "auto":
@@ -144,15 +143,13 @@ class SaveWindow:
         write: Write,
         step_log: StepLog,
     ) -> None:
-        if steps != "auto" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigError(f"window_steps is {steps!r}: 'auto', or a whole number of steps of at least 1")
+        self._steps = checked_steps(steps)
         self._longest = interval if isinstance(interval, int) else None
-        if steps != "auto" and self._longest is not None and steps > self._longest:
+        if self._longest is not None and self._steps > self._longest:
             raise ConfigError(
                 f"window_steps is {steps}, and a save begins every {self._longest} steps (interval)",
                 hint="Make the interval at least as long as the window",
             )
-        self._steps = 0 if steps == "auto" else steps
         self._location, self._exact, self._write = location, exact, write
         self._step_log = step_log
         self._stagers: list[MultiStepStager] = []
@@ -280,7 +277,7 @@ class SaveWindow:
             found[0].bytes_per_second,
             max(one.step_seconds for one in found),
         )
-        return min(self._steps or traffic.best_steps(), self._longest or STEPS_MAX)
+        return self._steps or min(traffic.best_steps(), self._longest or STEPS_MAX)
 
     def _advance(self, window: _Window, step: int, state: State, move: Callable[[MultiStepStager], None]) -> None:
         begun, inside = time.perf_counter(), 0.0
