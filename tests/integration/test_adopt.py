@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -185,6 +186,13 @@ def test_an_empty_directory_a_file_and_a_missing_one_are_refused(tmp_path: Path)
         with pytest.raises(ConfigError):
             tierckpt.adopt(tmp_path / name, tmp_path / "run" / "step-1")
     assert tierckpt.latest(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("given", [None, b"out", 5])
+def test_what_is_neither_text_nor_path_is_refused(given: Any, written: Path, tmp_path: Path) -> None:
+    for arguments in ((given, tmp_path / "run" / "step-1"), (written, given)):
+        with pytest.raises(ConfigError, match="is text or a path"):
+            tierckpt.adopt(*arguments)
 
 
 @pytest.mark.parametrize("target", ["/etc/hostname", "../elsewhere", "nothing", "."])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -199,6 +201,14 @@ def test_state_of_each_rank_is_its_own(file_uri: str) -> None:
         fresh = Loader()
         assert checkpointer.restore({"loader": PerRank(fresh)}) == 1
     assert fresh.seen == [4, 5]
+
+
+def test_a_checkpointer_stays_in_its_process_and_says_so(file_uri: str) -> None:
+    """As a spawned worker of a DataLoader would have it, whose data set refers to one."""
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        for move in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(ConfigError, match="Make one in each rank"):
+                move(checkpointer)
 
 
 def test_a_closed_checkpointer_says_so(file_uri: str) -> None:

@@ -180,6 +180,7 @@ def test_progress_is_one_object_a_line(file_uri: str, tmp_path: Path, capsys: py
         assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in told)
         assert told[-1]["done_bytes"] >= told[-1]["total_bytes"] > 0
         assert verb in told[-1]["what"] or verb == "prefetch"
+        assert verb != "restore" or "shared" not in told[-1]["note"]  # from this node
     assert run(["restore", f"{file_uri}/step-9", "--to", str(tmp_path / "x"), "--json", "--progress=json"]) == 4
     assert lines(capsys)[-1]["error"] == "CheckpointNotFoundError"
 

@@ -49,7 +49,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError
 from ..redaction import carries_credential, redact
-from .uris import SCHEME, absolute, scheme_of
+from .uris import SCHEME, absolute, scheme_of, text_of
 
 METADATA = ".metadata"
 PRIVATE_DIR = ".tierckpt"
@@ -147,7 +147,7 @@ def parse_uri(uri: object) -> Location:
         ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
             another host's file, or with a password or a signature.
     """
-    text = uri if isinstance(uri, str) else _fspath(uri)
+    text = text_of(uri, "a checkpoint URI")
     if "\0" in text:
         raise ConfigError(f"{redact(text)!r} holds a NUL byte", hint="No store and no file system has such a name")
     if text.strip() and scheme_of(text) == "tierckpt":
@@ -206,15 +206,6 @@ def _file_path(text: str) -> str:
             uri=text,
         )
     return str(Path(unquote(parts.path) or "/").absolute())
-
-
-def _fspath(uri: object) -> str:
-    import os
-
-    try:
-        return os.fspath(uri)  # type: ignore[call-overload, no-any-return]
-    except TypeError:
-        raise ConfigError(f"a checkpoint URI is text or a path, not {type(uri).__name__}") from None
 
 
 def local_dir(local_root: Path, location: Location) -> Path:

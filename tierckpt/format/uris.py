@@ -31,13 +31,24 @@ def scheme_of(text: str) -> str:
     return match[1].lower()
 
 
+def text_of(value: object, what: str) -> str:
+    """Return the text or path ``value`` as text. Raises ConfigError: it is neither; ``what`` it was to be is said."""
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(f"{what} is text or a path, not {type(value).__name__}")
+    return text
+
+
 def local_path(value: str | os.PathLike[str], what: str) -> Path:
     """Return the path ``value`` of this node, absolute.
 
     Raises:
-        ConfigError: it is a URL, spelt well or not, or empty. ``what`` it was to be is said.
+        ConfigError: it is a URL, spelt well or not, empty, or no text. ``what`` it was to be is said.
     """
-    text = os.fspath(value).strip()
+    text = text_of(value, what).strip()
     if not text or "\0" in text:
         raise ConfigError(f"{what} is {'empty' if not text else repr(text)}", hint="Give a path of this node")
     match = SCHEME.match(text) or _MISSPELT.match(text)

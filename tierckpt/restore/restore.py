@@ -71,7 +71,7 @@ async def restore(
     chunk = manifest.chunk_size_bytes if manifest is not None else chunk_size_bytes
 
     def restoring(progress: Progress, /) -> None:
-        listener(replace(progress, what=f"restore {checkpoint.location.uri}"))
+        listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # it says "shared" of all
 
     try:
         done = await prefetch(

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -33,6 +33,7 @@ from ..disk.illness import Errands
 from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
+    ConfigError,
     OperationTimeoutError,
     PermissionDeniedError,
     StoreUnavailableError,
@@ -180,6 +181,9 @@ class Checkpointer:
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
         torchrun_peers.meet(self.settings)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a Checkpointer is not copied, nor sent to a process", hint="Make one in each rank, there")
 
     # --- saving -------------------------------------------------------------------------------------------------
 
