@@ -58,27 +58,6 @@ class _Begun:
     work: list[Future[None]] = field(default_factory=list)
 
 
-class _DurableStep:
-    """The newest step whose frame is on the disk, which others wait for."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self._changed = threading.Condition()
-
-    def set(self, step: int) -> None:
-        with self._changed:
-            self._step = step
-            self._changed.notify_all()
-
-    def wait(self, step: int) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._step >= step, WAIT_SECONDS):
-                raise OperationTimeoutError(
-                    f"the gradients of step {step} did not reach the disk in {WAIT_SECONDS:g} s",
-                    hint="Look for a disk that hangs",
-                )
-
-
 class LiveBlock:
     """A block, and the version of it that steps are applied to. Whatever is done with it, its ``worker`` does."""
 
@@ -200,7 +179,7 @@ class Updater:
         self._blocks = [opened[block.index].result() for block in layout.blocks]
         self._block_of = {key: live for live in self._blocks for key in live.block.keys}
         self.step = self._roll_forward(found)
-        self._durable = _DurableStep(self.step)
+        self._durable_step, self._synced = self.step, threading.Condition()
         self._files = GradientFiles(found, self.step)
 
     def _go_back(self, directory: Path, last_step: int) -> None:
@@ -285,7 +264,9 @@ class Updater:
         self._files.append(frame)
         self._do(self._finisher, self._finish, frame.number, work)
         self._files.sync()
-        self._durable.set(frame.number)
+        with self._synced:
+            self._durable_step = frame.number
+            self._synced.notify_all()
         if frame.number % self._persist_every == 0:
             self._files.begin(frame.number)
             self._files.trim(min(live.recorded_before for live in self._blocks))
@@ -314,7 +295,12 @@ class Updater:
         """N3. Waits for a checkpoint that reads it."""
         if live.reader is not None:
             live.reader.result(WAIT_SECONDS)
-        self._durable.wait(live.step)
+        with self._synced:
+            if not self._synced.wait_for(lambda: self._durable_step >= live.step, WAIT_SECONDS):
+                raise OperationTimeoutError(
+                    f"the gradients of step {live.step} did not reach the disk in {WAIT_SECONDS:g} s",
+                    hint="Look for a disk that hangs",
+                )
         live.record()
 
     def _record_unread(self, live: LiveBlock) -> None:
