@@ -18,12 +18,11 @@ from torch import nn
 
 from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
-from tierckpt.planning.transfer_times import Traffic, best_steps
+from tierckpt.planning.transfer_times import Traffic, best_steps, split_parts, weights_of
 from tierckpt.replay import link as links
 from tierckpt.replay import multi_step
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.multi_step import MultiStepStager
-from tierckpt.replay.parts import split_parts
 from tierckpt.replay.snapshot import Snapshot
 
 SECONDS = 60.0
@@ -463,9 +462,9 @@ def test_the_number_of_steps_is_that_of_the_published_system() -> None:
 def test_parts_have_equal_traffic_and_hold_everything_once(share: float) -> None:
     chosen = np.random.default_rng(4)
     sizes = {str(number): int(size) for number, size in enumerate(chosen.integers(1000, 3000, 700))}
-    parts = split_parts(sizes, 7, share)
+    parts = split_parts(sizes, weights_of(share, 7))
     assert [key for part in parts for key in part] == list(sizes)
     moved = [sum(sizes[key] for key in part) for part in parts]
     traffic = [size + share * sum(moved[:number]) for number, size in enumerate(moved)]
     assert max(traffic) <= 1.05 * min(traffic)
-    assert len(split_parts({"only": 5}, 7, share)) == 1
+    assert len(split_parts({"only": 5}, weights_of(share, 7))) == 1

@@ -13,7 +13,7 @@ The four ways, with M bytes of state, G = rM of gradients, b of link and F of fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import ettr, optimal_interval
@@ -111,6 +111,25 @@ def _step_share(gradient_share: float, steps: int) -> float:
 def weights_of(falling_share: float, steps: int) -> list[float]:
     """Sizes of parts, beside each other, that fall by ``falling_share`` from step to step. 0: equal ones."""
     return [(1 - falling_share) ** step for step in range(steps)]
+
+
+def split_parts(sizes: Mapping[str, int], weights: Sequence[float]) -> list[list[str]]:
+    """Cut the parameters, in their order, into at most as many parts as there are ``weights``, and as large beside each
+    other. None is empty.
+
+    Args:
+        sizes: bytes of each parameter and its optimizer state.
+    """
+    total, weight = sum(sizes.values()), sum(weights)
+    parts: list[list[str]] = [[]]
+    moved, bound = 0.0, total * weights[0] / weight
+    for key, size in sizes.items():
+        while parts[-1] and moved + size / 2 > bound and len(parts) < len(weights):
+            bound += total * weights[len(parts)] / weight
+            parts.append([])
+        parts[-1].append(key)
+        moved += size
+    return [part for part in parts if part]
 
 
 @dataclass(frozen=True, slots=True)

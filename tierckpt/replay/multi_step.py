@@ -37,7 +37,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CapacityError, CheckpointError, ConfigError
-from ..planning.transfer_times import Traffic
+from ..planning.transfer_times import Traffic, split_parts, weights_of
 from ..poll import wait_while
 from ..telemetry import logger
 from .apply import Replay
@@ -45,7 +45,6 @@ from .capture import Capture, Gradients, Step
 from .checksum import Fingerprint
 from .link import COPY_TIMEOUT_SECONDS, GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
 from .optimizers import Parameter, base_of, check_replayable, layout_digest, local, parameters_of
-from .parts import split_parts
 from .redo import Conditions, Exact, Key, Part, Redo, checked_exact, explicit, implementation_of
 from .snapshot import Snapshot, SnapshotFuture, put
 from .tree import detach
@@ -230,7 +229,7 @@ class MultiStepStager:
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
         traffic = self._traffic(sum(sizes.values()))
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
-        parts = [_Part(keys) for keys in split_parts(sizes, steps, traffic.falling_share(steps))]
+        parts = [_Part(keys) for keys in split_parts(sizes, weights_of(traffic.falling_share(steps), steps))]
         window = self._window = _Window(
             take, self._capture.version, parts, steps, falls_back, SnapshotFuture(self.end_of_step)
         )
