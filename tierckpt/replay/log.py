@@ -54,10 +54,9 @@ def _named(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
     return {"": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else dict(optimizers)
 
 
-def fits(place: log_segments.Place, optimizers: Optimizers) -> bool:
-    """True when the frame at ``place`` is of one of ``optimizers``, as it is sharded here."""
-    optimizer = _named(optimizers).get(place.fields["optimizer"])
-    return optimizer is not None and layout_digest(optimizer) == place.fields["layout"]
+def layouts_of(optimizers: Optimizers) -> dict[str, str]:
+    """Return the ``layout_digest`` of each optimizer, by its name: frames of it have both."""
+    return {name: layout_digest(one) for name, one in _named(optimizers).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ class GradientLog:
             Base(at, [base] if reached is None else []),
             reached.digest if reached is not None else "",
             group=GroupCommit(self.every_steps, self.every_seconds, size_bytes),
-            layouts={name: layout_digest(one) for name, one in self.optimizers.items()},
+            layouts=layouts_of(self.optimizers),
             owner=self.owner,
             reserve=self.reserve,
             overwritten=self._waits_for_gradients,
@@ -382,14 +381,14 @@ def roll_forward(
             had (L7): then the state is to be restored again, and ``error.context["verified_step"]`` is how far the log
             may lead, -1 for not at all.
     """
-    named = _named(optimizers)
+    named, layouts = _named(optimizers), layouts_of(optimizers)
     targets = {name: _Target(one) for name, one in named.items()}
     newest, segment, pending = Recovered(-1, 0), None, list[Frame]()
     for place in log_segments.walk(directory, base):
         if isinstance(place, str):
             newest = replace(newest, ended=place)
             break
-        if not fits(place, optimizers):
+        if layouts.get(place.fields["optimizer"]) != place.fields["layout"]:
             raise IntegrityError(
                 f"the gradient log {place.segment.path} was written by another optimizer, or with other parameters or "
                 "shards",

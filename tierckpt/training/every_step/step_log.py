@@ -40,7 +40,7 @@ from ...errors import CapacityError, ConfigError, IntegrityError, TierckptError
 from ...format.layout import GRADIENTS_DIR, Location, local_dir
 from ...quantities import human_bytes
 from ...replay.link import Link
-from ...replay.log import GradientLog, Recovered, fits, roll_forward
+from ...replay.log import GradientLog, Recovered, layouts_of, roll_forward
 from ...replay.optimizers import check_replayable, optimizers_in
 from ...replication.log_copies import bring_log, copies_of
 from ...save import log_segments
@@ -304,7 +304,7 @@ class StepLog:
         return self._chain(self._directory, base, optimizers)
 
     def _chain(self, directory: Path, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
-        spans: list[Span] = []
+        spans, layouts = list[Span](), layouts_of(optimizers)
         try:
             for place in log_segments.walk(directory, base):
                 if isinstance(place, str):
@@ -312,7 +312,7 @@ class StepLog:
                 owner, segment = place.segment.owner, place.segment
                 if owner["world_size"] != self._owner["world_size"]:
                     return _Chain((), f"a job of {owner['world_size']} ranks has written it")
-                if not fits(place, optimizers):
+                if layouts.get(place.fields["optimizer"]) != place.fields["layout"]:
                     return _Chain((), "it was written with other optimizers, parameters or shards")
                 if not place.fields["is_last"]:
                     continue
