@@ -269,6 +269,44 @@ def test_what_the_rotation_of_transformers_removes_undrained_is_kept_and_said(
     assert (found / "model").read_text() == "step 3"
 
 
+def test_the_best_model_of_transformers_comes_back_with_the_newest_checkpoint(s3_uri: str, tmp_path: Path) -> None:
+    """A node is lost, and ``load_best_model_at_end`` still finds the model of an earlier step."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import Trainer, TrainingArguments
+
+    from tests.compat.adapter_drivers import Model
+    from tierckpt.integrations.transformers import TierCallback
+
+    def train(steps: int) -> Model:
+        callback, model = TierCallback(f"{s3_uri}/run"), Model()
+        args = TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            max_steps=steps,
+            save_steps=1,
+            save_total_limit=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="worse",
+            load_best_model_at_end=True,
+            per_device_train_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        rows = [{"x": torch.ones(8), "labels": torch.ones(1)}] * 32
+        trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback])
+        trainer.evaluate = lambda *_, **__: {"eval_worse": -trainer.state.global_step}
+        trainer.train(resume_from_checkpoint=callback.resume(args.output_dir))
+        return model
+
+    best = train(3).state_dict()
+    assert run_cli(["drain", "--wait"]) == 0
+    close_all()
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(tmp_path / "local")
+    assert all(torch.equal(value, best[name]) for name, value in train(4).state_dict().items())
+
+
 def written_again_by_transformers(uri: str, place: Path, *, is_told: bool) -> None:
     """A training that begins anew, and one that is told to save what it has just saved."""
     from tierckpt.integrations.transformers import TierCallback

@@ -18,7 +18,7 @@ from ..checkpoint.journal import Journal
 from ..checkpoint.select import age_of
 from ..client import get_client
 from ..config import Settings
-from ..errors import CheckpointError, ConfigError, OperationTimeoutError, StoreError
+from ..errors import CheckpointError, ConfigError, IntegrityError, OperationTimeoutError, StoreError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..restore.restore import RestoreResult
@@ -107,6 +107,23 @@ class Directories:
                     hint="`tierckpt drain --wait` on this node; then start the job again",
                 )
         return self.restore_checkpoint(parse_uri(found), into) if found else None
+
+    def restore_named(self, name: str, into: str | os.PathLike[str]) -> None:
+        """Restore ``uri/NAME`` to ``into/NAME``, if that is not there and rank 0 finds it. Every rank calls this."""
+        client, location = get_client(self.settings), self.location.child(name)
+
+        def find() -> str:
+            try:
+                return client.run(client.mover.find(location)).location.uri
+            except (CheckpointError, StoreError) as error:
+                log.warning("%s is not restored: %s", location.uri, error)
+                return ""
+
+        if rank_0_finds(location.uri, find) and not (local_path(into, "into") / name).is_dir():
+            try:
+                self.restore_checkpoint(location, into)
+            except IntegrityError as error:  # of all its copies; what the job goes on from is another one
+                log.warning("%s is not restored: %s", location.uri, error)
 
     @short_traceback
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:

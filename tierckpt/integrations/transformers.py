@@ -10,6 +10,7 @@ there: what is not drained stays on the local tier. On shared storage nothing is
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..config import Settings
 from ..format.layout import step_of
 from .directories import Directories, make_way
+
+STATE = "trainer_state.json"
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
@@ -48,6 +51,16 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         self.run.save(place, is_written_once=not getattr(args, "enable_jit_checkpoint", False))
 
     def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None."""
+        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None.
+
+        With it comes the best one that its state names, for ``load_best_model_at_end``: without its directory
+        ``Trainer`` would end with the last model.
+        """
         found = self.run.restore(output_dir)
-        return str(found) if found is not None else None
+        if found is None:
+            return None
+        state = found / STATE
+        best = json.loads(state.read_text()).get("best_model_checkpoint") if state.exists() else None
+        if best is not None and (name := Path(best).name) != found.name:
+            self.run.restore_named(name, output_dir)
+        return str(found)
