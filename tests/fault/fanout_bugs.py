@@ -32,7 +32,7 @@ def nothing_is_verified() -> None:
 
     for module in (partial_entry, entry, peer_client):
         module.same_digest = lambda *_: True  # type: ignore[attr-defined]
-    chunk_files.Source.verify = lambda self, file, index, at, digest: (
+    chunk_files.ChunkSource.verify = lambda self, file, index, at, digest: (
         digest
         or self.digest(  # type: ignore[method-assign]
             index, at.start // self.frozen.chunk_size_bytes, self.frozen.chunk_size_bytes
