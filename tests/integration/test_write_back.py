@@ -501,6 +501,19 @@ def test_a_file_that_the_journal_has_no_words_for_is_removed_beside_one_that_dra
     assert stored(top) == {"data": b"data"}
 
 
+@pytest.mark.parametrize("name", ["a\\b", "n" * 300])
+def test_a_key_that_no_file_can_have_is_read_back_through_the_cache(name: str, s3_uri: str, fs: Any) -> None:
+    path = f"s3/{s3_uri[5:]}/{name}"
+    for data in (b"one", b"two"):
+        fs.pipe_file(path, data)
+        assert [fs.cat_file(path), fs.cat_file(path)] == [data, data]
+
+
+def test_a_bucket_alone_is_no_file(fs: Any) -> None:
+    with pytest.raises(ConfigError, match="names no file"):
+        fs.open("s3/bucket", "wb")
+
+
 def test_a_key_that_no_bucket_takes_is_refused_when_it_is_opened(s3_uri: str, fs: Any) -> None:
     """1,024 characters, and twice as many bytes. It would hold up what is closed after it."""
     above = f"s3/{s3_uri[5:]}"

@@ -25,7 +25,7 @@ from ..errors import (
     UncommittedCheckpointError,
 )
 from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
-from ..format.manifest import FileEntry, Manifest
+from ..format.manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..poll import SHARED, Poll
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check_file
@@ -153,7 +153,8 @@ class NodeCache:
         store, name = self.store_at(location.parent), location.name
         if info is None:
             info = await store.head(name)
-        wanted = FileSpec(name, name, info.size_bytes, info.etag)
+        path = name if is_safe_path(name) else digest_of(name.encode(errors="replace"))  # no file has such a name here
+        wanted = FileSpec(path, name, info.size_bytes, info.etag)
         return ResolvedUri(location, store, self._frozen(location, [wanted]), only=wanted)
 
     async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> ResolvedUri:

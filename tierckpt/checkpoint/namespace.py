@@ -328,7 +328,9 @@ class Browser:
 
     async def check_change(self, location: Location) -> None:
         """Raise ConfigError when a file or directory may not be written or removed: a commit refers to it."""
-        if is_private(location) or not root_of(location)[1]:
+        if not root_of(location)[1]:
+            raise ConfigError(f"{location.uri} names no file", hint="Give a name below it", uri=location.uri)
+        if is_private(location):
             raise ConfigError(f"{location.uri} is not to be changed", hint="It is tierckpt's own", uri=location.uri)
         if is_checkpoint_file(location.name):
             _, checkpoint = await self._checkpoint(location.parent)
