@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from tierckpt.errors import (
     StateMismatchError,
     UpdaterLostError,
 )
-from tierckpt.near_storage import blocks, updater_process
+from tierckpt.near_storage import blocks, step_channel, updater_process
 from tierckpt.near_storage.blocks import Member, Slots
 from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
+from tierckpt.near_storage.shadow_channel import ShadowChannel
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame
 from tierckpt.save import log_segments
@@ -562,6 +564,46 @@ def test_threads_that_look_at_a_slot_at_once_see_all_of_it(monkeypatch: pytest.M
     assert set(slots.tensors(0)) == seen[-1] == {"0.0", "0.1", "0.2"}
     slots.forget()
     memory.close()
+
+
+class Dying:
+    """Stands for ``UpdaterProcess``: the first has ended when it is heard, the second makes what it is sent."""
+
+    def __init__(self, order: dict[str, Any], *_: Any) -> None:
+        self.order, self.changed = dict(order), threading.Condition()
+        self.step, self.starts, self.pid, self.is_alive = 0, 0, -1, False
+
+    def start(self) -> None:
+        self.starts, self.is_alive = self.starts + 1, True
+
+    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        with self.changed:
+            self.step += message["op"] == "end_step" and self.starts > 1
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        with self.changed:
+            self.is_alive = False
+            self.changed.notify_all()
+
+    def close(self) -> None: ...
+
+
+def test_a_shadow_that_is_closed_has_the_steps_that_its_process_died_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_channel, "UpdaterProcess", Dying)
+    parameter, members = nn.Parameter(torch.ones(4)), [Member("0.0", "weight", (4,), "float32")]
+    layout = blocks.layout_of(torch.optim.SGD, members, [{"lr": 0.1}], master_dtype=None)
+    order = {"directory": str(tmp_path)}
+    channel = ShadowChannel(members, layout, {"0.0": parameter}, order, numa_nodes=(), timeout_seconds=1.0)
+    process: Any = channel.process
+    process.start()
+    channel.copy(1, {"0.0": torch.ones(4)})
+    channel.end(b"", is_skipped=False)
+    threading.Timer(0.3, process.end).start()
+    channel.close()
+    assert (process.step, process.starts) == (1, 2)
 
 
 def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path) -> None:

@@ -132,22 +132,17 @@ class Slots:
     """Gradients of several steps in shared memory, each step's in a slot. Both ends count the slots alike."""
 
     def __init__(self, members: Sequence[Member], memories: Sequence[Memory]) -> None:
-        size_bytes = slot_bytes(members)
-        self._members = members
-        found = [[(one.view, n * size_bytes) for n in range(one.size_bytes // size_bytes)] for one in memories]
-        self._places = [place for places in found for place in places]
-        self.first_of_second = len(found[0])
+        self._members, self._size_bytes = members, slot_bytes(members)
+        self._memories = [(one.view, one.size_bytes // self._size_bytes) for one in memories]
+        self.count = sum(count for _, count in self._memories)
+        self.first_of_second = self._memories[0][1]
         """The first slot that is not in the first memory."""
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
-
-    @property
-    def count(self) -> int:
-        return len(self._places)
 
     def tensors(self, slot: int) -> Mapping[str, torch.Tensor]:
         """Return where the gradient of each parameter lies, by key."""
         if slot not in self._tensors:
-            view, at = self._places[slot]
+            view, at = self._place(slot)
             found = {}
             for one in self._members:
                 found[one.key] = view_of(view, at, one)
@@ -155,9 +150,16 @@ class Slots:
             self._tensors[slot] = found  # whole: several threads may be the first
         return self._tensors[slot]
 
+    def _place(self, slot: int) -> tuple[memoryview, int]:
+        for view, count in self._memories:
+            if slot < count:
+                return view, slot * self._size_bytes
+            slot -= count
+        raise IndexError(slot)
+
     def forget(self) -> None:
         """Let go of the memory."""
-        self._places.clear()
+        self._memories.clear()
         self._tensors.clear()
 
 

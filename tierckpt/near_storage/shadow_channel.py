@@ -154,10 +154,10 @@ class ShadowChannel(StepChannel):
 
     def close(self) -> None:
         with self._changed:
-            is_sent = self._changed.wait_for(lambda: self._is_sent() or self.failure, END_SECONDS)
+            is_made = self._changed.wait_for(lambda: self._is_made() or self.failure, END_SECONDS)
             self._is_closed = True
             self._changed.notify_all()
-        if self.failure or not is_sent:
+        if self.failure or not is_made:
             self.process.kill()
         if threading.current_thread() is not self._thread:  # it may be the one that collects garbage
             self._thread.join(END_SECONDS)
@@ -165,6 +165,11 @@ class ShadowChannel(StepChannel):
 
     def _is_sent(self) -> bool:
         return not (self._calls or self._is_busy or self._has_lost())
+
+    def _is_made(self) -> bool:
+        """A process may end, and that be heard later, with steps that it was sent."""
+        self._drop_made()
+        return self._is_sent() and not self._waiting
 
     def _has_lost(self) -> bool:
         return bool(self._waiting or self._questions) and not self.process.is_alive
