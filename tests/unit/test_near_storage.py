@@ -434,6 +434,14 @@ def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
         build(model.parameters(), torch.optim.AdamW, mode="both")
     with pytest.raises(ConfigError, match="in the trainer"):
         build(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ConfigError, match="has its class and options"):
+        build(torch.optim.AdamW(nn.Linear(2, 2).parameters()), lr=1.0, mode="shadow")
+    for unknown in (None, "AdamW", nn.Linear):
+        with pytest.raises(ConfigError, match="which optimizer"):
+            build(model.parameters(), unknown)
+    for options in ({"workers": 0}, {"workers": "two"}, {"persist_every": 1.5}):
+        with pytest.raises(ConfigError, match="whole numbers above 0"):
+            build(model.parameters(), torch.optim.AdamW, **options)
     with pytest.raises(ConfigError, match="not contiguous"):
         build(torch.optim.AdamW([nn.Parameter(torch.ones(2, 3).t())], fused=True), mode="shadow")
     assert not list(tmp_path.iterdir())

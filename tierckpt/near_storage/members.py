@@ -19,8 +19,8 @@ def build_optimizer(
     params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any], *, is_offload: bool
 ) -> torch.optim.Optimizer:
     """Return the optimizer whose groups, options and first state these are."""
-    if kind is None:
-        raise ConfigError("which optimizer? Give a class of torch.optim after the parameters")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"which optimizer? {kind!r} is none: give a class of torch.optim after the parameters")
     made = cast(Any, kind)(params, **options)
     if is_offload and made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
         one = torch.zeros(1)

@@ -98,6 +98,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     ) -> None:
         if mode not in ("offload", "shadow"):
             raise ConfigError(f"mode={mode!r} is neither 'offload' nor 'shadow'")
+        if not (isinstance(workers, int) and isinstance(persist_every, int) and min(workers, persist_every) > 0):
+            raise ConfigError(
+                f"workers={workers!r} and persist_every={persist_every!r} are to be whole numbers above 0"
+            )
         self.is_offload = mode == "offload"
         inner = (
             params
@@ -108,6 +112,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "an optimizer that exists has its state in the trainer",
                 hint='Give parameters and its class, or mode="shadow"',
+            )
+        if inner is params and (kind is not None or options):
+            raise ConfigError(
+                "an optimizer that exists has its class and options already",
+                hint="Give the optimizer alone, or parameters, a class and its options",
             )
         check_replayable(inner)
         self._is_open = False
