@@ -54,7 +54,9 @@ def windows_copied_whole(kind: str) -> list[list[str]]:
 
     train(0)
     fallbacks: list[str] = []
+    shards = [one.to_local() if isinstance(one, DTensor) else one for one in model.state_dict().values()]
     with MultiStepStager(optimizer, STEPS) as stager:
+        assert stager.gradient_bytes() == sum(one.nbytes for one in shards)
         for window in range(3):  # where gradients lie in buffers that are used again, one is copied whole
             pending, states = stager.begin(state), {0: copy.deepcopy(state())}
             for number in range(1, STEPS + 3):

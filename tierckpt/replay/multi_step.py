@@ -204,7 +204,7 @@ class MultiStepStager:
 
     def _traffic(self, state_bytes: int) -> Traffic:
         seconds = statistics.median(self._hidden_seconds) if self._hidden_seconds else 0.0
-        return Traffic(state_bytes, self._gradient_bytes(), self.link.measured_rate, seconds)
+        return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_rate, seconds)
 
     def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
         """Open a window: begin to copy the first part.
@@ -295,12 +295,12 @@ class MultiStepStager:
         if self._owns_link:
             self.link.close()
 
-    def _gradient_bytes(self) -> int:
-        """What the gradients of one step are on the link: as those are that lie there now, else as in float32."""
+    def gradient_bytes(self) -> int:
+        """What the gradients of a step, of this rank's shards, are on the link: as those there, else float32."""
         total = 0
         is_narrow: bool | None = None
         for one in parameters_of(self.optimizer):
-            size_bytes = one.tensor.numel() * one.tensor.element_size()
+            size_bytes = local(one.tensor.detach()).nbytes
             if is_narrow is None and one.tensor.grad is not None and not one.tensor.is_cuda:
                 is_narrow = halves_without_loss(local(one.tensor.grad)) is not None
             total += size_bytes // 2 if is_narrow else size_bytes
