@@ -119,7 +119,7 @@ async def test_the_harness_finds_a_server_that_lets_everybody_in(
 async def test_the_harness_finds_a_server_that_follows_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = lambda directory, name: os.open(directory / name, os.O_RDONLY)  # noqa: E731
     monkeypatch.setattr(inventory, "open_beneath", follow)
-    monkeypatch.setattr(chunk_files.Source, "trusts", lambda *asked: True)
+    monkeypatch.setattr(chunk_files.ChunkSource, "trusts", lambda *asked: True)
     frozen, _ = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)
