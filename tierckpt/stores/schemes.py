@@ -27,7 +27,7 @@ def check_location(location: Location) -> Location:
     )
 
 
-def check_key(location: Location) -> None:
+def check_key_size(location: Location) -> None:
     """Raise ConfigError when the name of ``location`` is longer than its store takes."""
     key = location.path if location.scheme == "az" else location.path.encode()
     if location.scheme in ("s3", "gs", "az") and len(key) > KEY_SIZE_MAX:
@@ -51,7 +51,7 @@ def check_target(location: Location, local_root: Path) -> None:
         location.uri.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{location.uri!r} is no UTF-8", hint="Save to a place whose name is text") from None
-    check_key(location)
+    check_key_size(location)
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
             f"{location.path} lies inside local_root {local_root}",

@@ -53,8 +53,8 @@ from .drain_decider import DrainDecider, SaveDirective
 from .every_step.redo_log import make_checkpoint
 from .every_step.step_log import StepLog
 from .every_step.window import SaveMode, SaveWindow, check_mode
-from .final_save import FinalSave, cost_of
-from .interval import Interval, IntervalController, LastStep, Phase
+from .final_save import FinalSave, LastStep, cost_of
+from .interval import Interval, IntervalController, Phase
 from .preemption_notices import Notices
 from .pruning import BackgroundPruning
 from .rank_exchange import Exchange, agree_on_name, is_distributed
@@ -176,7 +176,7 @@ class Checkpointer:
         self.grace_seconds = self.settings.grace_seconds
         self._last = FinalSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._running.unfinished())))
         self._steps_seen = 0
-        self._unsaved = LastStep(interval)
+        self._unsaved = LastStep(is_on=interval is not None)
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)

@@ -1,4 +1,5 @@
-"""The final save of a preempted job: the step at which all ranks make it, and whether there is time (preemption.py).
+"""The final save of a job: what a loop that ends has not saved yet (``LastStep``); of one that is preempted, the step
+at which all ranks make it, and whether there is time (``FinalSave``, preemption.py).
 
 Ranks hear of a signal at different moments, and of a cloud's notice on one node only; a save is collective. Without any
 collective in between, by the rendezvous store alone, they agree on a step that none has passed. On each rank a thread
@@ -13,16 +14,23 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
+from ..dcp.stager import storage_id
 from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
+from ..replay.optimizers import parameters_of
 from ..telemetry import logger
-from .rank_exchange import is_distributed, own_store
+from .codec import job_state
+from .rank_exchange import all_gather, is_distributed, own_store
 from .saves import SaveRecord
 
 log = logger("checkpointer")
@@ -213,3 +221,55 @@ def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
 def _largest(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return max(known) if known else None
+
+
+class LastStep:
+    """The last step that has ended, and its state, while no save of it has begun: leaving the ``with`` block saves it.
+
+    Only with an interval. The state is referenced and not copied. A loop that is left between ``optimizer.step()`` and
+    ``Checkpointer.step()`` has changed it: it is not saved as a step that it is not.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._last: tuple[int, Mapping[str, Any]] | None = None
+        updated = self._updated = WeakSet[torch.optim.Optimizer]()
+        """Optimizers that have stepped since."""
+        self._hook = register_optimizer_step_post_hook(lambda one, *_: updated.add(one)) if is_on else None
+
+    def ended(self, step: int, state: Mapping[str, Any]) -> None:
+        """Step ``step`` has ended."""
+        if self._hook is not None:
+            self._last = (step, state)
+            self._updated.clear()
+
+    def saved(self) -> None:
+        """A save of the state as it is now has begun."""
+        self._last = None
+
+    def take(self) -> tuple[int, Mapping[str, Any]] | None:
+        """Return what is left to save; None when nothing is, or on some rank it has changed since. Collective."""
+        last, self._last = self._last, None
+        if last is None or not any(all_gather(self._has_changed(last[1]))):
+            return last
+        log.warning(
+            "step %d is not saved: its state has changed since, as an optimizer has stepped. Leave the loop behind "
+            "Checkpointer.step(), or before optimizer.step()",
+            last[0],
+        )
+        return None
+
+    def close(self) -> None:
+        """Forget the state, and let go of the optimizers."""
+        self._last = None
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _has_changed(self, state: Mapping[str, Any]) -> bool:
+        updated = {storage_id(one.tensor) for optimizer in self._updated for one in parameters_of(optimizer)}
+        if not updated:
+            return False
+        try:
+            found = tree_leaves(job_state.collect(state))
+        except Exception:  # the save raises it, on all ranks together
+            return False
+        return any(isinstance(one, torch.Tensor) and storage_id(one) in updated for one in found)

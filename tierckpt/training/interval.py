@@ -10,21 +10,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, TypeAlias
-from weakref import WeakSet
+from typing import Literal, TypeAlias
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from ..dcp.stager import storage_id
 from ..errors import ConfigError
 from ..planning import interval_tuning
 from ..planning.interval_tuning import Goal, Pace, Profile, Steps, Window
 from ..telemetry import logger
-from .codec import job_state
 from .drain_decider import DrainDecider, RankView, SaveDirective
 from .rank_exchange import all_gather, broadcast
 from .saves import SaveRecord
@@ -229,65 +223,6 @@ class IntervalController:
         shared = _lately([(one.drain_seconds, one.age_seconds) for one in sent]) if self._sending.drains else None
         slowdown = window.drain_slowdown(self.step_seconds)
         return Profile(self.step_seconds, blocked, durable, shared, slowdown * (shared or 0.0))
-
-
-class LastStep:
-    """The last step that has ended, and its state, while no save of it has begun: leaving the ``with`` block saves it.
-
-    Only with an interval. The state is referenced and not copied. A loop that is left between ``optimizer.step()`` and
-    ``Checkpointer.step()`` has changed it: it is not saved as a step that it is not.
-    """
-
-    def __init__(self, interval: Interval) -> None:
-        self._last: tuple[int, Mapping[str, Any]] | None = None
-        self._updated: WeakSet[torch.optim.Optimizer] = WeakSet()
-        """Optimizers that have stepped since."""
-        updated = self._updated
-        self._hook = register_optimizer_step_post_hook(lambda one, *_: updated.add(one)) if interval else None
-
-    def ended(self, step: int, state: Mapping[str, Any]) -> None:
-        """Step ``step`` has ended."""
-        if self._hook is not None:
-            self._last = (step, state)
-            self._updated.clear()
-
-    def saved(self) -> None:
-        """A save of the state as it is now has begun."""
-        self._last = None
-
-    def take(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Return what is left to save; None when nothing is, or on some rank it has changed since. Collective."""
-        (last, self._last) = (self._last, None)
-        if last is None or not any(all_gather(self._has_changed(last[1]))):
-            return last
-        log.warning(
-            "step %d is not saved: its state has changed since, as an optimizer has stepped. Leave the loop behind "
-            "Checkpointer.step(), or before optimizer.step()",
-            last[0],
-        )
-        return None
-
-    def close(self) -> None:
-        """Forget the state, and let go of the optimizers."""
-        self._last = None
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _has_changed(self, state: Mapping[str, Any]) -> bool:
-        updated = {storage_id(one) for optimizer in self._updated for one in _parameters(optimizer)}
-        return bool(updated) and any(storage_id(one) in updated for one in _tensors(job_state.collect(state)))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _tensors(collected: Any) -> Iterator[torch.Tensor]:
-    if isinstance(collected, torch.Tensor):
-        yield collected
-    elif isinstance(collected, Mapping | list | tuple):
-        for value in collected.values() if isinstance(collected, Mapping) else collected:
-            yield from _tensors(value)
 
 
 def _lately(times: Sequence[tuple[float | None, float]]) -> float | None:
