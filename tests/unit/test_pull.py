@@ -18,6 +18,7 @@ from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.file_copies import LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import Piece, pull
+from tierckpt.read.read_threads import ReadThreads
 from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.types import ByteRange, Tier
 
@@ -128,28 +129,39 @@ def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buf
 
 
 def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
-    tmp_path: Path, buffers: BounceBufferPool
+    tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, path = content(1000 * CHUNK), tmp_path / "shard"
-    path.write_bytes(b"\0" * CHUNK + data[CHUNK:])
-    copy = Counted(path)
-    copy.may_go_on.clear()
-    copies = ReplicatedFile(entry_of(data), CHUNK, [copy])
-    memory = bytearray(len(data))
-    piece = Piece(0, len(data), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    """Of another file: the one that is damaged has no copy left to read."""
+    data = content(1000 * CHUNK)
+    (tmp_path / "bad").write_bytes(bytes(CHUNK))
+    (tmp_path / "good").write_bytes(data)
+    good = Counted(tmp_path / "good")
+    good.may_go_on.clear()
+
+    def fail(threads: ReadThreads, error: BaseException) -> None:
+        known(threads, error)
+        good.may_go_on.set()
+
+    known = ReadThreads.fail
+    monkeypatch.setattr(ReadThreads, "fail", fail)
+    memory = bytearray(CHUNK + len(data))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    bad_piece, piece = Piece(0, CHUNK, address), Piece(0, len(data), address + CHUNK)
+    bad = ReplicatedFile(entry_of(data[:CHUNK]), CHUNK, [LocalCopy(tmp_path / "bad")])
+    whole = ReplicatedFile(entry_of(data), CHUNK, [good])
     named: list[Piece] = []
 
     def name(error: TierckptError, _: ReplicatedFile, piece: Piece) -> None:
         named.append(piece)
         error.context["tensor"] = "weight"
-        copy.may_go_on.set()
 
     with pytest.raises(IntegrityError) as caught:
-        pull([(copies, [piece])], buffers, on_error=name)
-    copies.close()
+        pull([(bad, [bad_piece]), (whole, [piece])], buffers, on_error=name)
+    bad.close()
+    whole.close()
     assert caught.value.context["tensor"] == "weight"
-    assert set(named) == {piece}
-    assert len(copy.asked) < 500
+    assert named == [bad_piece]
+    assert len(good.asked) < 10
 
 
 def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_them_read(
