@@ -253,7 +253,9 @@ LIES = [
     Attack("chunks that do not fill", tensor(lambda t: set_(t, size=torch.Size([4000, 4]))), "do not fill", "believed"),
     Attack("chunks that are a tuple", tensor(lambda t: set_(t, chunks=())), "no list of chunks", "believed"),
     Attack("chunk that is a dict", tensor(lambda t: set_(t, chunks=[{}])), "ChunkStorageMetadata belongs", "believed"),
-    Attack("tensor with a field more", tensor(lambda t: set_(t, modues=1)), "does not know", "believed"),
+    Attack("tensor with more that is no data", tensor(lambda t: set_(t, more=[1])), "not plain data", "believed"),
+    Attack("tensor with more that is long", tensor(lambda t: set_(t, more=(1,) * 65)), "not plain data", "believed"),
+    Attack("tensor with more that is a class", tensor(lambda t: set_(t, __class__=1)), "no class can", "believed"),
     Attack("tensor without size", tensor(lambda t: vars(t).pop("size")), "has no size", "believed"),
     Attack("properties that are text", tensor(lambda t: set_(t, properties="x")), "properties of a tensor", "believed"),
     Attack("entry that is text", changed(lambda m: m.state_dict_metadata.update(x="y")), "belongs", "believed"),
@@ -281,7 +283,7 @@ LIES = [
     ),
     Attack("layout that is none", changed(lambda m: set_(m, version=Call(layout_of, "torch.os"))), "layout", ""),
     Attack(
-        "memory format 9", changed(lambda m: set_(m, version=Call(metadata._MEM_FORMAT_ENCODING, 9))), "memory format"
+        "memory format 9", changed(lambda m: set_(m, version=Call(metadata._MEM_FORMAT_ENCODING, 9))), "no member of"
     ),
     Attack("list of 2**40 items", in_planner_data(lambda _: ("x", 1 << 40)), "list of", "believed"),
     Attack("list position -1", in_planner_data(lambda _: ("x", -1)), "list of", "believed"),

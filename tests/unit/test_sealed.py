@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import io
 import itertools
@@ -355,18 +356,62 @@ def test_the_metadata_of_one_rank_has_its_own_chunks_only() -> None:
 
 
 def test_every_field_of_this_torch_is_known() -> None:
-    """A torch whose metadata says more must be met on purpose: then this test is where to begin."""
-    known = {
-        Metadata: {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
-        MetadataIndex: {"fqn", "offset", "index"},
-        ChunkStorageMetadata: {"offsets", "sizes"},
-        TensorStorageMetadata: {"properties", "size", "chunks"},
-        TensorProperties: {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"},
-        BytesStorageMetadata: set(),
-        StorageMeta: {"checkpoint_id", "save_id", "load_id", "modules"},
-        _StorageInfo: {"relative_path", "offset", "length", "transform_descriptors"},
-    }
-    assert {kind: metadata.FIELDS[kind] for kind in known} == known
+    """A later torch may add a field: it is read as plain data until this module checks it by name."""
+    properties = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
+    known = {**metadata.FIELDS, TensorProperties: properties, OldTensorProperties: properties}
+    for kind, names in known.items():
+        assert {field.name for field in dataclasses.fields(kind)} <= names
+
+
+HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
+
+
+def with_strides(strides: Any, *further: Any, size: tuple[int, ...] = (4, 3)) -> bytes:
+    """What torch 2.15 writes, from any torch: the state of the properties has the strides behind the other fields."""
+
+    class Later(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is not TensorProperties:
+                return NotImplemented
+            state = value.__getstate__()[:5]  # type: ignore[no-untyped-call]
+            return copyreg.__newobj__, (TensorProperties,), (*state, strides, *further)  # type: ignore[attr-defined]
+
+    meta = small(storage_data=None)
+    tensor(meta, size=SIZE(size), chunks=[ChunkStorageMetadata(SIZE([0] * len(size)), SIZE(size))])
+    stream = io.BytesIO()
+    Later(stream).dump(meta)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("strides", [None, (3, 1), (1, 4), (0, 1)])
+def test_strides_are_read_by_any_torch(strides: tuple[int, ...] | None) -> None:
+    found = read(with_strides(strides)).state_dict_metadata["w"].properties  # type: ignore[union-attr]
+    assert found == TensorProperties(dtype=torch.bfloat16, **({"strides": strides} if HAS_STRIDES else {}))
+    assert getattr(found, "strides", strides) == strides
+
+
+@pytest.mark.parametrize(
+    ("strides", "match"),
+    [
+        ((1,), "2 dimensions and 1 strides"),
+        ((-1, 1), "strides of a tensor are not numbers"),
+        ((True, 1), "strides of a tensor are not numbers"),
+        ((1.0, 1), "strides of a tensor are not numbers"),
+        ((1 << 60, 1), "strides of a tensor are not numbers"),
+        ([3, 1], "strides of a tensor are not numbers"),
+        ("31", "strides of a tensor are not numbers"),
+    ],
+)
+def test_strides_are_checked(strides: Any, match: str) -> None:
+    if match.startswith("2 dim") and not HAS_STRIDES:
+        match = ""  # this torch does not take them, so that nothing can rely on them
+    with pytest.raises(UnsafeCheckpointError, match=match) if match else contextlib.nullcontext():
+        read(with_strides(strides))
+
+
+def test_no_strides_of_many_dimensions() -> None:
+    with pytest.raises(UnsafeCheckpointError, match="strides of a tensor"):
+        read(with_strides((1,) * 65, size=(1,)))
 
 
 # --- refusals: the corpus is in tests/fault; here is what it has no case for --------------------------------------

@@ -8,8 +8,10 @@ has an empty object, a dict with the names of its fields, and their values.
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -42,14 +44,23 @@ def _tensor(stored: TensorStorageMetadata) -> tuple[Any, ...]:
     return TensorStorageMetadata, (stored.properties, stored.size, stored.chunks)
 
 
+_CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
+    MetadataIndex: (_index, ("fqn", "offset", "index")),
+    _StorageInfo: (_storage, ("relative_path", "offset", "length", "transform_descriptors")),
+    TensorStorageMetadata: (_tensor, ("properties", "size", "chunks")),
+}
+
+
 class _Pickler(pickle.Pickler):
-    """Exactly these classes are written as calls: what derives from them may have more fields."""
+    """Exactly these classes are written as calls. A subclass, or the class of a later torch, may have more fields."""
 
     dispatch_table = {
         **copyreg.dispatch_table,
-        MetadataIndex: _index,
-        _StorageInfo: _storage,
-        TensorStorageMetadata: _tensor,
+        **{
+            kind: call
+            for kind, (call, names) in _CALLS.items()
+            if tuple(field.name for field in dataclasses.fields(kind)) == names
+        },
     }
 
 
@@ -64,16 +75,21 @@ def share(metadata: Metadata) -> None:
     chunks: dict[Any, ChunkStorageMetadata] = {}
     for stored in metadata.state_dict_metadata.values():
         if isinstance(stored, TensorStorageMetadata):
-            has = stored.properties
-            key = (has.dtype, has.layout, has.requires_grad, has.memory_format, has.pin_memory)
-            stored.properties = properties.setdefault(key, has)
+            stored.properties = _shared(stored.properties, properties)
             stored.size = sizes.setdefault(stored.size, stored.size)
-            stored.chunks = [chunks.setdefault((chunk.offsets, chunk.sizes), chunk) for chunk in stored.chunks]
+            stored.chunks = [_shared(chunk, chunks) for chunk in stored.chunks]
     for chunk in chunks.values():
         _share_size(chunk, "offsets", sizes)
         _share_size(chunk, "sizes", sizes)
     for index in metadata.storage_data or ():  # a handoff tells of a save that has not been written yet
         _share_size(index, "offset", sizes)
+
+
+def _shared(one: Any, known: dict[Any, Any]) -> Any:
+    try:
+        return known.setdefault(tuple(vars(one).values()), one)
+    except TypeError:  # a later torch has added a field that has no hash
+        return one
 
 
 def _share_size(owner: Any, name: str, sizes: dict[Any, Any]) -> None:

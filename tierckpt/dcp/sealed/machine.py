@@ -30,11 +30,16 @@ PROTOCOLS = range(2, 6)
 
 
 class Refused(Exception):
-    """What the data asks for is not given. ``wanted`` is the global, when it is one."""
+    """The data asks for something that is not given.
 
-    def __init__(self, reason: str, wanted: str = "") -> None:
+    ``wanted`` is the global that is unknown, if that is the reason. ``is_hostile``: no writer writes this; only damage
+    or intent explains it.
+    """
+
+    def __init__(self, reason: str, wanted: str = "", *, is_hostile: bool = False) -> None:
         super().__init__(reason)
         self.wanted = wanted
+        self.is_hostile = is_hostile
 
 
 class Function:
@@ -312,7 +317,7 @@ class PickleMachine:
             raise Refused("the name of a global is not a string")
         if (module, name) not in self.known:
             wanted = f"{module}.{name}"[:200]
-            raise Refused(f"it refers to {wanted!r}, which is not part of any checkpoint's metadata", wanted)
+            raise Refused(f"it refers to {wanted!r}, which is not part of any known checkpoint's metadata", wanted)
         return self.known[module, name]
 
 

@@ -1,7 +1,8 @@
 """``.metadata`` of a DCP checkpoint, read without running anything it says, and checked before anybody acts on it.
 
 Invariants (tests cite them):
-    S4  What is accepted equals what ``pickle.load`` would have given.
+    S4  What is accepted equals what ``pickle.load`` would have given, in any version of torch: a field that a later one
+        has added to a class of DCP's is given to that class, if its value is plain (``_check_further``).
     S5  What is accepted is safe to act on: no path leaves the checkpoint's directory, every chunk lies inside its
         tensor and the chunks fill it, the bytes of a chunk are stored somewhere, list positions do not outgrow the
         entries. So to allocate what the metadata says takes no more than items that large.
@@ -10,16 +11,18 @@ Invariants (tests cite them):
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -46,10 +49,11 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 """Where torch before 2.3 had TensorProperties."""
 
+_Made = TypeVar("_Made")
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.dtype})
 _PATH = frozenset({str, int})
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+FURTHER_MAX = 64
+"""Fields and items of one value that a later torch may have added."""
 LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -70,26 +74,47 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
         with gc_paused():
             return MetadataBuilder(len(data), partial).metadata(_parse(data))
     except Refused as error:
-        raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
+        message = f"{where} is refused: {error}"
+        raise refusal(message, error.wanted, is_hostile=error.is_hostile, file=where) from None
     except Exception as error:  # whatever else strange values lead to: nothing was kept of them
         raise refusal(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
 
 
-def refusal(message: str, wanted: str = "", **context: Any) -> UnsafeCheckpointError:
-    """The error, with the way round it where there is one: only an unknown global may be somebody's own class."""
-    if wanted:
+def refusal(message: str, wanted: str = "", *, is_hostile: bool = False, **context: Any) -> UnsafeCheckpointError:
+    """Return the error, with the remedy that fits.
+
+    Args:
+        wanted: the global that is unknown, if that is the reason.
+        is_hostile: only a file that was made to do harm, or a damaged one, has this.
+    """
+    if wanted.startswith("torch.distributed.") or wanted.rpartition(".")[0] == "torch":
+        hint = (
+            f"If a PyTorch newer than {torch.__version__} wrote it, use a tierckpt newer than {_version()} that was "
+            "released after that PyTorch, or the PyTorch that wrote it; otherwise the file is damaged: use another "
+            "copy or an older step"
+        )
+    elif wanted:
         hint = (
             "A checkpoint that you wrote yourself, with classes of your own in its metadata, is read with "
-            "trust_pickle=True, which runs whatever code it names; from anybody else's, keep away"
+            "trust_pickle=True, which runs whatever code it names; never use that for a checkpoint of unknown origin, "
+            "which may have been made to do harm"
         )
-        return UnsafeCheckpointError(message, hint=hint, wanted=wanted, **context)
-    hint = "It is damaged, or made to do harm: use another copy or an older step"
-    return UnsafeCheckpointError(message, hint=hint, **context)
+    elif is_hostile:
+        hint = "It is damaged, or made to do harm: use another copy or an older step"
+    else:
+        hint = "It is damaged: use another copy or an older step"
+    return UnsafeCheckpointError(message, hint=hint, wanted=wanted or None, **context)
+
+
+def _version() -> str:
+    from ... import __version__  # the package has it only after it was imported
+
+    return __version__
 
 
 def _parse(data: bytes) -> Any:
     if len(data) > METADATA_BYTES_MAX:
-        raise Refused(f"{len(data)} bytes is more than any metadata has")
+        raise Refused(f"{len(data)} bytes is more than any metadata has", is_hostile=True)
     paths = _Paths(len(data))
     bounded = {name: paths.spent_on(make) for name, make in _PATHS.items()}
     known = {**GLOBALS, **bounded, ("torch", "Size"): Function(_Sizes().make)}
@@ -146,7 +171,7 @@ class _Sizes:
         if self._first.setdefault(hash(size), size) != size:
             self._clashes += 1
             if self._clashes > CLASHES_MAX:
-                raise Refused("its sizes are made to share a hash")
+                raise Refused("its sizes are made to share a hash", is_hostile=True)
         return size
 
 
@@ -156,19 +181,37 @@ def _layout(name: Any) -> torch.layout:
     return LAYOUTS[name]
 
 
-def _format(value: Any) -> torch.memory_format:
-    if type(value) is not int or not 0 <= value < len(_FORMATS):
-        raise Refused("a memory format that DCP does not have")
-    return _FORMATS[value]
+class _Members(Function):
+    """Stands for an Enum of DCP's: gives its members, those that a later torch has added among them."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type[Enum]) -> None:
+        super().__init__(self.member)
+        self.kind = kind
+
+    def member(self, value: Any) -> Enum:
+        if type(value) is not int or value not in [member.value for member in self.kind]:
+            raise self._unknown(value)
+        return self.kind(value)
+
+    def named(self, name: Any) -> Enum:
+        if type(name) is not str or name not in self.kind.__members__:
+            raise self._unknown(name)
+        return self.kind[name]
+
+    def _unknown(self, member: Any) -> Refused:
+        wanted = f"{self.kind.__module__}.{self.kind.__qualname__}"
+        return Refused(f"{member!r:.100} is no member of {wanted} in torch {torch.__version__}", wanted)
 
 
-def _member(owner: Any, name: Any) -> torch.memory_format:
-    """``getattr``, by which some Pythons pickle members of an Enum, for the one Enum there is."""
-    if owner is not _FORMAT or type(name) is not str or name not in _FORMAT_NAMES:
+def _member(owner: Any, name: Any) -> Enum:
+    """``getattr``, by which some Pythons pickle members of an Enum: for Enums only."""
+    if type(owner) is not _Members:
         raise Refused(
             "it refers to 'builtins.getattr', which is not part of any checkpoint's metadata", "builtins.getattr"
         )
-    return _FORMATS[_FORMAT_NAMES.index(name)]
+    return owner.named(name)
 
 
 def _path(*parts: Any) -> Path:
@@ -189,7 +232,7 @@ class _Paths:
         def made(*parts: Any) -> Any:
             self._budget -= 1 + len(parts) + sum(map(len, _strings(parts)))
             if self._budget < 0:
-                raise Refused(_REPEATS)
+                raise Refused(_REPEATS, is_hostile=True)
             return make(*parts)
 
         return Function(made)
@@ -201,7 +244,6 @@ def _strings(parts: Any) -> Any:
     return parts
 
 
-_FORMAT = Function(_format)
 _PATHS: dict[tuple[str, str], Callable[..., Any]] = {
     (module, name): _windows_path if "Windows" in name else _path
     for module in ("pathlib", "pathlib._local")
@@ -217,34 +259,39 @@ def _globals() -> dict[tuple[str, str], Any]:
         **{name: Function(make) for name, make in _PATHS.items()},
         **dtypes,
         **{(kind.__module__, kind.__name__): _CLASSES[kind] for kind in _CLASSES},
-        (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
-        (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _FORMAT,
+        (_METADATA, "_MEM_FORMAT_ENCODING"): _Members(_MEM_FORMAT_ENCODING),
+        (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _Members(MEM_FORMAT_ENCODING),
         ("builtins", "getattr"): Function(_member),
         ("torch", "Size"): Function(_size),
         ("torch.serialization", "_get_layout"): Function(_layout),
     }
 
 
+FIELDS: dict[Any, frozenset[str]] = {
+    BytesStorageMetadata: frozenset(),
+    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    Metadata: frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}),
+    MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    OldTensorProperties: frozenset(),
+    StorageMeta: frozenset({"checkpoint_id", "save_id", "load_id", "modules"}),
+    TensorProperties: frozenset(),
+    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    _StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
+}
+"""The fields that are checked here, by class. Any other is one that a later torch has added."""
+
 _CALLS: dict[Any, Any] = {
     MetadataIndex: _index,
     _StorageInfo: _storage,
-    TensorStorageMetadata: TensorStorageMetadata,
+    TensorStorageMetadata: lambda properties, size, chunks: TensorStorageMetadata(properties, size, chunks),
 }
-_CLASSES: dict[Any, Class] = {
-    kind: Class(kind.__name__, _CALLS.get(kind))
-    for kind in (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        OldTensorProperties,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-        _StorageInfo,
-    )
-}
-FIELDS = {kind: frozenset(field.name for field in dataclasses.fields(kind)) for kind in _CLASSES}
+_CLASSES: dict[Any, Class] = {kind: Class(kind.__name__, _CALLS.get(kind)) for kind in FIELDS}
+
+_PROPERTIES = (torch.dtype, torch.layout, bool, Enum, bool)
+"""The state of tensor properties begins so, in every torch. Since 2.15 the strides follow."""
+_PROPERTIES_TAKEN = {kind: len(cast(Any, kind)().__getstate__()) for kind in (TensorProperties, OldTensorProperties)}
+"""How much of a state the class takes in the torch that runs: one that a later torch wrote may be longer."""
+
 GLOBALS = _globals()
 
 
@@ -261,39 +308,42 @@ class MetadataBuilder:
         self._properties: dict[int, tuple[Any, TensorProperties]] = {}
         self._chunks: dict[tuple[int, torch.Size], tuple[Any, ChunkStorageMetadata]] = {}
         self._paths: set[str] = set()
+        self._hashes: dict[int, MetadataIndex] = {}
+        self._clashes = 0
 
     def metadata(self, record: Any) -> Metadata:
-        state = _state(record, Metadata, "state_dict_metadata")
+        state, further = self._state(record, Metadata, "state_dict_metadata")
         entries = _dict(state["state_dict_metadata"], "state_dict_metadata")
         storage, planner = state.get("storage_data"), state.get("planner_data")
         built = {_text(fqn, "a name"): self._entry(fqn, entry) for fqn, entry in entries.items()}
         if storage is not None:
             storage = self._places(_dict(storage, "storage_data"))
             check_stored(built, storage)
-        self._check_plain(planner, 0)
+        self._check_plain(planner, "planner_data")
         check_positions(planner)
         meta = state.get("storage_meta")
-        return Metadata(
+        made = Metadata(
             state_dict_metadata=built,
             planner_data=planner,
             storage_data=storage,
-            storage_meta=None if meta is None else _storage_meta(meta),
+            storage_meta=None if meta is None else self._storage_meta(meta),
             version=_optional(state.get("version"), str, "version"),
         )
+        return _with(made, further)
 
     def _entry(self, fqn: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if type(record) is TensorStorageMetadata:
             entry = record
         elif type(record) is Record and record.kind is _CLASSES[BytesStorageMetadata]:
-            _state(record, BytesStorageMetadata)
-            return BytesStorageMetadata()
+            _, further = self._state(record, BytesStorageMetadata)
+            return _with(BytesStorageMetadata(), further)
         else:
-            state = _state(record, TensorStorageMetadata, "properties", "size", "chunks")
-            entry = TensorStorageMetadata(state["properties"], state["size"], state["chunks"])
+            state, further = self._state(record, TensorStorageMetadata, "properties", "size", "chunks")
+            entry = _with(TensorStorageMetadata(state["properties"], state["size"], state["chunks"]), further)
         size, chunks = _sizes(entry.size, fqn), entry.chunks
         elements = math.prod(size)
         if elements > ELEMENTS_MAX:
-            raise Refused(f"{fqn:.200} has {elements} elements")
+            raise Refused(f"{fqn:.200} has {elements} elements", is_hostile=True)
         if type(chunks) is not list:
             raise Refused(f"{fqn:.200} has no list of chunks")
         self.spend(1 + len(chunks))
@@ -301,19 +351,22 @@ class MetadataBuilder:
         if not self._partial and sum(math.prod(chunk.sizes) for chunk in entry.chunks) < elements:
             raise Refused(f"the chunks of {fqn:.200} do not fill it")
         entry.properties = self._shared_properties(entry.properties)
+        strides = getattr(entry.properties, "strides", None)
+        if strides is not None and len(strides) != len(size):
+            raise Refused(f"{fqn:.200} has {len(size)} dimensions and {len(strides)} strides")
         return entry
 
     def _shared_chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
         """Tensors of one size that share a chunk in the file share one here."""
         if (known := self._chunks.get((id(record), size))) is None:
-            made = _chunk(record, size, fqn)
+            made = self._chunk(record, size, fqn)
             known = self._chunks[id(record), size] = self._chunks[id(made), size] = record, made
         return known[1]
 
     def _shared_properties(self, record: Any) -> TensorProperties:
         """Tensors that share one object of them in the file share one here: metadata of our own does that."""
         if (known := self._properties.get(id(record))) is None:
-            made = _properties(record)
+            made = self._tensor_properties(record)
             known = self._properties[id(record)] = self._properties[id(made)] = record, made
         return known[1]
 
@@ -322,14 +375,15 @@ class MetadataBuilder:
             for info in storage.values():
                 self._stored(info)
             return storage
-        return {_key(key): self._stored(value) for key, value in storage.items()}
+        return {self._key(key): self._stored(value) for key, value in storage.items()}
 
     def _stored(self, record: Any) -> _StorageInfo:
         if type(record) is _StorageInfo:
             info = record
         else:
-            state = _state(record, _StorageInfo, "relative_path", "offset", "length")
-            info = _storage(*map(state.get, ("relative_path", "offset", "length", "transform_descriptors")))
+            state, further = self._state(record, _StorageInfo, "relative_path", "offset", "length")
+            names = ("relative_path", "offset", "length", "transform_descriptors")
+            info = _with(_storage(*map(state.get, names)), further)
         if info.relative_path not in self._paths:
             self._paths.add(relative_of(info.relative_path))
         if info.transform_descriptors is not None:
@@ -337,82 +391,116 @@ class MetadataBuilder:
             _strings(info.transform_descriptors)
         return info
 
-    def _check_plain(self, value: Any, depth: int) -> None:
+    def _check_plain(self, value: Any, what: str, depth: int = 0) -> None:
         """``planner_data`` is for the planner that wrote it: data of any shape, but nothing but data."""
         if type(value) in _PLAIN:
             return
         if depth > DEPTH_MAX:
-            raise Refused(f"planner_data is nested more than {DEPTH_MAX} deep")
+            raise Refused(f"{what} is nested more than {DEPTH_MAX} deep", is_hostile=True)
         if type(value) is dict:
             if not _PATH.issuperset(map(type, value)):
-                raise Refused("a key of planner_data is neither a string nor an integer")
+                raise Refused(f"a key of {what} is neither a string nor an integer")
             value = value.values()
         elif type(value) not in (tuple, list):
-            raise Refused("planner_data holds more than plain data")
+            raise Refused(f"{what} holds more than plain data")
         self.spend(1 + len(value))
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
-                self._check_plain(item, depth + 1)
+                self._check_plain(item, what, depth + 1)
+
+    def _check_further(self, values: Iterable[Any], kind: Any) -> None:
+        """What a later torch has added: a few numbers, strings, dtypes and the like, or tuples of them."""
+        for count, value in enumerate(values, start=1):
+            items = value if type(value) is tuple else (value,)
+            if count > FURTHER_MAX or len(items) > FURTHER_MAX or not _PLAIN.issuperset(map(type, items)):
+                raise Refused(
+                    f"a {kind.__name__} has a field that torch {torch.__version__} and tierckpt {_version()} do not "
+                    "know, and its value is not plain data",
+                    f"{kind.__module__}.{kind.__qualname__}",
+                )
+            self.spend(1 + len(items))
 
     def spend(self, count: int) -> None:
         """What is written once may be referred to many times; looking at it each time could take forever."""
         self._budget -= count
         if self._budget < 0:
-            raise Refused(_REPEATS)
+            raise Refused(_REPEATS, is_hostile=True)
+
+    def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return the fields of ``record`` of ``kind``, and those of them that this module does not know."""
+        if type(record) is not Record or record.kind is not _CLASSES[kind]:
+            raise Refused(f"something else stands where a {kind.__name__} belongs")
+        state = {} if record.state is None else record.state
+        if type(state) is not dict:
+            raise Refused(f"the state of a {kind.__name__} is not its fields")
+        for name in needed:
+            if name not in state:
+                raise Refused(f"a {kind.__name__} has no {name}")
+        if FIELDS[kind].issuperset(state):
+            return state, {}
+        further = {name: value for name, value in state.items() if name not in FIELDS[kind]}
+        if not all(type(name) is str and name.isidentifier() and not name.startswith("__") for name in further):
+            raise Refused(f"a {kind.__name__} has a field that no class can have", is_hostile=True)
+        self._check_further(further.values(), kind)
+        return state, further
+
+    def _key(self, record: Any) -> MetadataIndex:
+        if type(record) is MetadataIndex:
+            return record
+        state, further = self._state(record, MetadataIndex, "fqn")
+        made = _with(_index(state["fqn"], state.get("offset"), state.get("index")), further)
+        if further:  # part of its hash, if the class has the field
+            if self._hashes.setdefault(hash(made), made) != made:
+                self._clashes += 1
+            if self._clashes > CLASHES_MAX:
+                raise Refused("its indices are made to share a hash", is_hostile=True)
+        return made
+
+    def _chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
+        state, further = self._state(record, ChunkStorageMetadata, "offsets", "sizes")
+        offsets, sizes = _sizes(state["offsets"], fqn), _sizes(state["sizes"], fqn)
+        if not len(offsets) == len(sizes) == len(size):
+            raise Refused(f"a chunk of {fqn:.200} has another number of dimensions")
+        # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
+        if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
+            raise Refused(f"a chunk of {fqn:.200} lies outside it")
+        return _with(ChunkStorageMetadata(offsets, sizes), further)
+
+    def _tensor_properties(self, record: Any) -> Any:
+        """The properties of a tensor, made of their state by torch's own class, which knows its members and fields."""
+        of_old = type(record) is Record and record.kind is _CLASSES[OldTensorProperties]
+        kind: Any = OldTensorProperties if of_old else TensorProperties
+        state = record.state if type(record) is Record and record.kind is _CLASSES[kind] else None
+        count = len(_PROPERTIES)
+        if type(state) is not tuple or not all(map(isinstance, state[:count], _PROPERTIES)) or len(state) < count:
+            raise Refused("the properties of a tensor are not what they should be")
+        if len(state) > count:
+            strides, *further = state[count:]
+            if strides is not None and not _are_strides(strides):
+                raise Refused("the strides of a tensor are not numbers from 0")
+            self._check_further(further, kind)
+        made = kind.__new__(kind)
+        made.__setstate__(state[: _PROPERTIES_TAKEN[kind]])
+        return made
+
+    def _storage_meta(self, record: Any) -> StorageMeta:
+        state, further = self._state(record, StorageMeta)
+        place = state.get("checkpoint_id")
+        if not isinstance(place, str | PurePath | None):
+            raise Refused("the checkpoint's id is no path")
+        made = StorageMeta(
+            checkpoint_id=place,
+            save_id=_optional(state.get("save_id"), str, "save_id"),
+            load_id=_optional(state.get("load_id"), str, "load_id"),
+            modules=list(_strings(_list(state.get("modules", []), "modules"))),
+        )
+        return _with(made, further)
 
 
-def _state(record: Any, kind: Any, *needed: str) -> dict[str, Any]:
-    """The fields of ``record``, which must be of ``kind``, have those ``needed``, and no other than ``kind`` has."""
-    if type(record) is not Record or record.kind is not _CLASSES[kind]:
-        raise Refused(f"something else stands where a {kind.__name__} belongs")
-    state = {} if record.state is None else record.state
-    if type(state) is not dict or not FIELDS[kind].issuperset(state):
-        raise Refused(f"a {kind.__name__} has fields that this version of torch does not know")
-    for name in needed:
-        if name not in state:
-            raise Refused(f"a {kind.__name__} has no {name}")
-    return state
-
-
-def _key(record: Any) -> MetadataIndex:
-    if type(record) is MetadataIndex:
-        return record
-    state = _state(record, MetadataIndex, "fqn")
-    return _index(state["fqn"], state.get("offset"), state.get("index"))
-
-
-def _chunk(record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
-    state = _state(record, ChunkStorageMetadata, "offsets", "sizes")
-    offsets, sizes = _sizes(state["offsets"], fqn), _sizes(state["sizes"], fqn)
-    if not len(offsets) == len(sizes) == len(size):
-        raise Refused(f"a chunk of {fqn:.200} has another number of dimensions")
-    # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
-    if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
-        raise Refused(f"a chunk of {fqn:.200} lies outside it")
-    return ChunkStorageMetadata(offsets, sizes)
-
-
-def _properties(record: Any) -> Any:
-    old = type(record) is Record and record.kind is _CLASSES[OldTensorProperties]
-    kind: Any = OldTensorProperties if old else TensorProperties
-    state = record.state if type(record) is Record and record.kind is _CLASSES[kind] else None
-    expected = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
-    if type(state) is not tuple or tuple(map(type, state)) != expected:
-        raise Refused("the properties of a tensor are not what they should be")
-    return kind(*state)
-
-
-def _storage_meta(record: Any) -> StorageMeta:
-    state = _state(record, StorageMeta)
-    place = state.get("checkpoint_id")
-    if not isinstance(place, str | PurePath | None):
-        raise Refused("the checkpoint's id is no path")
-    return StorageMeta(
-        checkpoint_id=place,
-        save_id=_optional(state.get("save_id"), str, "save_id"),
-        load_id=_optional(state.get("load_id"), str, "load_id"),
-        modules=list(_strings(_list(state.get("modules", []), "modules"))),
-    )
+def _with(made: _Made, further: Mapping[str, Any]) -> _Made:
+    for name, value in further.items():
+        object.__setattr__(made, name, value)  # frozen classes too, as pickle does
+    return made
 
 
 # --- checks of values -------------------------------------------------------------------------------------------
@@ -421,9 +509,9 @@ def _storage_meta(record: Any) -> StorageMeta:
 def relative_of(path: Any) -> str:
     """Refuse any path that could lead out of the checkpoint's directory, on any store."""
     if type(path) is not str or any(character in path for character in "\\\0"):
-        raise Refused("the path of a file is not acceptable")
+        raise Refused("the path of a file is not acceptable", is_hostile=True)
     if any(part in {"", ".", ".."} for part in path.split("/")):
-        raise Refused(f"the path {path[:200]!r} leads elsewhere")
+        raise Refused(f"the path {path[:200]!r} leads elsewhere", is_hostile=True)
     return path
 
 
@@ -466,14 +554,22 @@ def check_positions(planner_data: Any) -> None:
         if type(path) is not tuple or int not in set(map(type, path)) or not _PATH.issuperset(map(type, path)):
             continue
         if len(path) > DEPTH_MAX:
-            raise Refused(f"planner_data has lists nested more than {DEPTH_MAX} deep")
+            raise Refused(f"planner_data has lists nested more than {DEPTH_MAX} deep", is_hostile=True)
         for depth, part in enumerate(path):
             if type(part) is int:
                 if not 0 <= part < room:
-                    raise Refused(f"planner_data has a list of {part} items")
+                    raise Refused(f"planner_data has a list of {part} items", is_hostile=True)
                 longest[path[:depth]] = max(longest.get(path[:depth], 0), part + 1)
     if sum(longest.values()) > room:
-        raise Refused(f"planner_data has lists of {sum(longest.values())} items")
+        raise Refused(f"planner_data has lists of {sum(longest.values())} items", is_hostile=True)
+
+
+def _are_strides(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= DIMENSIONS_MAX
+        and all(type(step) is int and 0 <= step <= ELEMENTS_MAX for step in value)
+    )
 
 
 def _sizes(value: Any, fqn: str) -> torch.Size:
