@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +46,11 @@ ITEMS_MAX = 1_000_000
 """Items of all ranks that a coordinator remembers, in generations before the newest."""
 
 CHUNK_TENSORS = 256
+
+LOCAL_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+_HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
+"""Since torch 2.15 the properties of a tensor, which plans hold, have its strides."""
 
 _OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
 """Types that are a leaf of their own whatever they hold; others are looked at."""
@@ -159,7 +164,13 @@ def _is_plannable(tensor: torch.Tensor) -> bool:
     """True when ``_facts`` has all that DCP's plan for it depends on."""
     if isinstance(tensor, DTensor):
         return type(tensor) is DTensor and not hasattr(tensor._local_tensor, "__create_write_items__")
-    return not isinstance(tensor, ShardedTensor) and not hasattr(tensor, "__create_write_items__")
+    plans_for_itself = isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__")
+    return not plans_for_itself and not is_local_part(tensor)
+
+
+def is_local_part(tensor: torch.Tensor) -> bool:
+    """True for a ``CheckpointableTensor`` (torch 2.15): its attributes say which parts of a global tensor it holds."""
+    return all(hasattr(tensor, name) for name in LOCAL_PART)
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[Any]:
@@ -183,10 +194,12 @@ def _facts(tensors: list[torch.Tensor]) -> list[Any]:
     ]
 
 
-def _properties(tensors: list[torch.Tensor]) -> list[list[Any]]:
+def _properties(tensors: list[torch.Tensor]) -> list[list[Any] | None]:
     return [
         *(_column(tensors, name) for name in ("shape", "dtype", "layout", "requires_grad")),
         list(map(torch.Tensor.is_pinned, tensors)),
+        list(map(torch.Tensor.stride, tensors)) if _HAS_STRIDES else None,
+        list(map(is_local_part, tensors)),
     ]
 
 
@@ -375,10 +388,10 @@ class TierSavePlanner(DefaultSavePlanner):
     Values are looked up at every save; nothing here keeps a tensor alive beyond what stock does. Use one planner for
     all saves or a new one for each: plans are remembered per process, at most four structures.
 
-    State dicts with ShardedTensor or with objects that plan for themselves (``__create_write_items__``), keys other
-    than text and integers, and planners with ``flatten_state_dict=False`` or ``flatten_sharded_tensors=False`` are
-    planned at every save, as by stock. So is a subclass that changes plans in ``create_global_plan``: give it
-    ``enable_plan_caching=False``.
+    State dicts with ShardedTensor, CheckpointableTensor or objects that plan for themselves
+    (``__create_write_items__``), keys other than text and integers, and planners with ``flatten_state_dict=False`` or
+    ``flatten_sharded_tensors=False`` are planned at every save, as by stock. So is a subclass that changes plans in
+    ``create_global_plan``: give it ``enable_plan_caching=False``.
 
     Args:
         flatten_state_dict: as in DefaultSavePlanner.

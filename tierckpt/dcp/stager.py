@@ -37,6 +37,7 @@ from .gc_pause import gc_paused
 from .handoff import handoff_client
 from .items import item_format, shard_layout
 from .items.torch_save import resolve_object
+from .planner import LOCAL_PART, is_local_part
 from .staging_copy import Copies
 
 Mode = Literal["eager", "lazy"]
@@ -314,6 +315,7 @@ class _Walk:
         self.leaves: list[torch.Tensor] = []
         self._places: list[tuple[Any, Any, DTensor | None]] = []
         self._tuples: list[tuple[Any, Any]] = []
+        self._local_parts: list[tuple[Any, Any, dict[str, Any]]] = []
         self._others: StateDictStager | None = None
         self._root: list[Any] = [None]
         self._visit(self._root, 0, state)
@@ -324,6 +326,8 @@ class _Walk:
         """The state dict with ``targets`` in place of the leaves. Once."""
         for (container, key, like), target in zip(self._places, targets, strict=True):
             container[key] = target if like is None else _distributed(target, like)
+        for container, key, facts in self._local_parts:
+            vars(container[key]).update(facts)
         for container, key in self._tuples:  # inner ones first: they were noted first
             container[key] = tuple(container[key])
         return self._root[0]
@@ -355,6 +359,8 @@ class _Walk:
         if item_format.is_plain(plain):
             self.leaves.append(plain)
             self._places.append((container, key, like))
+            if is_local_part(value):  # without these attributes its copy would be planned as a whole tensor
+                self._local_parts.append((container, key, {name: getattr(value, name) for name in LOCAL_PART}))
         else:
             container[key] = self._copied(value)
 

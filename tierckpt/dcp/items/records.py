@@ -67,7 +67,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             found.objects.append(Record(0, data, item=item))
             continue
         tensor = plain.get(item.index.fqn)
-        if type(tensor) is not torch.Tensor or type(item) is not WriteItem:
+        # A SHARD item, of a plain tensor too (CheckpointableTensor), is a part of what is looked up by its name alone.
+        if type(tensor) is not torch.Tensor or type(item) is not WriteItem or item.type is not WriteItemType.TENSOR:
             tensor = tensor_of(item)
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
             tensor = tensor.detach()
