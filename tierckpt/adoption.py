@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from . import torch_internals
 from .checkpoint import local_commit, marks
 from .checkpoint.journal import READY, Journal
 from .client import Client, get_client, wait
@@ -229,7 +230,7 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
             hint="Give all of them the same attempt='NAME', new each time, or call it in a torch.distributed job",
         )
     count = _adoptions[location.uri] = _adoptions.get(location.uri, 0) + 1
-    store = dist.distributed_c10d._get_default_store()
+    store = torch_internals.get_default_store()
     prefix = f"tierckpt/adopt/{location.uri}/{world_size}/{count}"
     attempts = _all_gather(store, f"{prefix}/attempt", rank, world_size, secrets.token_hex(8), location)
     if ranks is not None:

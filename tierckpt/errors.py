@@ -2,7 +2,8 @@
 
     TierckptError
     ├── ConfigError (ValueError)                      exit 2   a setting, URI or argument that cannot work
-    │   └── MissingExtraError (ImportError)                    the URI needs a package that is not installed
+    │   ├── MissingExtraError (ImportError)                    the URI needs a package that is not installed
+    │   └── UnsupportedTorchError (ImportError)                this torch lacks a private name that a feature needs
     ├── StoreError                                    exit 1   raised by stores/ and peer/ only
     │   ├── ObjectNotFoundError (FileNotFoundError)   exit 4
     │   │   └── BucketNotFoundError
@@ -93,6 +94,10 @@ class ConfigError(TierckptError, ValueError):
 
 
 class MissingExtraError(ConfigError, ImportError):
+    pass
+
+
+class UnsupportedTorchError(ConfigError, ImportError):
     pass
 
 

@@ -14,8 +14,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from ..torch_internals import StorageInfo
 
 
 def encode(metadata: Metadata) -> bytes:
@@ -34,10 +35,10 @@ def _index(index: MetadataIndex) -> tuple[Any, ...]:
     return MetadataIndex, (index.fqn, index.offset, index.index)
 
 
-def _storage(info: _StorageInfo) -> tuple[Any, ...]:
+def _storage(info: StorageInfo) -> tuple[Any, ...]:
     place = (info.relative_path, info.offset, info.length)
     transforms = info.transform_descriptors
-    return _StorageInfo, place if transforms is None else (*place, transforms)
+    return StorageInfo, place if transforms is None else (*place, transforms)
 
 
 def _tensor(stored: TensorStorageMetadata) -> tuple[Any, ...]:
@@ -46,7 +47,7 @@ def _tensor(stored: TensorStorageMetadata) -> tuple[Any, ...]:
 
 _CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
     MetadataIndex: (_index, ("fqn", "offset", "index")),
-    _StorageInfo: (_storage, ("relative_path", "offset", "length", "transform_descriptors")),
+    StorageInfo: (_storage, ("relative_path", "offset", "length", "transform_descriptors")),
     TensorStorageMetadata: (_tensor, ("properties", "size", "chunks")),
 }
 

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from .. import torch_internals
 from ..errors import CheckpointError
 from .gc_pause import gc_paused
 from .split import Held
@@ -163,8 +163,9 @@ def _is_object(value: Any) -> bool:
 def _is_plannable(tensor: torch.Tensor) -> bool:
     """True when ``_facts`` has all that DCP's plan for it depends on."""
     if isinstance(tensor, DTensor):
-        return type(tensor) is DTensor and not hasattr(tensor._local_tensor, "__create_write_items__")
-    plans_for_itself = isinstance(tensor, ShardedTensor) or hasattr(tensor, "__create_write_items__")
+        local = torch_internals.local_tensor_of(tensor)
+        return type(tensor) is DTensor and not hasattr(local, "__create_write_items__")
+    plans_for_itself = hasattr(tensor, "local_shards") or hasattr(tensor, "__create_write_items__")
     return not plans_for_itself and not is_local_part(tensor)
 
 
@@ -176,7 +177,7 @@ def is_local_part(tensor: torch.Tensor) -> bool:
 def _facts(tensors: list[torch.Tensor]) -> list[Any]:
     """What goes into write items, by columns: one pass of C code for each is far cheaper than a loop over tensors."""
     sharded = [tensor for tensor in tensors if type(tensor) is DTensor]
-    local = [tensor._local_tensor for tensor in sharded]
+    local = [torch_internals.local_tensor_of(tensor) for tensor in sharded]
     plain = [tensor for tensor in tensors if type(tensor) is not DTensor] if sharded else tensors
     meshes = _column(sharded, "device_mesh")
     here = {id(mesh): mesh.get_coordinate() for mesh in meshes}

@@ -20,12 +20,12 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ..disk.file_io import address_of
 from ..read.parallel_read import Piece
+from ..torch_internals import StorageInfo
 from .items import item_format
 
 T = TypeVar("T")
@@ -272,7 +272,7 @@ class GroupRead:
     def count(self) -> int:
         return len(self.members)
 
-    def add(self, item: ReadItem, info: _StorageInfo, frame: item_format.Frame, target: torch.Tensor) -> None:
+    def add(self, item: ReadItem, info: StorageInfo, frame: item_format.Frame, target: torch.Tensor) -> None:
         self.members.append((item, info.offset, frame, target))
         self.stop = info.offset + info.length
 
@@ -317,7 +317,7 @@ class SmallTensorGrouper:
         self._like: tuple[torch.dtype, torch.Size, int] | None = None
         self._frame: item_format.Frame | None = None
 
-    def group(self, group: GroupRead | None, item: ReadItem, info: _StorageInfo) -> GroupRead | None:
+    def group(self, group: GroupRead | None, item: ReadItem, info: StorageInfo) -> GroupRead | None:
         """Return the group that ``item`` is in now: ``group``, or a new one; None: it is not for a group.
 
         Args:
@@ -358,7 +358,7 @@ class SmallTensorGrouper:
         return group
 
 
-def is_framed(item: ReadItem, info: _StorageInfo) -> bool:
+def is_framed(item: ReadItem, info: StorageInfo) -> bool:
     """True for a tensor that lies there as it is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
     return item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..arena.memory import Memory
@@ -31,6 +30,7 @@ from ..read import shared_read
 from ..read.parallel_read import Pull, pull
 from ..read.shared_read import SharedRead, SharedReadPlan
 from ..telemetry import logger
+from ..torch_internals import StorageInfo
 from .read_plan import frame_of
 
 log = logger("restore")
@@ -44,7 +44,7 @@ Spans: TypeAlias = Callable[[ReadItem], tuple[str, list[tuple[int, int]]]]
 """The file of an item, and the bytes of it that are wanted, in order."""
 
 
-def spans(item: ReadItem, info: _StorageInfo, stored: tuple[torch.dtype, torch.Size] | None) -> list[tuple[int, int]]:
+def spans(item: ReadItem, info: StorageInfo, stored: tuple[torch.dtype, torch.Size] | None) -> list[tuple[int, int]]:
     """The bytes of an item's file that reading it takes, but for the head of an item of which some rows are wanted."""
     whole = [(info.offset, info.offset + info.length)]
     if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or stored is None:

@@ -14,9 +14,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -31,6 +29,7 @@ from ..format.manifest import FileEntry
 from ..read.parallel_read import Piece, windows
 from ..read.replicated_file import ReplicatedFile, VerifiedFile
 from ..telemetry import logger
+from ..torch_internals import StorageInfo, StorageReaderTransforms
 from ..tracebacks import short_traceback
 from .checkpoint_files import CheckpointFiles
 from .gc_pause import gc_paused
@@ -110,12 +109,12 @@ class TierStorageReader(Mount, StorageReader):
         super().__init__()
         self.settings = Settings.load(settings, **overrides)
         self.trust_pickle = trust_pickle
-        self.transforms = _StorageReaderTransforms(_extension_registry)
+        self.transforms = StorageReaderTransforms(_extension_registry)
         self.storage_data: dict[Any, Any] = {}
         self._shapes = Shapes(Metadata(state_dict_metadata={}))
         self.load_id = str(uuid.uuid4())
         self._files: CheckpointFiles | None = None
-        self._infos: dict[int, _StorageInfo] = {}
+        self._infos: dict[int, StorageInfo] = {}
         self._error: TierckptError | None = None
         self._neighbours = Neighbours(self.settings)
         self._point_to(uri if uri is not None else path)
@@ -411,7 +410,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def _part(self, item: ReadItem, stored: torch.Tensor) -> torch.Tensor:
         self._check_part(item, stored.size())
-        return narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+        return _narrowed(stored, item.storage_offsets, item.lengths)
 
     def _check_part(self, item: ReadItem, stored: torch.Size) -> None:
         if item.lengths == stored and not any(item.storage_offsets):
@@ -420,12 +419,12 @@ class TierStorageReader(Mount, StorageReader):
         if len(item.lengths) != len(stored) or any(at + count > size for at, count, size in wanted):
             raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
 
-    def _info(self, item: ReadItem) -> _StorageInfo:
+    def _info(self, item: ReadItem) -> StorageInfo:
         """Where an item lies. Asked several times of each, and its name takes longer to look up than its place."""
         if (known := self._infos.get(id(item))) is not None:
             return known
         try:
-            return cast(_StorageInfo, self.storage_data[item.storage_index])
+            return cast(StorageInfo, self.storage_data[item.storage_index])
         except KeyError:
             raise IntegrityError(
                 f"the metadata of {self.path} says nothing about where {item.storage_index.fqn} is",
@@ -486,3 +485,11 @@ def _trusting_load(data: bytes, where: str) -> Metadata:
 def _warn_of_trust(where: str) -> None:
     """Said once for each checkpoint."""
     log.warning("%s is read with trust_pickle=True: whatever code the checkpoint names runs in this process", where)
+
+
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return the part of ``tensor`` from ``offsets`` on, as a view."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if length < tensor.size(dim):
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor

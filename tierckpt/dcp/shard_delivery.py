@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -38,6 +37,7 @@ from ..save import direct_put, eviction
 from ..save.flush import flush
 from ..save.shard_plan import Shard
 from ..telemetry import logger
+from ..torch_internals import StorageWriterTransforms
 from . import split
 from .items.streamed import streamed_shards
 from .stager import StagedItems
@@ -77,7 +77,7 @@ class ShardDelivery:
     directory: Path
     """The checkpoint's on the local tier."""
     rank: int
-    transforms: _StorageWriterTransforms
+    transforms: StorageWriterTransforms
     sync_files: bool
     is_direct_put: bool = False
     """Whether they went to the shared tier past the SSD."""

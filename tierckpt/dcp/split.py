@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 
 from ..errors import CheckpointError
+from ..torch_internals import cached_global_plans
 
 MiB = 1 << 20
 PART_BYTES_MIN = 4 * MiB
@@ -209,7 +210,7 @@ def _same(item: WriteItem, other: WriteItem) -> bool:
 
 def _cached_by_stock(plans: list[SavePlan]) -> bool:
     """True when DCP's ``enable_plan_caching`` keeps one of these very plans."""
-    caches = getattr(SavePlanner, "_cached_global_plan", {}).values()
+    caches = cached_global_plans().values()
     ours = set(map(id, plans))
     return any(id(plan) in ours for cached in caches for plan in cached)
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .. import torch_internals
 from ..arena import slots
 from ..arena.memory import Memory
 from ..arena.pinning import pin
@@ -316,7 +316,7 @@ class _Walk:
         self._places: list[tuple[Any, Any, DTensor | None]] = []
         self._tuples: list[tuple[Any, Any]] = []
         self._local_parts: list[tuple[Any, Any, dict[str, Any]]] = []
-        self._others: StateDictStager | None = None
+        self._others: torch_internals.StateDictStager | None = None
         self._root: list[Any] = [None]
         self._visit(self._root, 0, state)
         if self._others is not None:
@@ -366,7 +366,7 @@ class _Walk:
 
     def _copied(self, value: Any) -> Any:
         """Anything else: a copy in ordinary memory, tensors inside it moved to the CPU."""
-        self._others = self._others or StateDictStager()
+        self._others = self._others or torch_internals.StateDictStager()
         return self._others.stage({"": value})[""]
 
 
@@ -379,8 +379,9 @@ def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
     Made around an empty tensor first: a wrapper over one with a storage offset claims memory that its own storage does
     not have, and crashes the process that unpickles it.
     """
-    made = cast(Any, DTensor)(torch.empty(local.shape, dtype=local.dtype), like._spec, requires_grad=False)
-    made._local_tensor = local
+    spec = torch_internals.spec_of(like)
+    made = cast(Any, DTensor)(torch.empty(local.shape, dtype=local.dtype), spec, requires_grad=False)
+    torch_internals.set_local_tensor(made, local)
     return cast(DTensor, made)
 
 
@@ -429,16 +430,16 @@ def base_of(lease: Lease, size_bytes: int, *, torch_shares: bool = False) -> tor
         base = torch.frombuffer(lease.memory.view[:size_bytes], dtype=torch.uint8)
         storage: Any = StorageWeakRef(base.untyped_storage())  # type: ignore[no-untyped-call]
         lease.in_use = lambda: not storage.expired()
-        lease.storage = base.untyped_storage()._cdata
+        lease.storage = torch_internals.storage_address_of(base.untyped_storage())
         return base
     # Another process can map only a storage that torch made of the descriptor. It maps the memory once more, so it is
     # kept as long as the memory, and the views of this lease are counted instead.
     shared = _shared_storages.get(lease.memory)
     if shared is None:
-        shared = cast(Any, torch.UntypedStorage)._new_shared_fd_cpu(os.dup(lease.memory.fd), lease.memory.size_bytes)
+        shared = torch_internals.new_shared_storage(os.dup(lease.memory.fd), lease.memory.size_bytes)
         _shared_storages[lease.memory] = shared
     base = torch.empty(0, dtype=torch.uint8).set_(shared)[:size_bytes]
-    lease.in_use = lambda: torch._C._storage_Use_Count(shared._cdata) > 1
+    lease.in_use = lambda: torch_internals.storage_use_count(torch_internals.storage_address_of(shared)) > 1
     return base
 
 
@@ -462,7 +463,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def storage_id(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    return int(tensor.untyped_storage()._cdata)
+    return int(torch_internals.storage_address_of(tensor.untyped_storage()))
 
 
 def _settle(future: Future[Any], value: Any, error: BaseException | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_internals
 from ..errors import OperationTimeoutError
 from ..save.write_ahead import WriteAhead
 
@@ -121,7 +122,7 @@ def copy_tensors(pairs: Sequence[Pair]) -> None:
         move_all(large, torch.get_num_threads())
     if rest:
         with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in rest], [source for _, source in rest])
+            torch_internals.foreach_copy([target for target, _ in rest], [source for _, source in rest])
 
 
 def move_all(pairs: Sequence[Pair], count: int) -> None:
@@ -178,7 +179,8 @@ def _start_on_device(device: torch.device, pairs: Sequence[Pair], priority: int)
     stream = _stream_of(device, priority)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.no_grad():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
+        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+        torch_internals.foreach_copy(targets, sources, non_blocking=True)
         for _, source in pairs:
             source.record_stream(stream)  # freed while the copy runs, it must not be handed out again
         return stream.record_event()

@@ -22,12 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import (
-    SerializationFormat,
-    _StorageInfo,
-    _StoragePrefix,
-    _StorageWriterTransforms,
-)
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     StorageMeta,
@@ -36,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from .. import torch_internals
 from ..checkpoint import in_flight
 from ..config import Settings
 from ..disk.illness import HINT, Errands, ill_disk
@@ -49,6 +45,7 @@ from ..poll import wait_while
 from ..save.shard_plan import Shard
 from ..stores.schemes import check_target
 from ..telemetry import logger
+from ..torch_internals import StorageInfo, StorageWriterTransforms
 from ..tracebacks import short_traceback
 from ..types import Tier
 from . import split
@@ -70,7 +67,14 @@ _saves_without_collectives: dict[str, int] = {}
 
 
 @dataclass
-class _Turn(_StoragePrefix):
+class _Prefix:
+    """``SavePlan.storage_data`` of a rank that saves by itself: how the names of its files begin."""
+
+    prefix: str
+
+
+@dataclass
+class _Turn(_Prefix):
     """What the coordinator tells a rank of one save."""
 
     save: str = ""
@@ -159,7 +163,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.per_thread_copy_ahead = per_thread_copy_ahead
         self.cache_staged_state_dict = cache_staged_state_dict
         self.overwrite = overwrite
-        self.transforms = _StorageWriterTransforms(_extensions)
+        self.transforms = StorageWriterTransforms(_extensions)
         self._role = SaveRole(save_id=str(uuid.uuid4()))
         self._session: SaveSession | None = None
         self._planned: PlannedShards | None = None
@@ -232,7 +236,7 @@ class TierStorageWriter(Mount, StorageWriter):
                 elif not self._is_first:
                     raise ill_disk(self.settings.local_root)
         if not self._role.use_collectives:
-            return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._role.rank}_"))
+            return dataclasses.replace(plan, storage_data=_Prefix(f"__{self._role.rank}_"))
         if _world_size() > 1:
             return split.put_aside(plan)
         return plan
@@ -525,7 +529,7 @@ class TierStorageWriter(Mount, StorageWriter):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return secrets.token_hex(8)
         count = _saves_without_collectives[self.path] = _saves_without_collectives.get(self.path, 0) + 1
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_internals.get_default_store()
         key = f"tierckpt/attempt/{self.path}/{count}"
         if dist.get_rank() == 0:
             store.set(key, secrets.token_hex(8))
@@ -571,7 +575,7 @@ class TierStorageWriter(Mount, StorageWriter):
 def _results(shard: Shard) -> list[WriteResult]:
     name = shard.path.name
     return [
-        WriteResult(record.item.index, record.total_bytes, _StorageInfo(name, record.offset, record.total_bytes))
+        WriteResult(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))
         for record in shard.records
     ]
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from .. import torch_internals
 from ..adoption import Adoption, adopt
 from ..cache.node_cache import retry_until_available
 from ..checkpoint.journal import Journal
@@ -174,7 +175,7 @@ def rank_0_finds(what: str, find: Callable[[], str]) -> str:
     count = _finds[what] = _finds.get(what, 0) + 1
     from ..training.rank_exchange import portable  # torch is there
 
-    store, key = dist.distributed_c10d._get_default_store(), f"tierckpt/newest/{what}/{count}"
+    store, key = torch_internals.get_default_store(), f"tierckpt/newest/{what}/{count}"
     if dist.get_rank() == 0:
         try:
             found = find()

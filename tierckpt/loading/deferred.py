@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from .. import torch_internals
 from .fill import Want, fill
 from .tensor_parts import Bounds
 
@@ -107,10 +107,10 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, source: _Source, view: Tensor) -> DeferredTensor:
-        self: DeferredTensor = Tensor._make_wrapper_subclass(
+        self: DeferredTensor = torch_internals.make_wrapper_subclass(
             cls, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=source.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # code that takes its address fails, and reads nothing else
+        torch_internals.throw_on_mutable_data_ptr(self)  # code that takes its address fails, and reads nothing else
         self._source, self._view, self._read = source, view, None
         source.made.append(weakref.ref(self))
         return self
@@ -126,17 +126,17 @@ class DeferredTensor(Tensor):
 
     def _views(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what ``func`` makes of it, unread; None when that is no view."""
-        found, spec = tree_flatten(func(self._view, *args, **kwargs))
-        here = self._view.untyped_storage()._cdata
-        if any(one.untyped_storage()._cdata != here for one in found):
+        found, spec = torch_internals.tree_flatten(func(self._view, *args, **kwargs))
+        here = torch_internals.storage_address_of(self._view.untyped_storage())
+        if any(torch_internals.storage_address_of(one.untyped_storage()) != here for one in found):
             return None
-        return tree_unflatten([DeferredTensor(self._source, one) for one in found], spec)
+        return torch_internals.tree_unflatten([DeferredTensor(self._source, one) for one in found], spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_internals.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first: Any = args[0] if args else None
         if func in _VIEWS and isinstance(first, cls) and not _has_tensors((args[1:], kwargs)):
@@ -147,11 +147,11 @@ class DeferredTensor(Tensor):
             return func(first, args[1]._view, *args[2:], **kwargs)
         if isinstance(first, cls) and _writes(getattr(func, "__name__", "")):
             first._source.share()
-        return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs))
+        return func(*_each_read(args), **_each_read(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*tree_map_only(cls, cls.read, args), **tree_map_only(cls, cls.read, kwargs or {}))
+        return func(*_each_read(args), **_each_read(kwargs or {}))
 
 
 def _writes(name: str) -> bool:
@@ -162,7 +162,7 @@ def _writes(name: str) -> bool:
 
 
 def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(tree)[0])
+    return any(isinstance(leaf, Tensor) for leaf in torch_internals.tree_flatten(tree)[0])
 
 
 class Deferral:
@@ -191,3 +191,8 @@ class Deferral:
         for reference in self._made:
             if (tensor := reference()) is not None:
                 tensor.read()
+
+
+def _each_read(arguments: Any) -> Any:
+    """Return ``arguments`` with an ordinary tensor in place of each deferred one."""
+    return torch_internals.tree_map_only(DeferredTensor, DeferredTensor.read, arguments)

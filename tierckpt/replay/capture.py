@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from .. import torch_internals
 from ..errors import TierckptError
 from ..telemetry import logger
 from .optimizers import check_replayable, local, parameters_of, writes_of
@@ -88,7 +89,7 @@ class Capture:
         self._hyperparameters: list[dict[str, Any]] = []
         self._found_inf: torch.Tensor | None = None
         updated = optimizer.register_step_post_hook(self._updated)
-        cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(updated.id, last=False)
+        torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             updated,
@@ -157,7 +158,7 @@ class Capture:
                 self.end(f"the gradient of {parameter.name} is {gradient.dtype} ({gradient.layout})")
                 return
             gradients[parameter.key] = local(gradient.detach())
-            self._taken.append((parameter.tensor, gradient, gradient._version))
+            self._taken.append((parameter.tensor, gradient, torch_internals.version_of(gradient)))
         try:
             self._gradients = self._copy(gradients)
         except TierckptError as error:  # training goes on, without a record of it
@@ -171,7 +172,7 @@ class Capture:
         if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD may write to them itself (C1)
             return
         for parameter, gradient, version in taken:
-            if gradient._version != version or parameter.grad is not gradient:
+            if torch_internals.version_of(gradient) != version or parameter.grad is not gradient:
                 self.end("a hook of its step changed gradients behind the one that records them")
                 return
 
@@ -190,7 +191,7 @@ class Capture:
 
 def _is_compiled() -> bool:
     """True when this is called by a step that ``torch.compile`` made, where torch can tell."""
-    ask = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    ask = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
     return ask is not None and bool(ask())
 
 

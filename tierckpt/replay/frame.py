@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from .. import torch_internals
 from ..errors import ConfigError
 from ..save import log_segments
 from .capture import Step
@@ -141,7 +142,7 @@ class _Memory:
 
     def add(self, tensor: torch.Tensor) -> memoryview:
         storage = tensor.untyped_storage()
-        place = storage._cdata
+        place = torch_internals.storage_address_of(storage)
         if place not in self._whole:
             self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
         begin = int(tensor.storage_offset()) * tensor.element_size()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from .. import poll
+from .. import poll, torch_internals
 from ..dcp.staging_copy import Copies
 from .pinned import PinnedMemory
 
@@ -65,7 +66,7 @@ class Copy:
         self.on_device: Copies | None = None
         """The same copy as its device knows it."""
         self._sources = list(sources)
-        self._versions = [one._version for one in sources]
+        self._versions = [torch_internals.version_of(one) for one in sources]
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._allocate = allocate
         self._next = 0
@@ -120,8 +121,8 @@ class Copy:
 
     def end(self) -> None:
         """All is copied."""
-        changed = (one._version != version for one, version in zip(self._sources, self._versions, strict=False))
-        self.was_changed = any(changed)
+        versions = map(torch_internals.version_of, self._sources)
+        self.was_changed = any(map(operator.ne, versions, self._versions))
         self._sources.clear()
         if self.done.set_running_or_notify_cancel():
             self.done.set_result(None)
@@ -140,10 +141,10 @@ class Copy:
                 break
             several.append(source)
         if len(several) > 1:
-            halves = halves_without_loss(torch._C._nn.flatten_dense_tensors(several))
+            halves = halves_without_loss(torch_internals.flatten_dense_tensors(several))
             if halves is not None:
                 target = self._add_memory(halves)
-                self.result += torch._C._nn.unflatten_dense_tensors(target.view(torch.bfloat16), several)
+                self.result += torch_internals.unflatten_dense_tensors(target.view(torch.bfloat16), several)
                 return len(several)
         several = several or [self._sources[self._next]]
         for source in several:
@@ -310,7 +311,7 @@ class Link:
                     if self.bytes_per_second:
                         free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + size_bytes / self.bytes_per_second
                         time.sleep(max(0.0, free_at - time.monotonic()))
-                    torch._foreach_copy_(targets, sources)
+                    torch_internals.foreach_copy(targets, sources)
                     made.copied_bytes += size_bytes
                     self._moved_bytes += size_bytes
                     self._busy_seconds += time.monotonic() - begun

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import torch_internals
 from ..errors import CheckpointError, IntegrityError
 from ..save import log_segments
 from ..telemetry import logger
@@ -348,7 +349,7 @@ class _Recorder:
 
         Not where a window needs the link meanwhile.
         """
-        known, self._gradients = self._gradients, {one.data_ptr(): one._version for one in gradients}
+        known, self._gradients = self._gradients, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
         was_written = any(known.get(place, version) != version for place, version in self._gradients.items())
         return bool(known) and not was_written and id(self.optimizer) not in self._link.followers
 

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import torch_internals
 from ..errors import ConfigError
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -114,17 +115,15 @@ def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """What moves when something writes to a parameter or its state, or puts another tensor there; ``.data`` of the same
     memory does not."""
     tensors = [one.tensor for one in parameters_of(optimizer)]
-    shards = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
-    found: list[Any] = [*map(_VERSION, tensors), *map(_VERSION, shards), *map(torch.Tensor.data_ptr, shards)]
+    shards = [torch_internals.local_tensor_of(one) if isinstance(one, DTensor) else one for one in tensors]
+    version_of = torch_internals.version_of
+    found: list[Any] = [*map(version_of, tensors), *map(version_of, shards), *map(torch.Tensor.data_ptr, shards)]
     states = optimizer.state.values()
     try:  # a model has thousands of these, and this is done several times a step
-        found += map(_VERSION, itertools.chain.from_iterable(map(dict.values, states)))
+        found += map(version_of, itertools.chain.from_iterable(map(dict.values, states)))
     except (AttributeError, TypeError):
         found += [getattr(one, "_version", one) for state in states for one in state.values()]
     return found
-
-
-_VERSION = operator.attrgetter("_version")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

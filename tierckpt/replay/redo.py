@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from .. import torch_internals
 from ..errors import ConfigError, IntegrityError, StateMismatchError, TierckptError
 from ..types import Json
 from .apply import Replay
@@ -217,7 +217,7 @@ def implementation_of(group: Mapping[str, Any]) -> str:
         return "fused"
     foreach = group.get("foreach")
     if foreach is None and group.get("fused") is None:
-        _, foreach = _default_to_fused_or_foreach(group["params"], differentiable=False, use_fused=False)
+        _, foreach = torch_internals.default_to_fused_or_foreach(group["params"], differentiable=False, use_fused=False)
         if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
             foreach = False
     return "foreach" if foreach else "forloop"

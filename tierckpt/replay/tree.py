@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import torch_internals
 from ..errors import CheckpointError
 from .link import PARTS, Copy, Link
 from .optimizers import local
@@ -107,7 +108,8 @@ def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return ``shard``, a copy of this rank's part of ``tensor``, as the kind of tensor that that is."""
     if not isinstance(tensor, DTensor):
         return shard
-    made = cast(Any, DTensor)(shard, tensor._spec, requires_grad=False)  # from_local would send it back to the device
+    # from_local would send it back to the device
+    made = cast(Any, DTensor)(shard, torch_internals.spec_of(tensor), requires_grad=False)
     return cast(DTensor, made)
 
 

@@ -22,13 +22,13 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from ..dcp.stager import storage_id
 from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
 from ..replay.optimizers import parameters_of
 from ..telemetry import logger
+from ..torch_internals import tree_leaves
 from .codec import job_state
 from .rank_exchange import all_gather, is_distributed, own_store
 from .saves import SaveRecord

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from .. import torch_internals
 from ..errors import CheckpointSkippedError, CommitAbandonedError, ConfigError, OperationTimeoutError, TierckptError
 from ..poll import LOCAL, Poll
 
@@ -113,7 +114,7 @@ def portable(error: BaseException) -> BaseException:
 
 def own_store() -> Any:
     """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = torch_internals.get_default_store()
     try:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from ..arena import slots
 from ..checkpoint.retention import Rule
@@ -31,6 +30,7 @@ from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptErro
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
 from ..replay.optimizers import optimizers_in
 from ..telemetry import logger
+from ..torch_internals import DistWrapper
 from ..types import Tier
 from .codec import near_state
 from .rank_exchange import Exchange, all_gather, is_distributed
@@ -391,7 +391,7 @@ def plan_save(
 ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
     """DCP's planning, on the caller's thread: the only collectives of a save."""
     planner = TierSavePlanner()
-    ranks = _DistWrapper(None, is_distributed(), 0)
+    ranks = DistWrapper(None, is_distributed(), 0)
     metadata: Metadata | None = None
 
     def local_step() -> SavePlan:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -25,6 +24,7 @@ from ...arena.memory import Kind, Memory
 from ...format.manifest import FileEntry
 from ...save.shard_plan import Image, Record, Shard
 from ...stores.credentials import cloud_environment
+from ...torch_internals import StorageInfo
 from .. import split
 from ..items import item_format
 
@@ -100,7 +100,7 @@ class Results:
     def list(self) -> list[WriteResult]:
         columns = zip(self.names, self.offsets, self.parts, self.files, self.starts, self.sizes, strict=True)
         return [
-            WriteResult(MetadataIndex(name, offset, part), size, _StorageInfo(file, start, size))
+            WriteResult(MetadataIndex(name, offset, part), size, StorageInfo(file, start, size))
             for name, offset, part, file, start, size in columns
         ]
 

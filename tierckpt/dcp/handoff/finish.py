@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Memory
@@ -33,6 +32,7 @@ from ...format.layout import Location, blocks_file, local_dir, parse_uri
 from ...format.manifest import FileEntry
 from ...ipc.agent_client import HANDOFF_NAME, LOCK_NAME
 from ...telemetry import log_to, logger
+from ...torch_internals import StorageWriterTransforms
 from ...types import Json
 from ..save_session import SaveRole, SaveSession, require_files, told
 from . import description as descriptions
@@ -147,7 +147,7 @@ def _resume(
         epoch=handoff.epoch,
         notes=handoff.notes,
     )
-    transforms = _StorageWriterTransforms()
+    transforms = StorageWriterTransforms()
     if has_begun:
         return SaveSession.take_over(client, location, role, handoff.token, transforms, lock)
     return SaveSession.open(client, location, role, handoff.token, transforms)

@@ -19,7 +19,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -30,6 +29,7 @@ from ...format import manifest as manifests
 from ...format.layout import FORMAT_1_HANDOFF_DIR, HANDOFF_DIR, Location
 from ...poll import SHARED, Poll
 from ...telemetry import logger
+from ...torch_internals import StorageInfo
 from .. import split
 from ..save_session import told
 
@@ -147,7 +147,7 @@ def _decode_result(
     if not (isinstance(fqn, str) and isinstance(path, str)):
         raise TypeError("a name that is no text")
     index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
-    return WriteResult(index, int(size_bytes), _StorageInfo(path, int(at), int(length)))
+    return WriteResult(index, int(size_bytes), StorageInfo(path, int(at), int(length)))
 
 
 def _box(value: list[list[int]]) -> split.Box:

@@ -19,6 +19,7 @@ from ...arena.slots import Lease
 from ...errors import CheckpointError, StateMismatchError
 from ...quantities import DISK_BLOCK_BYTES, round_up
 from ...save.shard_plan import Image, Record
+from ...torch_internals import storage_address_of
 from .. import split
 from ..stager import StagedItems, refuse_tensor
 from . import item_format
@@ -88,7 +89,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         address = tensor.data_ptr()
         if leases and (lease is None or not lease.covers(address)):
             lease = next((lease for lease in leases if lease.covers(address)), None)
-        if lease is not None and lease.storage and tensor.untyped_storage()._cdata != lease.storage:
+        if lease is not None and lease.storage and storage_address_of(tensor.untyped_storage()) != lease.storage:
             raise _gone(item, lease)
         found.tensors.append(Record(0, frame.head, frame, address, tensor, None, item, lease))
     return found

@@ -6,11 +6,13 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ... import torch_internals
 from ...save.shard_plan import Record
+from ...torch_internals import StorageWriterTransforms
 from .. import split
 from ..stager import StagedItems
 
@@ -19,7 +21,7 @@ STREAMED_BYTES = 256 << 20
 
 
 def streamed_shards(
-    transforms: _StorageWriterTransforms,
+    transforms: StorageWriterTransforms,
     names: Iterator[str],
     items: Sequence[WriteItem],
     planner: SavePlanner | StagedItems,
@@ -32,7 +34,7 @@ def streamed_shards(
     name, stream, results = next(names), io.BytesIO(), list[WriteResult]()
     for item in items:
         data = _data(item, planner)
-        results.append(_write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
+        results.append(torch_internals.write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
         if stream.tell() >= STREAMED_BYTES:
             yield name, Record(0, stream.getbuffer()), results
             name, stream, results = next(names), io.BytesIO(), []

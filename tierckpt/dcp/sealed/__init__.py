@@ -5,7 +5,7 @@ metadata   what may be said in it
 objects    the items: tensors and objects, as data
 """
 
-from .metadata import load_metadata
+from .metadata import load_metadata, read_back
 from .objects import Objects, load_tensor
 
-__all__ = ["Objects", "load_metadata", "load_tensor"]
+__all__ = ["Objects", "load_metadata", "load_tensor", "read_back"]

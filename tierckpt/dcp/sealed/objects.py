@@ -18,11 +18,12 @@ import os
 import pickle
 import re
 import threading
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
 from ...errors import TierckptError, UnsafeCheckpointError
+from ...torch_internals import PyTorchFileReader
 from ..items.torch_save import save
 
 SMALL_BYTES = 4096
@@ -106,7 +107,7 @@ class _NoGlobals(pickle.Unpickler):
 def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
     """Numbers, texts and containers, integers of more than 255 bytes among them. Raises ``error`` for anything else."""
     try:
-        records = cast(Any, torch._C).PyTorchFileReader(io.BytesIO(data))
+        records = PyTorchFileReader(io.BytesIO(data))
         return _NoGlobals(io.BytesIO(records.get_record("data.pkl"))).load()
     except Exception:
         raise error from None
@@ -134,7 +135,7 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
         stream.seek(start)
         return
     stream.seek(start)
-    reader = cast(Any, torch._C).PyTorchFileReader(stream)
+    reader = PyTorchFileReader(stream)
     records = sum(map(reader.get_record_size, reader.get_all_records()))
     stream.seek(start)
     if records > _size_bytes_max(size_bytes):

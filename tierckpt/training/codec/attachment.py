@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
+from ... import torch_internals
 from ...errors import StateMismatchError
 from ...replay.checksum import Fingerprint, marks_of, sample_of
 from ...replay.optimizers import local, optimizers_in, parameters_of
@@ -213,7 +214,7 @@ def _mark(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         shard = local(tensor.detach())
         some = marks_of([sample_of(_as_it_lies(shard))]) if shard.device.type == "cpu" else []
-        return id(tensor), tensor._version, shard._version, shard.data_ptr(), some
+        return id(tensor), torch_internals.version_of(tensor), torch_internals.version_of(shard), shard.data_ptr(), some
     return Fingerprint.of(local(tensor)).number
 
 

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -35,6 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ...errors import ConfigError, StateMismatchError, TierckptError
 from ...near_storage.optimizer import NearStorageOptimizer
 from ...telemetry import logger
+from ...torch_internals import flatten_state_dict, set_element
 from .optimizer_state import member_lists, put_back_state, state_target
 from .reconstruction import Decoder
 from .structure import NOTHING, Encoder, text_of

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
@@ -36,6 +34,7 @@ from ...replay.redo import Conditions, Exact, Redo, pack, unpack
 from ...replay.tree import gaps, like, without_gaps
 from ...save.log_segments import BASE_NOTE
 from ...telemetry import logger
+from ...torch_internals import flatten_state_dict, set_element
 from ...types import Json
 from ..codec import job_state as states
 from ..rank_exchange import is_distributed, same_outcome

@@ -1,0 +1,80 @@
+"""A later torch does not lock users out: its checkpoints load, and what it has added is passed on (S4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLASSES = [
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_StorageInfo",
+]
+ROOT = Path(__file__).parents[2]
+
+
+def run(kind: str, verb: str, directory: Path, later: str = "") -> Any:
+    env = {**os.environ, "LATER": later, "TIERCKPT_LOCAL_ROOT": str(directory / "root"), "TIERCKPT_MOVER": "inline"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.compat.future_torch", kind, verb, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) if done.stdout else None
+
+
+def test_a_further_field_of_each_class_is_read_and_passed_on(tmp_path: Path) -> None:
+    run("fields", "save", tmp_path, "saved")
+    for name, later in run("fields", "load", tmp_path, "loaded").items():
+        assert sorted(later) == CLASSES
+        assert {kind for kind, value in later.items() if value[-1] != "saved"} == set(), name
+
+
+def test_what_a_later_torch_has_saved_is_read_by_this_one(tmp_path: Path) -> None:
+    run("fields", "save", tmp_path, "saved")
+    for later in run("none", "load", tmp_path).values():
+        assert later.pop("TensorProperties") == "none"  # the class takes no more than it knows
+        assert {value[-1] for value in later.values()} == {"saved"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fields", "enum"])
+def test_what_this_torch_has_saved_is_read_by_a_later_one(kind: str, tmp_path: Path) -> None:
+    run("none", "save", tmp_path)
+    assert run(kind, "load", tmp_path, "loaded").keys() == {"ours", "stock"}
+
+
+CHANNELS = """
+import pickle, sys
+import torch, torch.distributed.checkpoint.metadata as m
+from tierckpt.dcp.sealed import load_metadata
+size = torch.Size([1])
+properties = m.TensorProperties(memory_format=torch.channels_last_3d)
+entry = m.TensorStorageMetadata(properties, size, [m.ChunkStorageMetadata(torch.Size([0]), size)])
+data = pickle.dumps(m.Metadata({"w": entry}))
+assert load_metadata(data, where="m").state_dict_metadata["w"].properties.memory_format is torch.channels_last_3d
+open(sys.argv[1], "wb").write(data)
+"""
+
+
+def test_a_further_member_of_an_enum_is_given_where_torch_has_it_and_refused_by_name_elsewhere(tmp_path: Path) -> None:
+    from tierckpt.dcp.sealed import load_metadata
+    from tierckpt.errors import UnsafeCheckpointError
+
+    install = "import sys; from tests.compat import future_torch as f; f._Loader.kind = 'enum'; "
+    program = f"{install}sys.meta_path.insert(0, f._Finder)\n{CHANNELS}"
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "m")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(UnsafeCheckpointError, match=r"3 is no member of \S+_MEM_FORMAT_ENCODING in torch 2") as caught:
+        load_metadata((tmp_path / "m").read_bytes(), where="m")
+    assert "tierckpt newer than 0.1.0" in str(caught.value) and "do harm" not in str(caught.value)
