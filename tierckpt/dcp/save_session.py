@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -27,15 +26,17 @@ from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, En
 from ..client import Client
 from ..disk import read_lease
 from ..disk.durable import make_dirs
-from ..errors import CheckpointError, TierckptError
+from ..errors import CheckpointError, TierckptError, UnsafeCheckpointError
 from ..format.layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata
 from ..format.manifest import FileEntry, Manifest, digests_of
 from ..telemetry import COMMITS, logger
+from ..torch_internals import CHECKED_VERSIONS, StorageWriterTransforms
 from ..types import Tier
 from . import split
 from .gc_pause import gc_paused
 from .handoff.handoff_client import HandoffHandle
 from .metadata_pickle import encode
+from .sealed import read_back
 from .shard_delivery import Route, ShardDelivery
 
 log = logger("save")
@@ -102,7 +103,7 @@ class SaveSession:
         location: Location,
         role: SaveRole,
         entry: Entry,
-        transforms: _StorageWriterTransforms,
+        transforms: StorageWriterTransforms,
         *,
         sync_files: bool,
         lock: contextlib.ExitStack,
@@ -127,7 +128,7 @@ class SaveSession:
         location: Location,
         role: SaveRole,
         token: str,
-        transforms: _StorageWriterTransforms,
+        transforms: StorageWriterTransforms,
         *,
         sync_files: bool = True,
     ) -> SaveSession:
@@ -159,7 +160,7 @@ class SaveSession:
         location: Location,
         role: SaveRole,
         token: str,
-        transforms: _StorageWriterTransforms,
+        transforms: StorageWriterTransforms,
         lock: int | None,
     ) -> SaveSession | None:
         """Go on with the journal entry of a rank that has ended. None when the entry is settled, or another's.
@@ -267,7 +268,16 @@ class SaveSession:
         if self.role.epoch is not None:
             _require_whole(metadata, self.location.uri)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.location.uri, save_id=self.role.save_id)
-        return encode(metadata)
+        data = encode(metadata)
+        try:
+            read_back(data, metadata, where=METADATA, partial=not self.role.use_collectives)
+        except UnsafeCheckpointError as error:
+            raise CheckpointError(
+                f"{self.location.uri} is not committed, because its metadata could not be loaded: {error.message}",
+                hint="The checkpoint before it stands. Save with a planner whose metadata is plain data, or with a "
+                f"PyTorch that this tierckpt knows ({', '.join(CHECKED_VERSIONS)})",
+            ) from error
+        return data
 
     def _manifest(self, data: bytes, results: list[list[WriteResult]]) -> Manifest:
         collected = {file.path: file for rank in results for result in rank for file in getattr(result, "files", ())}
