@@ -30,6 +30,7 @@ from ..format.layout import Location
 from ..mover import Mover
 from ..quantities import DISK_BLOCK_BYTES
 from ..stores.base import Store
+from ..torch_internals import CHECKED_VERSIONS
 from .ui.output import Report, human_bytes, human_seconds, table
 from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client
 
@@ -83,13 +84,19 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
 # --- this installation ------------------------------------------------------------------------------------------
 
 
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
 def _software() -> Iterator[Check]:
     yield Check("python", OK, platform.python_version())
     found = _installed("torch")
     if found is None:
         yield Check("torch", OK, "not installed: this node can move checkpoints and models, not save or load them")
-    elif tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < TORCH_FLOOR:
+    elif _major_minor(found) < TORCH_FLOOR:
         yield Check("torch", FAIL, f"{found} is older than {'.'.join(map(str, TORCH_FLOOR))}")
+    elif _major_minor(found) > _major_minor(CHECKED_VERSIONS[-1]):
+        yield Check("torch", WARN, f"{found} is newer than {CHECKED_VERSIONS[-1]}, the newest that was checked")
     else:
         yield Check("torch", OK, found)
     present = [extra for extra, package in EXTRAS.items() if _installed(package)]

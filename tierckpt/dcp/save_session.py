@@ -84,6 +84,8 @@ class SaveRole:
     """Of a process that stands in for a rank that has ended: it commits only in this epoch."""
     notes: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
     """For the manifest."""
+    trust_pickle: bool = False
+    """The metadata may hold classes that only a reader with ``trust_pickle=True`` loads."""
 
 
 class SaveSession:
@@ -269,13 +271,16 @@ class SaveSession:
             _require_whole(metadata, self.location.uri)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.location.uri, save_id=self.role.save_id)
         data = encode(metadata)
+        if self.role.trust_pickle:
+            return data
         try:
             read_back(data, metadata, where=METADATA, partial=not self.role.use_collectives)
         except UnsafeCheckpointError as error:
             raise CheckpointError(
                 f"{self.location.uri} is not committed, because its metadata could not be loaded: {error.message}",
-                hint="The checkpoint before it stands. Save with a planner whose metadata is plain data, or with a "
-                f"PyTorch that this tierckpt knows ({', '.join(CHECKED_VERSIONS)})",
+                hint="The checkpoint before it stands. Use a planner whose metadata is plain data and torch "
+                f"{CHECKED_VERSIONS[0]} to {CHECKED_VERSIONS[-1]}; metadata with classes of your own needs "
+                "trust_pickle=True of TierStorageWriter and of TierStorageReader",
             ) from error
         return data
 

@@ -120,6 +120,8 @@ class TierStorageWriter(Mount, StorageWriter):
         cache_staged_state_dict: likewise; staging memory is always kept.
         overwrite: False refuses an id that holds a checkpoint already.
         serialization_format: only TORCH_SAVE; for safetensors use ``tierckpt export``.
+        trust_pickle: accept a planner that puts classes of its own into the metadata (Megatron's does). Only
+            ``TierStorageReader(uri, trust_pickle=True)`` loads such a checkpoint; without it the save fails.
 
     Raises (inside DCP's CheckpointException, by rank):
         AlreadyCommittedError, CapacityError, PermissionDeniedError, ConfigError, StateMismatchError (meta tensors).
@@ -146,6 +148,7 @@ class TierStorageWriter(Mount, StorageWriter):
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
         path: str | os.PathLike[str] | None = None,
+        trust_pickle: bool = False,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -164,7 +167,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self.cache_staged_state_dict = cache_staged_state_dict
         self.overwrite = overwrite
         self.transforms = StorageWriterTransforms(_extensions)
-        self._role = SaveRole(save_id=str(uuid.uuid4()))
+        self._role = SaveRole(save_id=str(uuid.uuid4()), trust_pickle=trust_pickle)
         self._session: SaveSession | None = None
         self._planned: PlannedShards | None = None
         """The shards of a save that has begun before ``write_data``."""

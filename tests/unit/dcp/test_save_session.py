@@ -68,6 +68,17 @@ def test_a_save_that_could_not_be_loaded_fails(is_second: bool, kind: str, file_
         assert tierckpt.latest(file_uri) is None
 
 
+def test_metadata_with_classes_of_the_user_is_saved_where_that_is_said(file_uri: str) -> None:
+    uri, planner = f"{file_uri}/step-1", Planner()
+    planner.kind = "planner data"
+    writer = TierStorageWriter(uri, trust_pickle=True)
+    dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=planner, no_dist=True)
+    into = {"w": torch.zeros(4)}
+    reader = tierckpt.TierStorageReader(uri, trust_pickle=True)
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert isinstance((reader.read_metadata().planner_data or {})["w"], Mine) and torch.equal(into["w"], torch.ones(4))
+
+
 def test_later_saves_of_a_structure_check_what_is_new_in_them(tmp_path: Path) -> None:
     """Entries that were read back are not read again; places are checked each time."""
     metadata: list[Metadata] = []

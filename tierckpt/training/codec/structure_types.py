@@ -164,5 +164,5 @@ def _shape(item: Any) -> Any:
 def bad(what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         f"the structure of the state is refused: {what}",
-        hint="It is damaged, made to do harm, or of a newer version: use another copy or an older step",
+        hint="It is damaged, or a newer tierckpt wrote it: use that version, another copy or an older step",
     )

@@ -1,0 +1,47 @@
+"""Checkpoints cross between all pairs of torch versions, tierckpt and stock in both roles.
+
+TIERCKPT_TEST_TORCHES names the interpreters, separated by colons; `make matrix` makes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYTHONS = [name for name in os.environ.get("TIERCKPT_TEST_TORCHES", "").split(":") if name] or [sys.executable]
+ROOT = Path(__file__).parents[2]
+
+
+def run(python: str, verb: str, directory: Path) -> str:
+    env = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(directory / "root"), "TIERCKPT_MOVER": "inline"}
+    env["PYTHONPATH"] = str(ROOT)
+    command = [python, "-m", "tests.compat.torch_version", verb, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {python: tmp_path_factory.mktemp("saved") for python in PYTHONS}
+    for python, directory in made.items():
+        run(python, "save", directory)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writer", "reader"), itertools.product(PYTHONS, PYTHONS))
+def test_every_pair(writer: str, reader: str, saved: dict[str, Path]) -> None:
+    """What stock reads of stock, it reads of ours; ours reads all of it."""
+    lines = dict(line.split(": ", 1) for line in run(reader, "load", saved[writer]).splitlines())
+    expected = dict.fromkeys(lines, "right")
+    if lines["stock of stock"] != "right":  # torch before 2.15 cannot read what 2.15 writes
+        assert writer != reader
+        for name in ("stock of stock", "stock of ours"):
+            expected[name] = lines[name]
+    assert lines == expected
