@@ -410,7 +410,7 @@ def test_strides_are_checked(strides: Any, match: str) -> None:
 
 @pytest.mark.parametrize("value", [[3, 1], {}, ((1,),), (1,) * 65])
 def test_what_is_behind_the_properties_is_plain_and_short(value: Any) -> None:
-    with pytest.raises(UnsafeCheckpointError, match="not plain data|not numbers") as caught:
+    with pytest.raises(UnsafeCheckpointError, match=r"not plain data|not numbers") as caught:
         read(with_strides(value))
     assert "do harm" not in str(caught.value)
     with pytest.raises(UnsafeCheckpointError, match=r"a field \(7\) that torch"):

@@ -182,8 +182,8 @@ def _refused(error: Exception, name: str) -> UnsafeCheckpointError:
     if found is None:
         return UnsafeCheckpointError(
             f"{name} is refused: torch.load(weights_only=True) cannot read it ({type(error).__name__}: {_gist(error)})",
-            hint="It is damaged, or holds more than data: use another copy or an older step. A checkpoint that you wrote "
-            "yourself in a format of your own is read with trust_pickle=True",
+            hint="It is damaged, or holds more than data: use another copy or an older step. A checkpoint that you "
+            "wrote yourself in a format of your own is read with trust_pickle=True",
         )
     wanted = found[1][:200]
     ways = "trust_pickle=True, which runs whatever code the checkpoint names"
