@@ -90,7 +90,7 @@ def load(directory: Path) -> None:
         try:
             work()
             print(f"{name}: right", flush=True)
-        except Exception as error:
+        except BaseException as error:  # DCP's CheckpointException is no Exception
             print(f"{name}: {type(error).__name__} {' '.join(str(error).split())[-200:]}", flush=True)
 
 

@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import threading
+import zipfile
 from typing import Any, BinaryIO
 
 import torch
@@ -135,11 +136,19 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
         stream.seek(start)
         return
     stream.seek(start)
-    reader = PyTorchFileReader(stream)
-    records = sum(map(reader.get_record_size, reader.get_all_records()))
+    records = _records_bytes(stream)
     stream.seek(start)
     if records > _size_bytes_max(size_bytes):
         raise _too_large(name, size_bytes, records)
+
+
+def _records_bytes(stream: BinaryIO) -> int:
+    """What the records of an archive say they unpack to."""
+    reader = PyTorchFileReader(stream)
+    if hasattr(reader, "get_record_size"):
+        return sum(map(reader.get_record_size, reader.get_all_records()))
+    with zipfile.ZipFile(stream) as archive:  # torch before 2.13 does not tell
+        return sum(record.file_size for record in archive.infolist())
 
 
 def _size_bytes_max(size_bytes: int) -> int:
