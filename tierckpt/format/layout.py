@@ -43,13 +43,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from ..errors import ConfigError
-from ..redaction import carries_credential, redact
-from .uris import SCHEME, absolute, scheme_of, text_of
+from .uris import Location as Location
+from .uris import parse_uri as parse_uri
 
 METADATA = ".metadata"
 PRIVATE_DIR = ".tierckpt"
@@ -88,124 +85,6 @@ WINDOWS_DIR = ".tierckpt-windows"
 SHARD_SUFFIX = ".distcp"
 
 _STEP = re.compile(r"(\d+)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """A checkpoint URI, normalised. Two spellings of one place compare equal.
-
-    ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
-    leading or trailing slash except that file paths keep the leading one.
-    """
-
-    scheme: str
-    authority: str
-    path: str
-
-    @property
-    def uri(self) -> str:
-        if self.scheme == "file":
-            return self.path
-        return (
-            f"{self.scheme}://{self.authority}/{self.path}".rstrip("/")
-            if self.authority
-            else f"{self.scheme}://{self.path}"
-        )
-
-    def __str__(self) -> str:
-        return self.uri
-
-    @property
-    def name(self) -> str:
-        return self.path.rstrip("/").rpartition("/")[2] or self.authority
-
-    def child(self, name: str) -> Location:
-        return Location(self.scheme, self.authority, f"{self.path.rstrip('/')}/{name}" if self.path else name)
-
-    @property
-    def parent(self) -> Location:
-        return Location(
-            self.scheme,
-            self.authority,
-            self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""),
-        )
-
-
-TIER_FORMS = (
-    "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
-)
-_ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
-
-
-def parse_uri(uri: object) -> Location:
-    """Normalise a URI, bare path or ``os.PathLike``.
-
-    ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
-    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these behind ``tierckpt://``.
-
-    Raises:
-        ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
-            another host's file, or with a password or a signature.
-    """
-    text = text_of(uri, "a checkpoint URI")
-    if "\0" in text:
-        raise ConfigError(f"{redact(text)!r} holds a NUL byte", hint="No store and no file system has such a name")
-    if text.strip() and scheme_of(text) == "tierckpt":
-        text = _behind(text)
-    if not text.strip():
-        raise ConfigError(
-            "the checkpoint URI is empty",
-            hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path",
-        )
-    match = SCHEME.match(text)
-    if not match:
-        return Location("file", "", str(absolute(text)))
-    if carries_credential(text):
-        raise ConfigError(
-            f"{redact(text)} carries a credential, and a URI is written to journals, manifests and logs",
-            hint="Give the plain URI, and the credential by the environment variables of the store",
-        )
-    scheme = _ALIASES.get(match[1].lower(), match[1].lower())
-    if scheme == "file":
-        return Location("file", "", _file_path(text))
-    rest = text[match.end() :]
-    authority, _, path = rest.partition("/")
-    if scheme == "memory":  # fsspec's in-process store has no authority
-        return Location(scheme, "", rest.strip("/"))
-    if scheme == "az" and "@" in authority:  # abfss://container@account.dfs.core.windows.net/path
-        authority = authority.partition("@")[0]
-    if scheme in {"s3", "az", "gs"} and not authority:
-        raise ConfigError(f"{text!r} names no bucket or container", hint=f"Write {scheme}://BUCKET/KEY", uri=text)
-    if any(part in {"..", "."} for part in path.split("/")):
-        raise ConfigError(f"{text!r} has '.' or '..' in its key", hint="Write the key without relative parts", uri=text)
-    return Location(scheme, authority, path.strip("/"))
-
-
-def _behind(text: str) -> str:
-    """The URI that ``tierckpt://`` stands before (docs/guide/fsspec.md): the node cache is the reader's affair."""
-    scheme, _, rest = text.partition("://")[2].partition("/")
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.\-]*", scheme) or scheme.lower() == "tierckpt":
-        raise ConfigError(
-            f"{redact(text)} names no store",
-            hint=f"Write {TIER_FORMS}",
-            uri=text,
-        )
-    if scheme.lower() != "file":
-        return f"{scheme}://{rest}"
-    if {".", ".."} & {*rest.split("/")}:
-        raise ConfigError(f"{text} has '.' or '..' in it", hint="Write the path without them", uri=text)
-    return "/" + rest.lstrip("/")
-
-
-def _file_path(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.netloc not in ("", "localhost"):
-        raise ConfigError(
-            f"{text} names the host {parts.netloc}, and a file URL is of this node",
-            hint=f"Write file:///{parts.netloc}{parts.path}, or the path where the share is mounted",
-            uri=text,
-        )
-    return str(Path(unquote(parts.path) or "/").absolute())
 
 
 def local_dir(local_root: Path, location: Location) -> Path:

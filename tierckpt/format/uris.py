@@ -1,38 +1,138 @@
-"""How a place is spelt: as a URL, or as a path of this node. Pure functions over strings."""
+"""How a place is spelt: as a URL, or as a path of this node.
+
+A URL means what fsspec means by it: after ``SCHEME://BUCKET/`` each character belongs to the name. ``#``, ``?`` and
+``%`` mean nothing else, so two names are two places, and other tools find the files under the name that was given.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..redaction import redact
+from ..redaction import carries_credential, redact
 
-SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
-_MISSPELT = re.compile(rf"^(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
+TIER_FORMS = (
+    "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
+)
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")
+"""What no URL and no key of a bucket may hold: the lists of object stores are XML, which has none of them."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|local|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
+_MISSPELT = re.compile(rf"(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
 """``s3:/bucket``, ``s3:bucket`` and ``s3//bucket``: as paths they would name directories called ``s3:`` and ``s3``."""
+_CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*::.*://", re.DOTALL)
+_ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
+_VERSION = {"s3": "?versionId=", "az": "?versionid="}
+"""How s3fs and adlfs spell a version of an object: they would write such a name to another key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A checkpoint URI, normalised. Two spellings of one place compare equal.
+
+    ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
+    leading or trailing slash except that file paths keep the leading one.
+    """
+
+    scheme: str
+    authority: str
+    path: str
+
+    @property
+    def uri(self) -> str:
+        """The spelling that ``parse_uri`` reads as this location."""
+        if self.scheme == "file":
+            return self.path
+        if self.scheme == "memory":
+            return f"memory://{self.path}"
+        return f"{self.scheme}://{self.authority}{'/' * bool(self.path)}{self.path}"
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2] or self.authority
+
+    def child(self, name: str) -> Location:
+        return Location(self.scheme, self.authority, f"{self.path.rstrip('/')}/{name}" if self.path else name)
+
+    @property
+    def parent(self) -> Location:
+        return Location(
+            self.scheme,
+            self.authority,
+            self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""),
+        )
+
+
+def parse_uri(uri: object) -> Location:
+    """Normalise a URI, bare path or ``os.PathLike``.
+
+    ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
+    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these behind ``tierckpt://``.
+
+    Raises:
+        ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
+            another host's file or another account's container, with a password or a signature, or with a name that
+            its store cannot hold.
+    """
+    text = text_of(uri, "a checkpoint URI")
+    if "\0" in text:
+        raise ConfigError(f"{redact(text)!r} holds a NUL byte", hint="No store and no file system has such a name")
+    scheme = scheme_of(text)
+    if scheme == "tierckpt":
+        scheme, text = _behind(text)
+    if not text.strip():
+        raise ConfigError(
+            "the checkpoint URI is empty",
+            hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path",
+        )
+    if not scheme:
+        return Location("file", "", str(absolute(text)))
+    if carries_credential(text):
+        raise ConfigError(
+            f"{redact(text)} carries a credential, and a URI is written to journals, manifests and logs",
+            hint="Give the plain URI, and the credential by the environment variables of the store",
+        )
+    if found := UNPRINTABLE.search(text):
+        raise ConfigError(
+            f"{text!r} holds the control character {found[0]!r}, which no URL has",
+            hint=f"Write {text.strip()}" if not UNPRINTABLE.search(text.strip()) else "Give it a name without",
+        )
+    scheme = _ALIASES.get(scheme, scheme)
+    rest = text.partition("://")[2]
+    if scheme == "file":
+        return Location("file", "", _file_path(text, rest))
+    authority, _, path = rest.partition("/") if scheme != "memory" else ("", "", rest.lstrip("/"))
+    location = Location(scheme, _container(text, authority) if scheme == "az" else authority, path.rstrip("/"))
+    _check(text, location)
+    return location
 
 
 def scheme_of(text: str) -> str:
     """The scheme of the URL ``text``, in small letters; '' for a path.
 
     Raises:
-        ConfigError: it is neither: a URL with a slash too few, or with spaces around it; the hint spells it.
+        ConfigError: it is neither: a URL with a slash too few, with spaces before it, or one of several chained; the
+            hint spells it.
     """
-    trimmed = text.strip()
-    match = SCHEME.match(trimmed)
+    trimmed = text.lstrip()
+    match = _SCHEME.match(trimmed)
     if match is None:
         _refuse_misspelt(trimmed)
         return ""
     if trimmed != text:
-        raise ConfigError(f"{redact(text)!r} has spaces around it", hint=f"Write {redact(trimmed)}", uri=trimmed)
+        raise ConfigError(f"{redact(text)!r} has spaces before it", hint=f"Write {redact(trimmed)}", uri=trimmed)
     return match[1].lower()
 
 
 def text_of(value: object, what: str) -> str:
-    """Return the text or path ``value`` as text. Raises ConfigError: it is neither; ``what`` it was to be is said."""
+    """Return the text or path ``value`` as text. Raises ConfigError: it is neither; the message names it ``what``."""
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
@@ -46,12 +146,12 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
     """Return the path ``value`` of this node, absolute.
 
     Raises:
-        ConfigError: it is a URL, spelt well or not, empty, or no text. ``what`` it was to be is said.
+        ConfigError: it is a URL, spelt well or not, empty, or no text. The message names it ``what``.
     """
     text = text_of(value, what).strip()
     if not text or "\0" in text:
         raise ConfigError(f"{what} is {'empty' if not text else repr(text)}", hint="Give a path of this node")
-    match = SCHEME.match(text) or _MISSPELT.match(text)
+    match = _SCHEME.match(text) or _MISSPELT.match(text)
     if match is None:
         return absolute(os.fspath(value))
     below = re.sub(r"^/+", "/", text[match.end(1) + 1 :])
@@ -62,17 +162,99 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
 
 
 def absolute(path: str) -> Path:
-    """Return ``path``, absolute; ``~`` is the home directory, also where no shell has seen to that (``--to=~/x``)."""
-    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111  # Path would fold "./~" to "~" first
+    """Return ``path``, absolute: one result for all spellings of a place.
+
+    ``~`` is the home directory, also where no shell has replaced it (``--to=~/x``). ``..`` goes up from the target of
+    a symbolic link, as in the system. Other links stay: they may lead elsewhere later.
+    """
+    whole = Path(os.path.expanduser(path)).absolute()  # noqa: PTH111  # Path would fold "./~" to "~" first
+    parts = list(whole.parts[1:])
+    upto = len(parts) - parts[::-1].index("..") if ".." in parts else 0
+    return Path(os.path.realpath(Path("/", *parts[:upto])), *parts[upto:])
 
 
 def _refuse_misspelt(text: str) -> None:
+    if _CHAINED.match(text):
+        raise ConfigError(
+            f"{redact(text)} chains filesystems of fsspec",
+            hint=f"Write {redact(text[text.rindex('::') + 2 :])}; a directory of that name is ./{redact(text)}",
+        )
     match = _MISSPELT.match(text)
     if match is None:
         return
     scheme, rest = match["scheme"].lower(), match["rest"]
-    meant = f"a path (/{rest}) or file:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+    meant = f"a path (/{rest}) or file:///{rest}" if scheme in ("file", "local") else f"{scheme}://{rest}"
     raise ConfigError(
         f"{redact(text)} looks like a misspelt URL",
         hint=f"Write {redact(meant)}, as text (a Path folds its slashes); a directory of that name is ./{redact(text)}",
     )
+
+
+def _behind(text: str) -> tuple[str, str]:
+    """Scheme and text of the URI behind ``tierckpt://`` (docs/guide/fsspec.md); the reader adds the node cache."""
+    scheme, _, rest = text.partition("://")[2].partition("/")
+    if not _SCHEME.fullmatch(f"{scheme}://") or scheme.lower() == "tierckpt":
+        raise ConfigError(f"{redact(text)} names no store", hint=f"Write {TIER_FORMS}", uri=text)
+    if scheme.lower() != "file":
+        return scheme.lower(), f"{scheme}://{rest}"
+    if {".", ".."} & {*rest.split("/")}:
+        raise ConfigError(f"{text} has '.' or '..' in it", hint="Write the path without them", uri=text)
+    return "", "/" + rest.lstrip("/")
+
+
+def _file_path(text: str, rest: str) -> str:
+    path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not path.startswith("/"):
+        raise ConfigError(
+            f"{text} names the host {rest.partition('/')[0]!r}, and a file URL is of this node",
+            hint=f"Write file:///{rest}, or the path: of this directory, of the home, or of the mounted share",
+            uri=text,
+        )
+    return str(absolute(path))
+
+
+def _container(text: str, authority: str) -> str:
+    """The container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError: the environment's account is
+    another one, and would get the files."""
+    container, _, host = authority.partition("@")
+    account, told = host.partition(".")[0], _azure_account()
+    if account and told and account != told:
+        raise ConfigError(
+            f"{text} names the account {account}, and the environment has credentials of {told}",
+            hint=f"Set AZURE_STORAGE_ACCOUNT_NAME={account} and its key, or write az://{container}",
+            uri=text,
+        )
+    return container
+
+
+def _azure_account() -> str:
+    in_text = re.search(r"(?i)(?:^|;)\s*AccountName=([^;]+)", os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    names = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    return in_text[1].strip() if in_text else next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _check(text: str, location: Location) -> None:
+    """Raise ConfigError when ``location`` is no place of its own in its store, and on the local tier."""
+    scheme, authority, parts = location.scheme, location.authority, location.path.split("/")
+    if (scheme in {"s3", "az", "gs"} and not authority) or authority in {".", "..", "_"}:
+        raise ConfigError(f"{text!r} names no bucket, container or host", hint=f"Write {scheme}://BUCKET/KEY", uri=text)
+    strange = {".", ".."} if scheme in {"http", "https"} else {"", ".", ".."}
+    if location.path and strange & {*parts}:
+        kept = "/".join(part for part in parts if part not in {"", ".", ".."})
+        raise ConfigError(
+            f"{text!r} has an empty part, '.' or '..' in its key",
+            hint=f"Write {Location(scheme, authority, kept).uri}",
+            uri=text,
+        )
+    if scheme == "az" and "\\" in location.path:
+        raise ConfigError(
+            f"{text!r} has a backslash in its key, and Azure makes a slash of it",
+            hint=f"Write {Location(scheme, authority, location.path.replace(chr(92), '/')).uri}",
+            uri=text,
+        )
+    if (version := _VERSION.get(scheme)) and version in location.path:
+        raise ConfigError(
+            f"{text!r} names a version of an object, and objects are read as they are now",
+            hint=f"Write {Location(scheme, authority, location.path.partition(version)[0]).uri}",
+            uri=text,
+        )

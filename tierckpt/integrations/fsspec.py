@@ -26,7 +26,8 @@ from ..client import get_client
 from ..config import REMOVED, Settings
 from ..drain import write_back
 from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
-from ..format.layout import METADATA, TIER_FORMS, Location, parse_uri
+from ..format.layout import METADATA, Location, parse_uri
+from ..format.uris import TIER_FORMS
 from ..mover import Mover
 from ..poll import LOCAL, Poll
 from ..save.spool import PIECE_BYTES, Spool
