@@ -28,7 +28,7 @@ from ..disk.file_io import open_file, pread_all
 from ..errors import CheckpointError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR, Location
 from ..format.manifest import chunk_count, digest_of, is_safe_path
-from ..stores.schemes import check_key_size
+from ..stores.schemes import check_object_name
 from ..types import ByteRange
 
 FICLONE = 0x40049409
@@ -76,7 +76,7 @@ def check_names(files: Mapping[str, SourceFile], folder: str, location: Location
     for path in files:
         if not is_safe_path(f"{folder}/{path}"):
             raise ConfigError(f"{path} is too long a name for a file of a checkpoint", hint="Shorten it")
-        check_key_size(location.child(f"{folder}/{path}"))
+        check_object_name(location.child(f"{folder}/{path}"))
 
 
 def look(directory: Path) -> dict[str, SourceFile]:

@@ -60,7 +60,9 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
     if isinstance(error, denied) or status in {401, 403} or code in EXPIRED_CODES:
         return refused(location, key, endpoint, code)
     if isinstance(error, ValueError | obstore_errors.InvalidPathError | obstore_errors.NotSupportedError):
-        return StoreError(f"{target}: {first_line(error)}", **context)
+        is_listed = "object with invalid path" in str(error)
+        hint = "Rename or remove that object: no URI names it" if is_listed else ""
+        return StoreError(f"{target}: {first_line(error)}", hint=hint, **context)
     if status == 416:
         return IntegrityError(f"{target} is shorter than what was asked for", **context)
     if status is not None and 400 <= status < 500 and status not in {408, 425, 429}:

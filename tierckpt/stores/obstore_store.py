@@ -481,12 +481,12 @@ class RemoteStore:
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         answer = await self._list_level(check_prefix(prefix))
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
+        return _names(answer)
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         directory = check_prefix(prefix)
         answer = await self._list_level(directory)
-        names = sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]})
+        names = _names(answer)
         infos = [info for info in map(self._info, answer["objects"]) if info.key and not _marks(info, directory, names)]
         return (infos, names) if infos or names or not directory else None
 
@@ -591,6 +591,11 @@ class RemoteStore:
             # S3 says "expired" with status 400, and to a HEAD without a word more.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint)
+
+
+def _names(answer: Any) -> list[str]:
+    """The directories of one level. A key that begins with a slash lies in one without a name: no URI leads there."""
+    return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]} - {""})
 
 
 def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:

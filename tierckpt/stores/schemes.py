@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..format.layout import Location
+from ..format.uris import UNPRINTABLE
 
 OWN_SCHEMES = ("file", "s3", "az", "gs", "hf")
 KEY_SIZE_MAX = 1024
@@ -27,10 +28,17 @@ def check_location(location: Location) -> Location:
     )
 
 
-def check_key_size(location: Location) -> None:
-    """Raise ConfigError when the name of ``location`` is longer than its store takes."""
+def check_object_name(location: Location) -> None:
+    """Raise ConfigError when the store of ``location``, a bucket, takes no such name: too long, or not printable."""
+    if location.scheme not in ("s3", "gs", "az"):
+        return
+    if found := UNPRINTABLE.search(location.path):
+        raise ConfigError(
+            f"{location.uri!r} holds the control character {found[0]!r}, which no list of a bucket has",
+            hint="Give it a name without",
+        )
     key = location.path if location.scheme == "az" else location.path.encode()
-    if location.scheme in ("s3", "gs", "az") and len(key) > KEY_SIZE_MAX:
+    if len(key) > KEY_SIZE_MAX:
         raise ConfigError(
             f"{location.uri} is too long a name: its store takes {KEY_SIZE_MAX} "
             f"{'characters' if location.scheme == 'az' else 'bytes of UTF-8'}, and it has {len(key)}",
@@ -51,7 +59,7 @@ def check_target(location: Location, local_root: Path) -> None:
         location.uri.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{location.uri!r} is no UTF-8", hint="Save to a place whose name is text") from None
-    check_key_size(location)
+    check_object_name(location)
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
             f"{location.path} lies inside local_root {local_root}",
