@@ -219,6 +219,35 @@ def test_a_file_that_is_open_stays_in_its_version(place: Path, fs: Any) -> None:
     assert small.cat_file(f"file{place}/data") == new
 
 
+@pytest.mark.parametrize("name", ["a?", "a*", "a[1]"])
+def test_a_name_with_wildcards_means_itself_where_it_exists(name: str, place: Path, fs: Any) -> None:
+    root = f"file{place}"
+    for one in (name, "a1"):
+        fs.pipe_file(f"{root}/{one}", one.encode())
+        fs.pipe_file(f"{root}/dir/{one}/file", one.encode())
+    assert fs.cat(f"{root}/{name}") == name.encode()
+    fs.mv(f"{root}/{name}", f"{root}/moved[2]")
+    fs.cp(f"{root}/moved[2]", f"{root}/{name}")
+    fs.mv(f"{root}/moved[2]", f"{root}/dir/")
+    fs.rm(f"{root}/{name}")
+    fs.mv(f"{root}/dir/{name}", f"{root}/new*", recursive=True)
+    fs.wait(root)
+    files = {str(path.relative_to(place)): path.read_text() for path in place.rglob("*") if path.is_file()}
+    assert files == {"a1": "a1", "dir/a1/file": "a1", "dir/moved[2]": name, "new*/file": name}
+    fs.rm(f"{root}/new*", recursive=True)
+    fs.wait(root)
+    assert not (place / "new*").exists() and (place / "a1").exists()
+
+
+def test_stock_pytorch_saves_to_a_name_with_wildcards(place: Path, fs: Any) -> None:
+    state = small_state(1)
+    dcp.save(state, storage_writer=FsspecWriter(f"tierckpt://file{place}/a?x=[2]"), no_dist=True)
+    fs.wait(f"file{place}")
+    into = zeros_like(state)
+    dcp.load(into, storage_reader=FsspecReader(f"file://{place}/a?x=[2]"), no_dist=True)
+    assert same(into, state)
+
+
 def test_a_file_appears_when_it_is_closed_and_whole(place: Path, fs: Any, caplog: pytest.LogCaptureFixture) -> None:
     path = f"tierckpt://file{place}/new"
     with fs.open(path, "wb") as file:

@@ -13,6 +13,7 @@ import os
 import posixpath
 import shutil
 from collections.abc import Iterable, Sequence
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,19 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             found |= {one: {"name": one, "size": 0, "type": "directory"} for one in _directories(found, name)}
         return dict(sorted(found.items())) if detail else sorted(found)
 
+    def expand_path(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> list[str]:
+        """As fsspec's, but a name that exists means itself: ``a[1]`` is not ``a1``, and ``a*`` is not all of them."""
+        paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+        literal = {self._strip_protocol(one) for one in paths if self._is_literal(one)}
+        others = [one for one in paths if self._strip_protocol(one) not in literal]
+        found = set(super().expand_path(others, recursive, maxdepth, **kwargs)) if others or not literal else set()
+        for name in literal:
+            found |= {name, *(self.find(name, maxdepth=maxdepth, withdirs=True) if recursive else ())}
+        return sorted(found)
+
+    def _is_literal(self, path: str | os.PathLike[str]) -> bool:
+        return has_magic(os.fspath(path)) and self.exists(os.fspath(path))
+
     def invalidate_cache(self, path: str | None = None) -> None:
         """Nothing to do: every listing asks anew."""
 
@@ -277,6 +291,17 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return
         with self._open(path1) as stream:
             self._put(path2, stream, stream.size, if_absent=False)
+
+    @short_traceback
+    def copy(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """As fsspec's, but ``path1`` means itself where it exists."""
+        if isinstance(path1, str) and self._is_literal(path1):
+            old, new = self._strip_protocol(path1), self._strip_protocol(path2)
+            if str(path2).endswith("/") or self.isdir(new):
+                new = f"{new}/{old.rpartition('/')[2]}"
+            names = [name for name in self.expand_path(old, recursive, maxdepth) if recursive or not self.isdir(name)]
+            path1, path2 = names, [f"{new}{name[len(old) :]}" for name in names]
+        super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
 
     @short_traceback
     def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
