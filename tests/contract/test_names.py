@@ -16,7 +16,8 @@ from tierckpt.errors import ConfigError, StoreError
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Browsable, Conditional, ReadsInto
-from tierckpt.stores.schemes import check_object_name
+from tierckpt.stores.fsspec_store import UniversalStore
+from tierckpt.stores.schemes import check_object_name, check_target
 from tierckpt.types import ByteRange
 
 NAMES = [
@@ -71,6 +72,25 @@ async def test_of_a_directory(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 async def test_of_fsspec(name: str) -> None:
     await check(f"memory://names/{name}", lambda path: fsspec.filesystem("memory").cat_file(f"/{path}"))
+
+
+async def test_a_directory_with_wildcards_in_its_name_goes_alone(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("file")
+    for root, store in (
+        ("memory://wild", open_store(parse_uri("memory://wild"), Settings.load())),
+        (f"file://{tmp_path}", UniversalStore(fs, str(tmp_path), str(tmp_path))),
+    ):
+        for key in ("a*/x/y", "a*/z", "ab/x/y"):
+            await store.put(key, DATA)
+        await store.delete_dir("a*")
+        assert [info.key async for info in store.list()] == ["ab/x/y"]
+        assert await store.list_dirs() == ["ab"], root
+
+
+@pytest.mark.parametrize("uri", ["ftp://host/run?x=1", "webhdfs://host/run?x=1", "memory://a::b://c"])
+def test_a_name_that_fsspec_takes_apart_is_refused_before_a_save(uri: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        check_target(parse_uri(uri), tmp_path)
 
 
 @pytest.mark.server

@@ -24,7 +24,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|local|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
 _MISSPELT = re.compile(rf"(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
 """``s3:/bucket``, ``s3:bucket`` and ``s3//bucket``: as paths they would name directories called ``s3:`` and ``s3``."""
-_CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*::.*://", re.DOTALL)
+_CHAINED = re.compile(r"[A-Za-z][\w+.\-]*(?:::|://.*?::)(?:.*::)?([A-Za-z][\w+.\-]*://.*)", re.DOTALL)
+"""``simplecache::s3://bucket/key``; the group is the last of them, whose files the others show."""
 _ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
 _VERSION = {"s3": "?versionId=", "az": "?versionid="}
 """How s3fs and adlfs spell a version of an object: they would write such a name to another key."""
@@ -122,6 +123,11 @@ def scheme_of(text: str) -> str:
             hint spells it.
     """
     trimmed = text.lstrip()
+    if chained := _CHAINED.match(trimmed):
+        raise ConfigError(
+            f"{redact(text)} chains file systems of fsspec",
+            hint=f"Write {redact(chained[1])}; a directory of that name is ./{redact(text)}",
+        )
     match = _SCHEME.match(trimmed)
     if match is None:
         _refuse_misspelt(trimmed)
@@ -174,11 +180,6 @@ def absolute(path: str) -> Path:
 
 
 def _refuse_misspelt(text: str) -> None:
-    if _CHAINED.match(text):
-        raise ConfigError(
-            f"{redact(text)} chains filesystems of fsspec",
-            hint=f"Write {redact(text[text.rindex('::') + 2 :])}; a directory of that name is ./{redact(text)}",
-        )
     match = _MISSPELT.match(text)
     if match is None:
         return

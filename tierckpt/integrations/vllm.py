@@ -31,6 +31,7 @@ from torch import Tensor
 from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS, ReadMode
 from ..errors import ConfigError
+from ..format.uris import scheme_of
 from ..loading.deferred import DEFERRED_BYTES_MIN, Deferral
 from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
 from ..loading.tensor_parts import Parts
@@ -174,7 +175,7 @@ class Options:
         """
         from tqdm.auto import tqdm
 
-        is_fetched, ranks = any("://" in place for place in places), _ranks()
+        is_fetched, ranks = any(map(scheme_of, places)), _ranks()
         is_part = is_fetched and nodes > 1
         ways: tuple[ReadMode, ...] = MODEL_WAYS
         deferral = None

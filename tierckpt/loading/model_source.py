@@ -11,6 +11,7 @@ from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
 from ..format.layout import parse_uri
+from ..format.uris import scheme_of, text_of
 from ..read.file_copies import Copy, LocalCopy
 from ..read.parallel_read import REQUESTS_MAX
 from ..stores.schemes import check_location
@@ -42,7 +43,7 @@ def find_model(
 
 def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]) -> tuple[Place, str]:
     """Return a place, and the name of the one file there that is meant, or ''."""
-    if "://" in os.fspath(uri_or_dir):
+    if scheme_of(text_of(uri_or_dir, "a model")):
         location = check_location(parse_uri(uri_or_dir))
         is_file = location.name.endswith(SUFFIX)
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)

@@ -42,6 +42,7 @@ from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
+from .schemes import check_read_as
 
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ def open_universal(location: Location) -> UniversalStore:
         raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from printable(error)
     except Exception as error:
         raise _translate(error, location.uri) from printable(error)
+    check_read_as(location, root)
     return UniversalStore(fs, root, location.uri)
 
 
@@ -298,11 +300,18 @@ class UniversalStore:
             self.fs.rm_file(path)
 
     def _remove_empty(self, directory: str) -> None:
-        """Remove the directories that a backend with real ones still has: they are empty now."""
+        """Remove the directories that a backend with real ones still has: they are empty now.
+
+        One by one: ``rm`` takes a name with wildcards for all that match it, and would remove what these hold.
+        """
         self.fs.invalidate_cache()
-        if directory != self.root and self.fs.isdir(directory):
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.rm(directory, recursive=True)
+        if directory == self.root or not self.fs.isdir(directory):
+            return
+        found = self.fs.find(directory, withdirs=True, detail=True).items()
+        below = [path for path, info in found if info["type"] == "directory"]
+        for path in sorted({*below, directory}, reverse=True):
+            with contextlib.suppress(OSError, NotImplementedError):
+                self.fs.rmdir(path)
 
     async def close(self) -> None:
         """fsspec keeps its connections in a cache of its own."""

@@ -60,11 +60,33 @@ def check_target(location: Location, local_root: Path) -> None:
     except UnicodeEncodeError:
         raise ConfigError(f"{location.uri!r} is no UTF-8", hint="Save to a place whose name is text") from None
     check_object_name(location)
+    if location.scheme not in OWN_SCHEMES:
+        _check_fsspec_name(location)
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
             f"{location.path} lies inside local_root {local_root}",
             hint="Save to a directory outside it; local_root belongs to tierckpt",
         )
+
+
+def check_read_as(location: Location, path: str) -> None:
+    """Raise ConfigError unless ``path``, which fsspec makes of the URI, still has the whole name."""
+    if not path.rstrip("/").endswith(location.path):
+        raise ConfigError(
+            f"{location.uri}: fsspec takes it apart, and reads the path {path}",
+            hint="Give it a name without '?' and '::'",
+            uri=location.uri,
+        )
+
+
+def _check_fsspec_name(location: Location) -> None:
+    from fsspec import get_filesystem_class
+
+    try:
+        kind = get_filesystem_class(location.scheme)
+    except (ImportError, ValueError):
+        return  # the store says which package it needs
+    check_read_as(location, str(kind._strip_protocol(location.uri)))
 
 
 def fsspec_schemes() -> set[str]:

@@ -107,7 +107,10 @@ def test_two_dots_go_up_from_the_target_of_a_link(tmp_path: Path, monkeypatch: p
     assert local_path("../..b/c", "--to") == tmp_path / "..b/c"
 
 
-@pytest.mark.parametrize("name", ["-a", "a:b", "c:\\x", "foo:bar", "a\nb", " a", "a ", "~x", "a::b", "$HOME", "a\x7f"])
+PATHS = ["-a", "a:b", "c:\\x", "foo:bar", "a\nb", " a", "a ", "~x", "a::b", "a::b::c", "$HOME", "a\x7f"]
+
+
+@pytest.mark.parametrize("name", PATHS)
 def test_a_path_is_what_the_system_makes_of_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_uri(name).path == f"{tmp_path}/{name}"
@@ -135,6 +138,7 @@ REFUSED = {
     "file://relative/x": "file:///relative/x",
     "local:x": "file:///x",
     "simplecache::s3://bucket/run": "s3://bucket/run",
+    "zip://in::simplecache::file:///a.zip": "file:///a.zip",
 }
 
 

@@ -13,6 +13,7 @@ import typer
 
 from ...config import Settings
 from ...errors import ConfigError, MissingExtraError
+from ...format.uris import scheme_of
 from ...planning import Bandwidths, Mesh, Model, Site, Sizing, State, from_config, from_number, size, state_of
 from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive
 from .output import Report
@@ -174,7 +175,7 @@ def _measured(uri: str, settings: Settings) -> tuple[Model, State]:
 
 def _read_config(where: str) -> dict[str, Any]:
     """Read a config.json from a file, a directory that holds one, or a URI of either."""
-    text = _fetch(where) if "://" in where else _read(Path(where))
+    text = _fetch(where) if scheme_of(where) else _read(Path(where))
     try:
         config = json.loads(text)
     except ValueError as error:
