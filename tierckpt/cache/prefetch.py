@@ -106,15 +106,18 @@ async def from_listing(store: Store) -> list[FileSpec]:
 def select(files: Sequence[FileSpec], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[FileSpec]:
     """Those of ``files`` that match a glob of ``include`` (none: all) and none of ``exclude``; ``*`` crosses slashes.
 
+    A glob that is the name of one of them means that file, whatever wildcards it holds.
+
     Raises:
         ObjectNotFoundError: that leaves nothing.
     """
-    chosen = [
-        item
-        for item in files
-        if (not include or any(fnmatchcase(item.path, glob) for glob in include))
-        and not any(fnmatchcase(item.path, glob) for glob in exclude)
-    ]
+    names = {item.path for item in files}
+
+    def matches(path: str, globs: Sequence[str]) -> bool:
+        return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
+
+    wanted = [item for item in files if not include or matches(item.path, include)]
+    chosen = [item for item in wanted if not matches(item.path, exclude)]
     if not chosen:
         raise ObjectNotFoundError(
             f"no file of {uri} matches", hint="Look at --include and --exclude; `tierckpt info` lists the files"

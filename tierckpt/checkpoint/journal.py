@@ -351,5 +351,5 @@ def is_uri(value: Any) -> bool:
         value.encode()
         below = os.path.normpath(local_dir(Path("/root"), parse_uri(value)))
         return below.startswith("/root/checkpoints/")
-    except ValueError:  # ConfigError and UnicodeError are; urlsplit raises others
+    except ValueError:  # ConfigError and UnicodeError are
         return False
