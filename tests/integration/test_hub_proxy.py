@@ -62,6 +62,7 @@ def endpoint(hub: FakeHub, tmp_path: Path) -> Iterator[str]:
 def published(hub: FakeHub, files: int = 3, size_bytes: int = 300 * KIB, gated: bool = False) -> dict[str, bytes]:
     found = {f"model-{index:05d}.safetensors": os.urandom(size_bytes + index) for index in range(files)}
     found |= {"config.json": b'{"a": 1}', "sub dir/vocab.txt": b"a b c", "empty": b""}
+    found |= {"d@x/a#1?b=%20[c]&é.txt": b"small", "d@x/a#2?b=%20[c]&é.bin": os.urandom(3000)}
     hub.repositories[REPO] = Repository(gated=gated)
     hub.repositories[REPO].commit(found)
     return found

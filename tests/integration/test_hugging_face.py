@@ -86,6 +86,15 @@ def holds(directory: Path, files: dict[str, bytes]) -> bool:
 # --- what it is for ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("revision", ["", "@refs/pr/1", "@refs%2Fpr%2F1", "@a%231%2520b"])
+def test_names_and_revisions_keep_each_character(revision: str, hub: FakeHub, tmp_path: Path) -> None:
+    names = ("a#1", "a?x=2", "a%20b", "a[1]", "a@b", "%2F", "é", "d@x/y#z?")
+    files = published(hub, {f"{size}/{name}": name.encode() * size for name in names for size in (1, 500)})
+    repository = hub.repositories[REPO]
+    repository.revisions |= dict.fromkeys(("refs/pr/1", "a#1%20b"), repository.revisions["main"])
+    assert holds(fetch(tmp_path, f"hf://{REPO}{revision}"), files)
+
+
 def test_a_model_of_64_files_costs_few_calls(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub, {f"model-{index:05d}.safetensors": content(150 * KIB, index) for index in range(64)})
     assert holds(fetch(tmp_path), files)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
@@ -149,6 +150,30 @@ def test_what_is_saved_through_tierckpt_is_in_the_store_and_every_verb_finds_it(
         assert tierckpt_(*verb, place).code == 0
     assert tierckpt_("restore", f"{run}/step-1", "--to", tmp_path / "restored").code == 0
     assert not list((tmp_path / "another node").rglob("checkpoints/tierckpt"))
+
+
+NAMES = ["a#1", "a?x=1", "a?x=2", "a%20b", "a b"]
+
+
+@pytest.mark.parametrize("kind", ["path", "file", pytest.param("s3", marks=[pytest.mark.server, pytest.mark.slow])])
+def test_runs_whose_names_urls_would_give_a_meaning_are_runs_of_their_own(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = request.getfixturevalue("s3_uri") if kind == "s3" else tmp_path / "shared"
+    runs = {f"file://{place}/{name}" if kind == "file" else f"{place}/{name}": name for name in NAMES}
+    for number, run in enumerate(runs):
+        state = {"x": torch.full((2,), float(number))}
+        dcp.save(state, storage_writer=TierStorageWriter(f"{run}/step-{number}"), no_dist=True)
+        wait(f"{run}/step-{number}", timeout_seconds=60)
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "another node"))
+    for number, (run, name) in enumerate(runs.items()):
+        assert latest(run) == parse_uri(f"{run}/step-{number}").uri
+        into = {"x": torch.zeros(2)}
+        dcp.load(into, storage_reader=TierStorageReader(f"{run}/step-{number}"), no_dist=True)
+        assert into["x"][0] == number
+        if kind != "s3":
+            stock = FileSystemReader(f"{place}/{name}/step-{number}")
+            dcp.load(into, storage_reader=stock, no_dist=True)
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/dir", "s3:/bucket/dir", "file:///mnt/dir", "tierckpt://s3/bucket/dir"])

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 LFS_BYTES_MIN = 1000
 PIECE_BYTES = 64 << 10
@@ -192,7 +192,7 @@ class FakeHub:
         if len(data) < LFS_BYTES_MIN:
             return self._send(request, path, data, headers)
         name = f"{commit}/{path}"
-        signed = self.leads_to or f"{self.cdn}/{name}?Expires={self.epoch}&Signature={self._signature(name)}"
+        signed = self.leads_to or f"{self.cdn}/{quote(name)}?Expires={self.epoch}&Signature={self._signature(name)}"
         headers |= {"Location": signed, "X-Linked-Etag": f'"{oid(data)}"', "X-Linked-Size": str(len(data))}
         if self.xet:
             headers |= self._xet_headers(commit, path, data)
@@ -228,7 +228,7 @@ class FakeHub:
 
     def _cdn(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
-        commit, _, path = url.path.lstrip("/").partition("/")
+        commit, _, path = unquote(url.path).lstrip("/").partition("/")
         with self._lock:
             self.cdn_requests += 1
             self.epoch += self.cdn_requests == self.expires_after

@@ -20,6 +20,9 @@ TIER_FORMS = (
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")
 """What no URL and no key of a bucket may hold: the lists of object stores are XML, which has none of them."""
 
+_NOT_OF_A_BUCKET = re.compile(r"[^A-Za-z0-9_.:$\-]")
+"""A colon: ``example.com:bucket`` of GCS, ``tenant:bucket`` of Ceph, ``arn:...`` of an access point."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|local|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
 _MISSPELT = re.compile(rf"(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
@@ -174,8 +177,10 @@ def absolute(path: str) -> Path:
     a symbolic link, as in the system. Other links stay: they may lead elsewhere later.
     """
     whole = Path(os.path.expanduser(path)).absolute()  # noqa: PTH111  # Path would fold "./~" to "~" first
-    parts = list(whole.parts[1:])
-    upto = len(parts) - parts[::-1].index("..") if ".." in parts else 0
+    parts = whole.parts[1:]
+    if ".." not in parts:
+        return Path("/", *parts)
+    upto = len(parts) - parts[::-1].index("..")
     return Path(os.path.realpath(Path("/", *parts[:upto])), *parts[upto:])
 
 
@@ -239,6 +244,12 @@ def _check(text: str, location: Location) -> None:
     scheme, authority, parts = location.scheme, location.authority, location.path.split("/")
     if (scheme in {"s3", "az", "gs"} and not authority) or authority in {".", "..", "_"}:
         raise ConfigError(f"{text!r} names no bucket, container or host", hint=f"Write {scheme}://BUCKET/KEY", uri=text)
+    if scheme in {"s3", "az", "gs"} and (found := _NOT_OF_A_BUCKET.search(authority)):
+        raise ConfigError(
+            f"{text!r}: no bucket or container has {found[0]!r} in its name",
+            hint=f"Write {scheme}://BUCKET/KEY: '#', '?' and '%' have no meaning of their own",
+            uri=text,
+        )
     strange = {".", ".."} if scheme in {"http", "https"} else {"", ".", ".."}
     if location.path and strange & {*parts}:
         kept = "/".join(part for part in parts if part not in {"", ".", ".."})
