@@ -27,8 +27,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|local|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
 _MISSPELT = re.compile(rf"(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
 """``s3:/bucket``, ``s3:bucket`` and ``s3//bucket``: as paths they would name directories called ``s3:`` and ``s3``."""
-_CHAINED = re.compile(r"[A-Za-z][\w+.\-]*(?:::|://.*?::)(?:.*::)?([A-Za-z][\w+.\-]*://.*)", re.DOTALL)
-"""``simplecache::s3://bucket/key``; the group is the last of them, whose files the others show."""
+_CHAINED = re.compile(r"::[A-Za-z][\w+.\-]*://")
+"""``simplecache::s3://bucket/key``: fsspec shows the files of the last one through the others."""
 _ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
 _VERSION = {"s3": "?versionId=", "az": "?versionid="}
 """How s3fs and adlfs spell a version of an object: they would write such a name to another key."""
@@ -98,7 +98,8 @@ def parse_uri(uri: object) -> Location:
         )
     if not scheme:
         return Location("file", "", str(absolute(text)))
-    if carries_credential(text):
+    scheme = _ALIASES.get(scheme, scheme)
+    if scheme != "file" and carries_credential(text):
         raise ConfigError(
             f"{redact(text)} carries a credential, and a URI is written to journals, manifests and logs",
             hint="Give the plain URI, and the credential by the environment variables of the store",
@@ -108,7 +109,6 @@ def parse_uri(uri: object) -> Location:
             f"{text!r} holds the control character {found[0]!r}, which no URL has",
             hint=f"Write {text.strip()}" if not UNPRINTABLE.search(text.strip()) else "Give it a name without",
         )
-    scheme = _ALIASES.get(scheme, scheme)
     rest = text.partition("://")[2]
     if scheme == "file":
         return Location("file", "", _file_path(text, rest))
@@ -126,10 +126,11 @@ def scheme_of(text: str) -> str:
             hint spells it.
     """
     trimmed = text.lstrip()
-    if chained := _CHAINED.match(trimmed):
+    if _CHAINED.search(trimmed) and re.match(r"[A-Za-z][\w+.\-]*:[:/]", trimmed):
+        last = trimmed.rpartition("::")[2]
         raise ConfigError(
             f"{redact(text)} chains file systems of fsspec",
-            hint=f"Write {redact(chained[1])}; a directory of that name is ./{redact(text)}",
+            hint=f"Write {redact(last)}; a directory of that name is ./{redact(text)}",
         )
     match = _SCHEME.match(trimmed)
     if match is None:

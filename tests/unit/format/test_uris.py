@@ -97,6 +97,10 @@ def test_spellings_of_one_place_are_one_directory(spelled: str, same: str) -> No
     assert local_dir(Path("/root"), parse_uri(spelled)) == local_dir(Path("/root"), parse_uri(same))
 
 
+def test_a_directory_has_no_query() -> None:
+    assert parse_uri("file:///d/a?sig=1").path == "/d/a?sig=1"
+
+
 def test_two_dots_go_up_from_the_target_of_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real/deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")
