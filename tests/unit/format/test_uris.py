@@ -121,6 +121,19 @@ def test_a_path_is_what_the_system_makes_of_it(name: str, tmp_path: Path, monkey
     assert parse_uri(f"{tmp_path}/{name}").path == f"{tmp_path}/{name}"
 
 
+PREFIXES = ["", "s3://", "file://", "az://", "hf://", "memory://", "hdfs://", "tierckpt://", "x::", "~", ".."]
+
+
+@given(prefix=st.sampled_from(PREFIXES), rest=st.text(max_size=30) | st.text("/.:#?%@~ \\s3filez_-", max_size=30))
+def test_any_text_is_refused_or_has_one_spelling(prefix: str, rest: str) -> None:
+    try:
+        location = parse_uri(prefix + rest)
+    except ConfigError:
+        return
+    assert parse_uri(location.uri) == location
+    assert ".." not in location.path.split("/")
+
+
 REFUSED = {
     "s3://bucket//key": "s3://bucket/key",
     "s3://bucket/a//b": "s3://bucket/a/b",
