@@ -226,6 +226,9 @@ def test_a_name_with_wildcards_means_itself_where_it_exists(name: str, place: Pa
         fs.pipe_file(f"{root}/{one}", one.encode())
         fs.pipe_file(f"{root}/dir/{one}/file", one.encode())
     assert fs.cat(f"{root}/{name}") == name.encode()
+    fs.get(f"{root}/{name}", str(place.parent / "here"))
+    fs.get(f"{root}/dir/{name}", str(place.parent / "all"), recursive=True)
+    assert (place.parent / "here").read_text() == (place.parent / "all/file").read_text() == name
     fs.mv(f"{root}/{name}", f"{root}/moved[2]")
     fs.cp(f"{root}/moved[2]", f"{root}/{name}")
     fs.mv(f"{root}/moved[2]", f"{root}/dir/")

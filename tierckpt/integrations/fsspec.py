@@ -296,12 +296,25 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def copy(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
         """As fsspec's, but ``path1`` means itself where it exists."""
         if isinstance(path1, str) and self._is_literal(path1):
-            old, new = self._strip_protocol(path1), self._strip_protocol(path2)
-            if str(path2).endswith("/") or self.isdir(new):
-                new = f"{new}/{old.rpartition('/')[2]}"
-            names = [name for name in self.expand_path(old, recursive, maxdepth) if recursive or not self.isdir(name)]
-            path1, path2 = names, [f"{new}{name[len(old) :]}" for name in names]
+            path1, path2 = self._pairs(path1, path2, self.isdir(path2), recursive, maxdepth)
         super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
+
+    @short_traceback
+    def get(self, rpath: Any, lpath: Any, recursive: bool = False, *args: Any, **kwargs: Any) -> None:
+        """As fsspec's, but ``rpath`` means itself where it exists."""
+        if isinstance(rpath, str) and self._is_literal(rpath):
+            rpath, lpath = self._pairs(rpath, os.fspath(lpath), Path(lpath).is_dir(), recursive, kwargs.get("maxdepth"))
+        super().get(rpath, lpath, recursive, *args, **kwargs)
+
+    def _pairs(
+        self, old: str, new: str, is_dir: bool, recursive: bool, maxdepth: int | None
+    ) -> tuple[list[str], list[str]]:
+        """What lies at ``old``, and where to copy it: fsspec expands no wildcards in lists."""
+        old, target = self._strip_protocol(old), new.rstrip("/")
+        if is_dir or new.endswith("/"):
+            target = f"{target}/{old.rpartition('/')[2]}"
+        names = [name for name in self.expand_path(old, recursive, maxdepth) if recursive or not self.isdir(name)]
+        return names, [f"{target}{name[len(old) :]}" for name in names]
 
     @short_traceback
     def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
