@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socketserver
 import zlib
@@ -105,6 +106,16 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 def local_root(tmp_path: Path) -> Path:
     return tmp_path / "local"
+
+
+@pytest.fixture
+def shared_tmp(tmp_path: Path) -> Iterator[Path]:
+    """A directory that every user of the machine can reach, like ``/tmp``: sticky, and writable by all."""
+    path = Path("/tmp") / f"tierckpt-machine-{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name[-20:]}"
+    path.mkdir()
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from .client import Client, get_client, wait
 from .config import Settings
 from .disk import read_lease
 from .disk.durable import make_dirs
-from .disk.local_root import use_local_root
+from .disk.local_root import make_local_root, use_local_root
 from .errors import AlreadyCommittedError, CheckpointError, ConfigError, OperationTimeoutError, TierckptError
 from .format.layout import Location, adopted_dir, local_dir, parse_uri
 from .format.manifest import RANKS_MAX, FileEntry, Manifest, is_token
@@ -124,7 +124,7 @@ def adopt(
         '.../run/step-5'
     """
     configured = Settings.load(settings, **overrides)
-    use_local_root(configured)
+    use_local_root(configured)  # makes nothing yet: the arguments may be wrong
     location, place = check_location(parse_uri(uri)), local_path(directory, "directory")
     check_target(location, configured.local_root)
     if place.resolve().is_relative_to(configured.local_root):
@@ -135,6 +135,7 @@ def adopt(
     part = _part_of(location, place, ranks, attempt)
     if part.is_idle:
         return Adoption(location.uri, 0, 0, configured)
+    make_local_root(configured)
     client.recover()
     files = source.look(place)
     source.check_quiet(place, files)

@@ -25,6 +25,7 @@ from pydantic_settings import (
 
 from .errors import ConfigError
 from .format.uris import local_path
+from .home import cache_home
 from .quantities import DISK_BLOCK_BYTES, round_up
 from .settings_file import NAME, read_settings_file
 from .telemetry import logger
@@ -62,7 +63,7 @@ def _said_where(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> s
 
 
 def _default_local_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierckpt"
+    return cache_home() / "tierckpt"
 
 
 REMOVED = {

@@ -73,6 +73,8 @@ def check(directory: Path) -> bool:
         return False
     try:
         status = os.stat(directory)  # noqa: PTH116
+    except PermissionError:
+        raise _refused(directory, f"cannot be reached by user {os.geteuid()}") from None
     except OSError:  # missing, or no directory: what is made in its place is made in its parent
         return check(directory.parent) if directory != root else bool(resolve(root))
     key = (os.geteuid(), status.st_dev, status.st_ino)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.users import as_user
 from tierckpt import TierStorageWriter, latest, ownership
 from tierckpt.client import close_all
 from tierckpt.config import Settings
@@ -33,13 +33,8 @@ CHILD_SECONDS = 120
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Path]:
-    """A directory that every user can reach, like ``/tmp``: sticky, and writable by all."""
-    path = Path("/tmp") / f"tierckpt-machine-{os.getpid()}-{tmp_path.parent.name}-{tmp_path.name[-20:]}"
-    path.mkdir()
-    path.chmod(0o1777)
-    yield path
-    shutil.rmtree(path)
+def machine(shared_tmp: Path) -> Path:
+    return shared_tmp
 
 
 @pytest.fixture
@@ -49,32 +44,6 @@ def warm(tmp_path: Path) -> None:
     _save(run, tmp_path / "warm-root")
     assert latest(run, local_root=tmp_path / "warm-root")
     close_all()
-
-
-def as_user(uid: int, work: Callable[[], object]) -> str:
-    """Run ``work`` in a child with the user ``uid`` and no group of root's. Returns '' or the error that it raised."""
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        said = "nothing"
-        try:
-            os.close(out)
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
-            os.umask(0o022)
-            work()
-            said = ""
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        finally:
-            os.write(into, said.encode()[:4000])
-            os._exit(0)
-    os.close(into)
-    with os.fdopen(out, "rb") as stream:
-        said = stream.read().decode()
-    os.waitpid(child, 0)
-    return said
 
 
 def use(root: Path) -> Callable[[], None]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..errors import (
     CapacityError,
+    ConfigError,
     ManifestError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -25,13 +26,14 @@ from ..errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from ..ownership import check, mode_of
+from ..ownership import check, mode_of, root_of
 from ..types import Buffer, Tier
 from .illness import requests
 from .quarantine import open_regular, set_aside
 from .temporary_names import stem_of, temporary_of_this_process
 
 MAKES_MAX = 100
+SET_LOCAL_ROOT = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory of this user on node-local SSD"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
@@ -54,13 +56,14 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
             tier=tier,
             free_bytes=free,
         )
-    if error.errno == errno.EROFS:
-        return PermissionDeniedError(
-            f"{path} is on a read-only mount", hint="Remount it writable or choose another place", path=path, tier=tier
-        )
     if error.errno in _DENIED:
+        is_read_only = error.errno == errno.EROFS
+        remedy = "Remount it writable or choose another place" if is_read_only else "Check its owner and mode"
         return PermissionDeniedError(
-            f"no permission for {path}", hint="Check its owner and mode, or choose another place", path=path, tier=tier
+            f"{path} is on a read-only mount" if is_read_only else f"no permission for {path}",
+            hint=SET_LOCAL_ROOT if root_of(path) is not None else remedy,
+            path=path,
+            tier=tier,
         )
     if error.errno in _MISSING:
         return ObjectNotFoundError(f"{path} does not exist", path=path, tier=tier)
@@ -125,6 +128,7 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
 
     Raises:
         PermissionDeniedError: a directory below a local root is not safe to use (``ownership``).
+        ConfigError: the local root, or a directory on the way to it, is a file.
     """
     with translated(path, tier):
         check(path)
@@ -132,9 +136,20 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
             try:
                 _make_missing(path, is_durable=is_durable)
                 return
-            except FileNotFoundError:  # another process has removed an empty one of them, before the next was made
+            except FileNotFoundError as error:  # another process has removed one of them before the next was made
                 if not left:
-                    raise
+                    raise _not_made(path, error) from None
+            except (FileExistsError, NotADirectoryError) as error:
+                raise _not_made(path, error) from None
+
+
+def _not_made(path: Path, error: OSError) -> OSError | ConfigError:
+    """The error to raise for ``path``: the system's, unless the local root is no directory."""
+    root = root_of(path)
+    if root is None or root.is_dir():
+        return error
+    why = f"{error.filename} is not a directory" if error.errno != errno.ENOENT else f"{error.filename} cannot be made"
+    return ConfigError(f"local_root {root} cannot be used: {why}", hint=SET_LOCAL_ROOT)
 
 
 def _make_missing(path: Path, *, is_durable: bool) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from pathlib import Path
 
 from ..config import Settings
-from ..errors import ConfigError, ObjectNotFoundError, TierckptError
+from ..errors import ConfigError, TierckptError
 from ..ownership import open_root
 from ..telemetry import logger
-from .durable import make_dirs
+from .durable import SET_LOCAL_ROOT, make_dirs
 from .file_lock import try_lock
 from .temporary_names import is_abandoned, is_temporary
 
@@ -51,10 +50,11 @@ def make_local_root(settings: Settings) -> Path:
     try:
         make_dirs(root)
     except TierckptError as error:
-        hint = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory on node-local SSD"
-        is_no_directory = error.context.get("errno") in (errno.EEXIST, errno.ENOTDIR)
-        kind = ConfigError if is_no_directory or isinstance(error, ObjectNotFoundError) else type(error)
-        raise kind(f"local_root {root} cannot be used: {error.message}", hint=hint, **error.context) from error
+        if isinstance(error, ConfigError):
+            raise
+        raise type(error)(
+            f"local_root {root} cannot be used: {error.message}", hint=SET_LOCAL_ROOT, **error.context
+        ) from error
     return root
 
 

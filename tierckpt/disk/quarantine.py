@@ -82,7 +82,7 @@ def set_aside(path: Path) -> bool:
     False when it is below no local root, or cannot be moved. True when it has gone already.
     """
     root = root_of(path)
-    if root is None:
+    if root is None or root == path:
         return False
     kind = kind_of(path)
     place = root / QUARANTINE

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..home import expand_user
 from ..redaction import carries_credential, redact
 
 TIER_FORMS = (
@@ -177,7 +178,7 @@ def absolute(path: str) -> Path:
     ``~`` is the home directory, also where no shell has replaced it (``--to=~/x``). ``..`` goes up from the target of
     a symbolic link, as in the system. Other links stay: they may lead elsewhere later.
     """
-    whole = Path(os.path.expanduser(path)).absolute()  # noqa: PTH111  # Path would fold "./~" to "~" first
+    whole = Path(expand_user(path)).absolute()  # Path would fold "./~" to "~" first
     parts = whole.parts[1:]
     if ".." not in parts:
         return Path("/", *parts)

@@ -41,6 +41,7 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...format.manifest import is_safe_path
+from ...home import cache_home, expand_user
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
@@ -473,20 +474,19 @@ def _environ(*names: str) -> str:
 
 def hf_home() -> Path:
     """Return where huggingface_hub keeps what it has."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+    return Path(expand_user(os.environ.get("HF_HOME") or str(cache_home() / "huggingface")))
 
 
 def hub_cache() -> Path:
     """Return where Hugging Face libraries look for repositories: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
-    return Path(_environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") or hf_home() / "hub").expanduser()
+    return Path(expand_user(_environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") or str(hf_home() / "hub")))
 
 
 def _token() -> str:
     """The token without what a copied one brings along: no header may hold the end of a line."""
     if token := "".join(_environ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN").split()):
         return token
-    path = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token").expanduser()
+    path = Path(expand_user(os.environ.get("HF_TOKEN_PATH") or str(hf_home() / "token")))
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return "".join(path.read_text().split())
     return ""

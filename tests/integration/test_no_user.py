@@ -1,0 +1,116 @@
+"""A container's random user, without an entry in the user database and without HOME: every verb works, or names
+TIERCKPT_LOCAL_ROOT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierckpt
+from tests.users import as_user
+from tierckpt.config import Settings
+from tierckpt.disk.local_root import make_local_root
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+UID, ROOT_GROUP = 54321, 0
+# The interpreter may lie where only root can read: that capability is kept, and no other.
+CAPABILITIES = [f"--{kind}=-all,+dac_read_search" for kind in ("inh-caps", "ambient-caps", "bounding-set")]
+AS_USER = ["setpriv", f"--reuid={UID}", f"--regid={ROOT_GROUP}", "--clear-groups", *CAPABILITIES]
+UNSET = ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TIERCKPT_LOCAL_ROOT")
+
+NEED_NO_LOCAL_ROOT = [
+    "ls {run}",
+    "info {run}/step-1",
+    "verify {run}/step-1",
+    "drain --wait",
+    "prefetch {run}/step-1 --to {to}",
+    "restore {run}/step-1 --to {to}",
+    "status",
+    "prune {run}",
+    "report {run}",
+    "prefetch --check",
+]
+NEED_LOCAL_ROOT = [
+    "prefetch {run}/step-1",
+    "adopt {run}/step-1 {to}/step-1",
+    "drill {run}",
+    "agent --leave-when-idle --idle-seconds 0.1",
+]
+TRAINER = """
+import sys, torch, tierckpt
+state = {"x": torch.zeros(4)}
+with tierckpt.Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.save(1, {"x": torch.ones(4)})
+with tierckpt.Checkpointer(sys.argv[1]) as checkpointer:
+    assert checkpointer.restore(state) == 1 and state["x"].sum() == 4
+"""
+
+
+@pytest.fixture
+def run(shared_tmp: Path, tmp_path: Path) -> Path:
+    with tierckpt.Checkpointer(str(shared_tmp / "run"), local_root=tmp_path / "root", mover="inline") as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(4)})
+    return shared_tmp / "run"
+
+
+def tried(command: list[str], **variables: str) -> tuple[int, str]:
+    env = {name: value for name, value in os.environ.items() if name not in UNSET}
+    done = subprocess.run(
+        [*AS_USER, sys.executable, *command], env={**env, **variables}, cwd="/", capture_output=True, text=True
+    )
+    return done.returncode, done.stderr
+
+
+def check(lines: list[str], run: Path, *, works: bool, **variables: str) -> None:
+    for number, line in enumerate(lines):
+        words = line.format(run=run, to=run.parent / f"{number}-{len(variables)}").split()
+        code, said = tried(["-m", "tierckpt", *words], **variables)
+        assert "Traceback" not in said, said
+        assert code == 0 if works else (code in (2, 6) and "TIERCKPT_LOCAL_ROOT" in said), (line, code, said)
+
+
+@pytest.mark.slow
+def test_every_verb_works_with_a_local_root_alone(run: Path) -> None:
+    check(NEED_NO_LOCAL_ROOT + NEED_LOCAL_ROOT, run, works=True, TIERCKPT_LOCAL_ROOT=str(run.parent / "local"))
+
+
+@pytest.mark.slow
+def test_without_it_a_verb_works_or_says_that_it_must_be_set(run: Path) -> None:
+    check(NEED_NO_LOCAL_ROOT, run, works=True)
+    check(NEED_LOCAL_ROOT, run, works=False)
+
+
+def test_one_verb_of_each_kind(run: Path) -> None:
+    check(NEED_NO_LOCAL_ROOT[:1], run, works=True)
+    check(NEED_LOCAL_ROOT[1:2], run, works=False)
+
+
+@pytest.mark.slow
+def test_a_trainer_and_the_agent_that_it_starts(shared_tmp: Path) -> None:
+    for mover in ("agent", "inline"):
+        run, root = str(shared_tmp / mover), str(shared_tmp / "local" / mover)
+        code, said = tried(["-c", TRAINER, run], TIERCKPT_LOCAL_ROOT=root, TIERCKPT_MOVER=mover)
+        assert code == 0, said
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_local_root_that_is_a_file_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(tierckpt.errors.ConfigError, match=r"file is not a directory.*TIERCKPT_LOCAL_ROOT"):
+        make_local_root(Settings.load(local_root=tmp_path / "file" / below))
+
+
+def test_a_local_root_that_this_user_may_not_reach_is_named(shared_tmp: Path) -> None:
+    (shared_tmp / "closed").mkdir(0o700)
+
+    def work() -> None:
+        make_local_root(Settings.load(local_root=shared_tmp / "closed" / "root"))
+
+    said = as_user(UID, work, gid=ROOT_GROUP)
+    assert said.startswith("PermissionDeniedError") and "TIERCKPT_LOCAL_ROOT" in said
