@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
-def as_user(uid: int, work: Callable[[], object], *, gid: int | None = None, umask: int = 0o022) -> str:
+def as_user(
+    uid: int,
+    work: Callable[[], object],
+    *,
+    gid: int | None = None,
+    groups: Sequence[int] = (),
+    umask: int = 0o022,
+) -> str:
     """Run ``work`` in a child with the user ``uid`` and no group of root's. Returns '' or the error that it raised."""
     out, into = os.pipe()
     child = os.fork()
@@ -14,7 +21,7 @@ def as_user(uid: int, work: Callable[[], object], *, gid: int | None = None, uma
         said = "nothing"
         try:
             os.close(out)
-            os.setgroups([])
+            os.setgroups(groups)
             os.setgid(uid if gid is None else gid)
             os.setuid(uid)
             os.umask(umask)

@@ -131,7 +131,8 @@ class Settings(BaseSettings):
 
     local_readable_by: Literal["user", "group", "all"] = "user"
     """Who besides this user may read the checkpoints and the node cache below ``local_root``, as far as the umask lets
-    them. Nobody else may ever write there."""
+    them. Nobody else may ever write there, except to a file that a ``file://`` run on the same file system shares with
+    the local tier (a hard link): it has the group and the mode of a new file of the run."""
 
     drain: bool = True
     """Drain each committed checkpoint to its URI in the background. False keeps it on the local tier only."""

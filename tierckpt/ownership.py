@@ -106,6 +106,11 @@ def mode_of(directory: Path) -> int:
     return 0o700 if directory.parent == root else 0o755
 
 
+def file_mode(path: Path) -> int:
+    """The mode with which to create the file ``path``; the umask narrows it. Nobody else writes below a local root."""
+    return 0o644 if root_of(path) is not None else 0o666
+
+
 def root_of(path: Path) -> Path | None:
     """The local root of this process at or above ``path``."""
     text = f"{path}/"

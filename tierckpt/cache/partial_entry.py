@@ -41,6 +41,7 @@ from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
+from ..ownership import file_mode
 from ..stores.verified_read import corrupt
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
@@ -207,7 +208,9 @@ class PartialEntry:
             self.frozen = self._agree(frozen)
             self._lines = ProgressLog(self.frozen)
             self.progress_path = self._lines.path(self.incoming)
-            self._log = open_regular(self.progress_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._log = open_regular(
+                self.progress_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, file_mode(self.progress_path)
+            )
         try:
             self.presence = Heartbeat(base / "owners")
             with translated(self.incoming):
@@ -237,7 +240,7 @@ class PartialEntry:
             except ObjectNotFoundError:
                 pass  # the first, or one of them
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
-            write_new(temporary, frozen.encode(), 0o644)
+            write_new(temporary, frozen.encode(), file_mode(path))
             try:
                 os.link(temporary, path)  # of several that are first, one is
             except FileExistsError:
@@ -324,7 +327,7 @@ class PartialEntry:
             return  # of one block: its digest is the chunk's
         path = self.incoming / BLOCKS
         with translated(path):
-            file = open_regular(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            file = open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path))
             try:
                 os.pwrite(file, blocks, self.frozen.blocks_range(index, chunk).start)
             finally:
@@ -354,7 +357,7 @@ class PartialEntry:
             self.refresh()
             had = bool(self._lines.landed.get(index))
             try:
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
                 if had and self.is_published():  # since we looked, and another has made the directory anew
                     os.close(file)
                     raise ObjectNotFoundError(f"{self.incoming} has gone: published", tier=Tier.LOCAL)
@@ -459,7 +462,7 @@ class PartialEntry:
     def _put_receipt(self, directory: Path, receipt: bytes) -> None:
         """Written where everything that is left over goes away with the rest."""
         temporary = self.incoming / FILLING / f"receipt.{secrets.token_hex(6)}"
-        write_new(temporary, receipt, 0o644)
+        write_new(temporary, receipt, file_mode(temporary))
         publish(temporary, directory / RECEIPT)
 
     def _folders(self, base: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StoreError
+from ..ownership import file_mode
 from ..telemetry import logger
 from ..types import Tier
 from .durable import make_dirs, translated
@@ -106,7 +107,7 @@ class Heartbeat:
         for left in reversed(range(TRIES)):
             try:
                 make_dirs(self._path.parent, is_durable=False)
-                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+                self._file = open_regular(self._path, os.O_WRONLY | os.O_CREAT, file_mode(self._path))
                 break
             except FileNotFoundError:  # somebody has tidied the empty directory away meanwhile
                 if not left:

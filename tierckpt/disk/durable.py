@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,9 +27,10 @@ from ..errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from ..ownership import check, mode_of, root_of
+from ..ownership import check, file_mode, mode_of, root_of
 from ..types import Buffer, Tier
 from .illness import requests
+from .processes import current_umask
 from .quarantine import open_regular, set_aside
 from .temporary_names import stem_of, temporary_of_this_process
 
@@ -58,10 +60,12 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
         )
     if error.errno in _DENIED:
         is_read_only = error.errno == errno.EROFS
-        remedy = "Remount it writable or choose another place" if is_read_only else "Check its owner and mode"
+        remedy = "Remount it writable" if is_read_only else "Check its owner and mode"
+        if tier is Tier.SHARED and not is_read_only:
+            remedy += " (users who share it need one group, umask 002, and `chmod g+s` on its directory)"
         return PermissionDeniedError(
             f"{path} is on a read-only mount" if is_read_only else f"no permission for {path}",
-            hint=SET_LOCAL_ROOT if root_of(path) is not None else remedy,
+            hint=SET_LOCAL_ROOT if root_of(path) is not None else f"{remedy}, or choose another place",
             path=path,
             tier=tier,
         )
@@ -195,7 +199,8 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
     The directory must exist. Cost: two fsyncs.
     """
     with translated(path, tier), temporary_beside(path, is_owned=tier is Tier.LOCAL) as temporary:
-        write_new(temporary, data, 0o644 if check(path.parent) else 0o666)
+        check(path.parent)
+        write_new(temporary, data, file_mode(path))
         publish(temporary, path)
 
 
@@ -226,6 +231,8 @@ def replace_file(new: Path, path: Path) -> None:
 def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool:
     """Give the file ``source`` the second name ``target``, durably. False where no hard link can be made (then copy).
 
+    Outside of a local root ``target`` gets the mode and the group of a new file there. False where it cannot.
+
     Raises:
         PreconditionFailedError: ``target`` is there and is another file.
     """
@@ -239,9 +246,34 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
             if error.errno in _CANNOT_LINK:
                 return False
             raise
+        if root_of(target) is None and not _match_new_file(target):
+            target.unlink()
+            return False
         fsync_file(target)
         fsync_dir(target.parent)
         return True
+
+
+def _match_new_file(path: Path) -> bool:
+    """Give ``path``, which was made below a local root, the mode and the group of a new file at its place.
+
+    Its mode there is narrower than the umask lets it be, and its group this process's, whatever the directory's is.
+    A file made under another umask keeps its mode. False when that takes another file: an ACL, a group of others.
+    """
+    try:
+        os.getxattr(path.parent, "system.posix_acl_default")
+        return False
+    except OSError:  # no such ACL, or no ACLs at all
+        pass
+    status, folder, umask = path.stat(), path.parent.stat(), current_umask()
+    try:
+        if folder.st_mode & stat.S_ISGID and folder.st_gid != status.st_gid:
+            os.chown(path, -1, folder.st_gid)
+        if umask is not None and stat.S_IMODE(status.st_mode) == 0o644 & ~umask:
+            path.chmod(0o666 & ~umask)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

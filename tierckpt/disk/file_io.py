@@ -12,6 +12,7 @@ import errno
 import os
 from pathlib import Path
 
+from ..ownership import file_mode
 from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
@@ -30,7 +31,7 @@ def open_direct(path: Path, flags: int) -> int | None:
     """Open ``path`` for direct I/O; None where the file system has none, said once a device. Raises OSError."""
     try:
         with requests.asking():
-            return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+            return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, file_mode(path))
     except OSError as error:
         if error.errno not in DIRECT_REFUSED:
             raise
@@ -58,7 +59,7 @@ class DirectFile:
                 return
             path.unlink(missing_ok=True)  # some systems make the file before they refuse
         self.direct = False
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(path, flags | os.O_CLOEXEC, file_mode(path))
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of ``view``. A short direct write goes on from the last whole block."""

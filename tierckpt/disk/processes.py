@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,3 +29,12 @@ def start_ticks(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def current_umask() -> int | None:
+    """The umask of this process, which ``os.umask`` cannot read without a change; None where the kernel is silent."""
+    try:
+        match = re.search(rb"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_bytes(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1], 8) if match else None

@@ -23,6 +23,7 @@ from ..disk.file_lock import lock_async
 from ..disk.temporary_names import stem_of
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import FileEntry
+from ..ownership import file_mode
 from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.common import to_completion
@@ -191,7 +192,7 @@ def _flatten(error: BaseException) -> list[BaseException]:
 
 def create_file(path: Path, size_bytes: int) -> int:
     with translated(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
         try:
             if size_bytes:
                 os.posix_fallocate(file, 0, size_bytes)  # a full disk is found before the first byte is fetched
