@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.hosts import container, needs_namespaces
 from tierckpt import Checkpointer
 from tierckpt.client import close_all
 from tierckpt.format.layout import MANIFEST
+from tierckpt.training.other_jobs import _has_ended_here, identity
 
 JOB = """
 import logging, os, sys
@@ -135,3 +138,31 @@ def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pyte
             checkpointer.save(step, {"w": torch.zeros(10)}).result(60)
             assert caplog.text.count("no conditional puts") == 1
     assert "not alone" not in caplog.text
+
+
+ASKED = """
+import json, sys
+from tierckpt.training.other_jobs import _has_ended_here
+print(_has_ended_here(json.loads(sys.argv[1])))
+"""
+
+
+def test_of_this_process_and_of_a_former_one_with_its_pid() -> None:
+    mine = identity()
+    namespace, began = mine["process"].split("-")
+    assert not _has_ended_here(mine)
+    assert _has_ended_here({**mine, "process": f"{namespace}-{int(began) - 1}"})
+
+
+def test_a_record_that_names_no_process_says_nothing() -> None:
+    for process in (None, "", "1", "a-b", "0-0", "1-1-1"):
+        assert not _has_ended_here({**identity(), "process": process})
+
+
+@needs_namespaces
+def test_a_container_with_the_name_of_this_host_says_nothing_of_its_pids() -> None:
+    wrap = [word for word in container() if word != "--uts"]
+    done = subprocess.run(
+        [*wrap, sys.executable, "-c", ASKED, json.dumps(identity())], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

@@ -111,15 +111,30 @@ def test_a_pid_that_was_given_to_another_process_is_not_its_former_one(beats: Pa
     presence = Heartbeat(beats)
     presence.begin()
     now = presence.owner
-    former = Owner(now.pid, now.started_ticks - 1, now.namespace, now.token)
+    former = Owner(now.pid, now.started_ticks - 1, now.namespace, now.host, now.token)
     (beats / former.name).touch()
     assert is_live(now.name, beats)
     assert not is_live(former.name, beats)
 
 
+def test_heartbeats_are_judged_by_the_clock_of_their_file_system(beats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's clock differs from this host's by minutes, either way."""
+    presence = Heartbeat(beats)
+    presence.begin()
+    stranger = Owner(1, 1, 12345, 1, "aa")
+    (beats / stranger.name).touch()
+    real = time.time
+    for skew in (3600.0, -3600.0):
+        monkeypatch.setattr(time, "time", lambda skew=skew: real() + skew)
+        assert is_live(stranger.name, beats)
+    past = real() - owner.SILENT_SECONDS - 5
+    os.utime(beats / stranger.name, (past, past))
+    assert not is_live(stranger.name, beats), "though by this host's clock it will beat in an hour"
+
+
 def test_of_a_process_in_another_container_only_the_heartbeat_counts(beats: Path) -> None:
     beats.mkdir()
-    stranger = Owner(1, 1, 12345, "aa")
+    stranger = Owner(1, 1, 12345, 1, "aa")
     (beats / stranger.name).touch()
     assert stranger.has_ended() is None
     assert is_live(stranger.name, beats)

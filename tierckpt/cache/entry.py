@@ -537,6 +537,8 @@ class CacheEntry:
         if self._filling is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
             return
+        if await self._wait_for_host(self._filling, listener):
+            return
         await self._join(self._filling)
         indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
         while True:
@@ -545,6 +547,31 @@ class CacheEntry:
                 return
             if await self._publish(self._filling):
                 return
+
+    async def _wait_for_host(self, filling: PartialEntry, listener: ProgressListener) -> bool:
+        """Wait while another host that has the file system mounted fills the entry. True when it is whole then.
+
+        False when this host is to fill it: the other has ended, or has landed nothing for ``stall_seconds``.
+        """
+        what, landed, moved_at = f"prefetch {self.frozen.uri}", filling.landed_elsewhere(), time.monotonic()
+        async for _ in Poll():
+            try:
+                if not await asyncio.to_thread(filling.is_filled_elsewhere):
+                    return False
+            except ObjectNotFoundError:
+                if not self._look():
+                    raise
+            if self._look():
+                listener(Progress(what, self.frozen.size_bytes, self.frozen.size_bytes))
+                self.tally.others_bytes += self.frozen.size_bytes - self.tally.here_bytes
+                return True
+            listener(Progress(what, 0, self.frozen.size_bytes, "another node fills the directory"))
+            if (now := await asyncio.to_thread(filling.landed_elsewhere)) != landed:
+                landed, moved_at = now, time.monotonic()
+            elif time.monotonic() > moved_at + self.stall_seconds:
+                log.warning("%s: the node that fills it makes no progress, filling it here", self.target)
+                return False
+        raise AssertionError("unreachable")
 
     async def _publish(self, filling: PartialEntry) -> bool:
         """True when the entry is whole; False when something has to be fetched again."""

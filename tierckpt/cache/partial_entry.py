@@ -7,6 +7,7 @@
                               forget its chunks; "=<file>.": it is whole and durable
         claims/               who brings which chunk now (disk/claims.py)
         shared/               and which of them from shared storage, where other nodes take part
+        host/                 which host fills it, on a file system that several have mounted
         owners/               heartbeats of the processes that are at it
     <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
     <parent>/NAME/.tierckpt/prefetched.blocks           digests of blocks, so that a small read verifies little
@@ -33,10 +34,10 @@ import threading
 from pathlib import Path
 
 from ..checkpoint.catalog import file_size
-from ..disk.claims import TRIES, Claims, Heartbeat, is_live
+from ..disk.claims import TRIES, Claims, Heartbeat, Owner, is_live
 from ..disk.durable import fsync_dir, make_dirs, matching, publish, read_whole, translated, write_new
 from ..disk.file_io import allocate, read_into
-from ..disk.processes import boot_id
+from ..disk.processes import boot_id, host_id
 from ..disk.quarantine import open_regular
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
@@ -58,6 +59,8 @@ ENTRY = f"{FILLING}/entry.json"
 SUFFIX = ".incoming"
 PUBLISH = "publish"
 SHARED = "shared"
+HOST = "host"
+FILL = "fill"
 APPENDS_MAX = 8
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
@@ -203,8 +206,8 @@ class PartialEntry:
         self._prepared: set[int] = set()
         base = self.incoming / FILLING
         with translated(self.incoming):
-            for folder in (base / "claims", base / SHARED):  # durable when it is published, not before (G3)
-                make_dirs(folder, is_durable=False)
+            for name in ("claims", SHARED, HOST):  # durable when it is published, not before (G3)
+                make_dirs(base / name, is_durable=False)
             self.frozen = self._agree(frozen)
             self._lines = ProgressLog(self.frozen)
             self.progress_path = self._lines.path(self.incoming)
@@ -220,6 +223,7 @@ class PartialEntry:
             raise
         self.claims = Claims(base / "claims", base / "owners", self.presence.name)
         self.fetching = Claims(base / SHARED, base / "owners", self.presence.name)
+        self._hosts = Claims(base / HOST, base / "owners", self.presence.name)
         self.refresh()
 
     def _agree(self, frozen: FileSet) -> FileSet:
@@ -272,6 +276,28 @@ class PartialEntry:
         if self.incoming.exists() and self.is_published() and not is_being_filled(self.incoming):
             with contextlib.suppress(TierckptError):
                 remove_dir(self.incoming)
+
+    def is_filled_elsewhere(self) -> bool:
+        """True while a live process of another host fills the directory: what it writes cannot be read here (G3).
+
+        Otherwise this host fills it, and the next one to ask waits.
+
+        Raises:
+            ObjectNotFoundError: the directory was published, or removed.
+        """
+        if self._hosts.take(FILL):
+            return False
+        owner = Owner.parse(self._hosts.holder(FILL) or "")
+        return owner is not None and owner.host != host_id()
+
+    def landed_elsewhere(self) -> dict[str, int]:
+        """The size of each progress file of other hosts: it grows while they get on."""
+        found = {}
+        for path in self._lists():
+            if path != self.progress_path:
+                with contextlib.suppress(OSError):
+                    found[path.name] = path.stat().st_size
+        return found
 
     # --- what has landed -----------------------------------------------------------------------------------------
 

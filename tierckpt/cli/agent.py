@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,10 @@ import typer
 from ..agent.agent_server import run
 from ..agent.options import AgentOptions
 from ..config import Settings
+from ..disk.file_lock import try_lock
 from ..errors import OperationTimeoutError
+from ..format.layout import agent_dir
+from ..ipc.agent_breaker import LOCK
 from ..ipc.agent_client import IDLE_SECONDS, AgentClient, AgentUnavailableError
 from ..poll import LOCAL, Poll
 from ..telemetry import log_to
@@ -104,14 +106,12 @@ def _stop(settings: Settings) -> Report:
             contact.ask({"op": "stop"}, start=False)
         except AgentUnavailableError:
             return Report({"stopped": False}, ["No agent runs for this local root."])
-    if all(_is_alive(pid) for _ in Poll(settings.grace_seconds + STOP_SECONDS_EXTRA, LOCAL)):
+    if all(_is_running(settings.local_root) for _ in Poll(settings.grace_seconds + STOP_SECONDS_EXTRA, LOCAL)):
         raise OperationTimeoutError(f"the agent (process {pid}) has not ended", hint="Its log may say why")
     return Report({"stopped": True, "pid": pid}, [f"The agent (process {pid}) has ended."])
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIG_DFL)  # signal 0: only asks
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
+def _is_running(local_root: Path) -> bool:
+    """Whether an agent holds its lock. Its pid says nothing in another container."""
+    with try_lock(agent_dir(local_root) / LOCK) as is_free:
+        return not is_free

@@ -1,11 +1,11 @@
-"""Claims: exclusive ownership by name between processes of a node, each a pid, a start time and a heartbeat.
+"""Claims: exclusive ownership by name between processes, of one host or several, each with a heartbeat.
 
 Invariants:
     C1  A claim appears whole, with its holder's name in it, or not at all: it is a symbolic link, made by one call that
         fails when the name is taken.
     C2  A claim of a process that has ended is free at once; so is one whose holder has let its heartbeat stop for
-        ``SILENT_SECONDS`` (stopped, hung, or in another container). Who removes it holds the lock of the folder (flock,
-        open(2)) and has looked again: what another has claimed meanwhile is never removed.
+        ``SILENT_SECONDS`` (stopped, hung, or killed in another container or on another host). Its remover holds the
+        lock of the folder (flock, open(2)) and looks again: what another has claimed meanwhile is never removed.
     C3  A claim decides who works, never what is right: a holder that was taken for dead and goes on does the same work
         twice.
 """
@@ -27,7 +27,7 @@ from ..ownership import file_mode
 from ..telemetry import logger
 from ..types import Tier
 from .durable import make_dirs, translated
-from .processes import pid_namespace, start_ticks
+from .processes import has_ended, host_id, pid_namespace, start_ticks
 from .quarantine import kind_of, open_regular, set_aside
 
 log = logger("cache")
@@ -42,52 +42,63 @@ TRIES = 100
 class Owner:
     """One holder: a process (pid, and when it started, so that a pid used again is told apart) and a token of its own.
 
-    ``namespace`` is the pid namespace: of a process in another container the pid says nothing here.
+    ``namespace`` says where the pid means something (``processes``), ``host`` which machine runs it.
     """
 
     pid: int
     started_ticks: int
     namespace: int
+    host: int
     token: str
 
     @classmethod
     def mine(cls) -> Owner:
         pid = os.getpid()
-        return cls(pid, start_ticks(pid), pid_namespace(), secrets.token_hex(4))
+        return cls(pid, start_ticks(pid), pid_namespace(), host_id(), secrets.token_hex(4))
 
     @property
     def name(self) -> str:
-        return f"{self.pid}-{self.started_ticks}-{self.namespace}-{self.token}"
+        return f"{self.pid}-{self.started_ticks}-{self.namespace}-{self.host}-{self.token}"
 
     @classmethod
     def parse(cls, name: str) -> Owner | None:
         try:
-            pid, started, namespace, token = name.split("-")
-            return cls(int(pid), int(started), int(namespace), token)
+            pid, started, namespace, host, token = name.split("-")
+            return cls(int(pid), int(started), int(namespace), int(host), token)
         except ValueError:
             return None
 
     def has_ended(self) -> bool | None:
         """True when the process is gone, False while it lives, None when that cannot be known (another container)."""
-        if self.namespace != pid_namespace():
-            return None
-        return start_ticks(self.pid) != self.started_ticks
+        return has_ended(self.pid, self.started_ticks, self.namespace)
 
 
 def is_live(name: str, beats: Path) -> bool:
     """True while the holder ``name`` lives and its heartbeat in directory ``beats`` goes on.
 
-    A holder without a heartbeat file has let go.
+    A holder without a heartbeat file has let go. The file is opened, as a network mount may answer a ``stat`` with what
+    it knew a minute ago, and its time is compared with the time that this process's own heartbeat there has: the
+    server's, whose clock may differ from ours.
     """
     owner = Owner.parse(name)
-    if owner is None:
+    if owner is None or owner.has_ended():
         return False
-    if owner.has_ended():
-        return False
+    now = _heart.time_in(beats)
     try:
-        return time.time() - (beats / name).stat().st_mtime < SILENT_SECONDS
+        return (time.time() if now is None else now) - _beat_at(beats / name) < SILENT_SECONDS
     except OSError:
         return False
+
+
+def _beat_at(path: Path) -> float:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError:  # another user's, with a strict umask
+        return path.stat().st_mtime
+    try:
+        return os.fstat(file).st_mtime
+    finally:
+        os.close(file)
 
 
 class Heartbeat:
@@ -112,7 +123,7 @@ class Heartbeat:
             except FileNotFoundError:  # somebody has tidied the empty directory away meanwhile
                 if not left:
                     raise
-        _heart.add(self._file)
+        _heart.add(self._file, self._path.parent)
 
     def end(self) -> None:
         """Let go. Idempotent; in a forked child it leaves the parent's alone."""
@@ -228,20 +239,28 @@ class _Heart:
     """One thread per process that touches the files of all its presences."""
 
     def __init__(self) -> None:
-        self._files: set[int] = set()
+        self._files: dict[int, Path] = {}
         self._lock = threading.Lock()
         self._is_beating = False
 
-    def add(self, file: int) -> None:
+    def add(self, file: int, beats: Path) -> None:
         with self._lock:
-            self._files.add(file)
+            self._files[file] = beats
             if not self._is_beating:
                 self._is_beating = True
                 threading.Thread(target=self._beat, name="tierckpt-heart", daemon=True).start()
 
     def remove(self, file: int) -> None:
         with self._lock:
-            self._files.discard(file)
+            self._files.pop(file, None)
+
+    def time_in(self, beats: Path) -> float | None:
+        """The time of this process's last beat in ``beats``, by the clock of that file system; None without one."""
+        with self._lock:
+            files = [file for file, place in self._files.items() if place == beats]
+            with contextlib.suppress(OSError):
+                return max((os.fstat(file).st_mtime for file in files), default=None)
+        return None
 
     def _beat(self) -> None:
         while True:

@@ -1,25 +1,45 @@
-"""Processes of this machine: what tells one from a later one that has its number, or from one in another container."""
+"""Processes: what tells one from a later one with its number, from one of another container, and of another host.
+
+A pid says something within one pid namespace of one boot of one machine. The number of a namespace alone does not tell
+hosts apart: that of the first one is the same on every machine.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from functools import lru_cache
+import secrets
+import zlib
 from pathlib import Path
 
 
-@lru_cache(maxsize=1)
+@functools.cache
 def boot_id() -> str:
-    """What tells this boot of the machine from others. Raises OSError where the kernel does not say."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def pid_namespace() -> int:
-    """In which numbers of processes mean what they mean here; 0 where the kernel does not say."""
+    """The id of this boot of this machine. Where the kernel has none, an id of this process and its children."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or secrets.token_hex(16)
+    except OSError:
+        return secrets.token_hex(16)
+
+
+def host_id() -> int:
+    """32 bits that differ between machines, and between boots of one; equal in all containers of one kernel."""
+    return zlib.crc32(boot_id().encode())
+
+
+@functools.cache
+def pid_namespace() -> int:
+    """32 bits that differ between pid namespaces, of all hosts; 0 where pids of this process cannot be looked up."""
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115  # /proc is of another namespace
+            return 0
+        return zlib.crc32(f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}".encode())  # noqa: PTH116
     except OSError:
         return 0
+
+
+os.register_at_fork(after_in_child=pid_namespace.cache_clear)
 
 
 def start_ticks(pid: int) -> int:
@@ -29,6 +49,13 @@ def start_ticks(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def has_ended(pid: int, started_ticks: int, namespace: int) -> bool | None:
+    """True when that process is gone, False while it lives, None when it is of another namespace: nobody knows here."""
+    if not namespace or namespace != pid_namespace():
+        return None
+    return start_ticks(pid) != started_ticks
 
 
 def current_umask() -> int | None:

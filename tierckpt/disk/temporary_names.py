@@ -8,7 +8,7 @@ import re
 import secrets
 import zlib
 
-from .processes import pid_namespace, start_ticks
+from .processes import has_ended, pid_namespace, start_ticks
 
 _OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
@@ -39,12 +39,14 @@ def temporary_of_this_process(name: str) -> str:
 def is_abandoned(name: str) -> bool:
     """True for a temporary name of a process of this machine that has ended: nobody goes on with it.
 
-    A number that the system has given again has another start. Of a process of another container nobody can tell here.
+    A number that the system has given again has another start. Of a process of another container, or another host that
+    has the directory mounted, nobody can tell here.
     """
     match = _OWNED.search(name)
-    if match is None or int(match[1], 16) != pid_namespace() or not pid_namespace():
+    if match is None:
         return False
-    return start_ticks(int(match[2], 16)) != int(match[3], 16)
+    namespace, pid, started_ticks = (int(part, 16) for part in match.groups())
+    return has_ended(pid, started_ticks, namespace) is True
 
 
 @functools.cache  # two reads below /proc cost 30 us of a small file's 90
