@@ -164,7 +164,7 @@ class NodeCache:
             raise _uncommitted(location)
         if manifest is not None:
             return self.resolve_checkpoint(location, store, manifest, include, exclude)
-        files = await from_listing(store)
+        files = await from_listing(store, include, exclude)
         if _is_half(files):
             raise _uncommitted(location)  # it was not even claimed when we asked
         if include or exclude:

@@ -39,6 +39,7 @@ from ..disk.durable import fsync_dir, make_dirs, matching, publish, read_whole, 
 from ..disk.file_io import allocate, read_into
 from ..disk.processes import boot_id, host_id
 from ..disk.quarantine import open_regular
+from ..disk.temporary_names import beside, stem_of
 from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
@@ -75,7 +76,7 @@ def incoming_of(directory: Path, version: str) -> Path:
 
 
 def incoming_beside(directory: Path, version: str) -> Path:
-    return directory.with_name(f".{directory.name}.{version[:8]}{SUFFIX}")
+    return beside(directory, f".{version[:8]}{SUFFIX}")
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
@@ -551,7 +552,7 @@ def tidy(directory: Path) -> None:
 def remove_abandoned(directory: Path, keep: Path) -> None:
     """Remove half-filled directories of other versions of ``directory`` that nobody works on."""
     inside = directory / PRIVATE_DIR
-    beside = matching(directory.parent, f".{glob.escape(directory.name)}.*{SUFFIX}")
+    beside = matching(directory.parent, f".{glob.escape(stem_of(directory.name))}.*{SUFFIX}")
     for left in [*beside, *matching(inside, f"*{SUFFIX}")]:
         if left != keep and not is_being_filled(left):
             with contextlib.suppress(TierckptError):

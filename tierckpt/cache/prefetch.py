@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..checkpoint.retention import nearest_existing
+from ..disk.durable import check_names
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path
@@ -76,12 +77,12 @@ class PrefetchResult(FetchStats):
         return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
 
 
-async def from_listing(store: Store) -> list[FileSpec]:
+async def from_listing(store: Store, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[FileSpec]:
     """Freeze every file under the store's root, except our own private ones.
 
     Raises:
         ObjectNotFoundError: there is nothing there.
-        ConfigError: a key that cannot be a file name below the target directory.
+        ConfigError: a key that ``select`` would choose and that cannot be a file name below the target directory.
     """
     wanted = []
     async for info in store.list():
@@ -94,7 +95,12 @@ async def from_listing(store: Store) -> list[FileSpec]:
                 uri=store.uri,
             )
         if not is_safe_path(info.key):
-            raise ConfigError(f"{store.uri} holds the key {info.key!r}, which cannot be a file below a directory")
+            if not _is_selected(info.key, {info.key}, include, exclude):
+                continue
+            raise ConfigError(
+                f"{store.uri} holds the key {info.key!r}, which cannot be a file below a directory",
+                hint="Leave it out with --exclude; a name has 255 bytes at most, and is neither empty nor '..'",
+            )
         wanted.append(FileSpec(info.key, info.key, info.size_bytes, info.etag))
     if not wanted:
         raise ObjectNotFoundError(
@@ -112,17 +118,19 @@ def select(files: Sequence[FileSpec], include: Sequence[str], exclude: Sequence[
         ObjectNotFoundError: that leaves nothing.
     """
     names = {item.path for item in files}
-
-    def matches(path: str, globs: Sequence[str]) -> bool:
-        return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
-
-    wanted = [item for item in files if not include or matches(item.path, include)]
-    chosen = [item for item in wanted if not matches(item.path, exclude)]
+    chosen = [item for item in files if _is_selected(item.path, names, include, exclude)]
     if not chosen:
         raise ObjectNotFoundError(
             f"no file of {uri} matches", hint="Look at --include and --exclude; `tierckpt info` lists the files"
         )
     return chosen
+
+
+def _is_selected(path: str, names: Container[str], include: Sequence[str], exclude: Sequence[str]) -> bool:
+    def is_matched(globs: Sequence[str]) -> bool:
+        return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
+
+    return (not include or is_matched(include)) and not is_matched(exclude)
 
 
 async def prefetch(
@@ -173,6 +181,7 @@ def result_of(cached: CacheEntry, directory: Path, *, is_pinned: bool = False) -
 
 
 def _begin(cached: CacheEntry, directory: Path) -> None:
+    check_names(directory, (item.path for item in cached.frozen.files))
     if whole_receipt(directory, cached.frozen.version) is None:
         _check_room(cached.frozen, directory)
     cached.begin(whole=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translated
 from ..disk.file_lock import lock
+from ..disk.temporary_names import set_aside_name
 from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
 from ..format.layout import (
@@ -343,7 +344,7 @@ def finish_locked_removal(directory: Path) -> bool:
             log.warning("%s; keeping the files that it names", error)
             continue
         doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
-        doomed += [f"{key}.bad" for key in doomed]  # put aside by a restore
+        doomed += [set_aside_name(key) for key in doomed]  # put aside by a restore
         dead = gone.tokens - (standing.tokens if standing else set())
         for folder in (ORIGIN_DIR, FORMAT_1_ORIGIN_DIR):
             if (directory / folder).is_dir():

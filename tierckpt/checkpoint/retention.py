@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..disk.temporary_names import set_aside_name
 from ..errors import BucketNotFoundError, ConfigError, ManifestError, ObjectNotFoundError, StoreError
 from ..format import layout
 from ..format.layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending
@@ -193,7 +194,7 @@ def local_health(directory: Path, manifest: Manifest) -> Health:
     for entry in manifest.files:
         path = directory / entry.key
         size_bytes = file_size(path)
-        if size_bytes not in {entry.size_bytes, -1} or path.with_name(f"{path.name}.bad").exists():
+        if size_bytes not in {entry.size_bytes, -1} or Path(set_aside_name(str(path))).exists():
             return Health.DAMAGED
         (here if size_bytes == entry.size_bytes else missing).add(entry.rank)
     if not missing:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from .quarantine import open_regular, set_aside
 from .temporary_names import stem_of, temporary_of_this_process
 
 MAKES_MAX = 100
+PATH_BYTES_MAX = 4095 - 200
+"""A path has 4,095 bytes at most; files of ours below it, and temporary names, take the rest."""
 SET_LOCAL_ROOT = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory of this user on node-local SSD"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -69,10 +71,38 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
             path=path,
             tier=tier,
         )
+    if error.errno == errno.ENAMETOOLONG:
+        return _too_long(path, "")
     if error.errno in _MISSING:
         return ObjectNotFoundError(f"{path} does not exist", path=path, tier=tier)
     kind = StoreUnavailableError if error.errno in _AWAY else StoreError
     return kind(f"{path}: {error.strerror or error}", path=path, tier=tier, errno=error.errno)
+
+
+def check_names(directory: Path, paths: Iterable[str] = ()) -> None:
+    """Raise ConfigError when ``directory``, or one of ``paths`` below it, is too long for its file system."""
+    name_bytes_max = _name_bytes_max(directory)
+    for path in ("", *paths):
+        whole = os.fsencode(directory / path)
+        longest = max(map(len, whole.split(b"/")))
+        if longest > name_bytes_max:
+            raise _too_long(directory / path, f" ({longest} bytes in one name, {name_bytes_max} are the limit there)")
+        if len(whole) > PATH_BYTES_MAX:
+            raise _too_long(directory / path, f" ({len(whole)} bytes, {PATH_BYTES_MAX} are the limit)")
+
+
+def _name_bytes_max(directory: Path) -> int:
+    for candidate in (directory, *directory.parents):
+        try:
+            limit = os.pathconf(candidate, "PC_NAME_MAX")
+            return limit if limit > 0 else 255
+        except OSError:  # not made yet, or itself too long
+            continue
+    return 255
+
+
+def _too_long(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"the name {path} is too long for its file system{why}", hint="Shorten it, or leave it out")
 
 
 def _free_bytes(path: Path) -> int:

@@ -21,6 +21,7 @@ from ..ownership import check, check_owner, root_of
 from ..telemetry import QUARANTINES, logger
 from ..types import Tier
 from .illness import requests
+from .temporary_names import stem_of
 
 log = logger("disk")
 
@@ -86,7 +87,7 @@ def set_aside(path: Path) -> bool:
         return False
     kind = kind_of(path)
     place = root / QUARANTINE
-    target = place / f"{secrets.token_hex(4)}.{path.name}"
+    target = place / f"{secrets.token_hex(4)}.{stem_of(path.name)}"
     try:
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             place.rename(place.with_name(f"{QUARANTINE}.{secrets.token_hex(4)}"))

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import zlib
+from pathlib import Path
 
 from .processes import has_ended, pid_namespace, start_ticks
 
@@ -14,16 +15,27 @@ _OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
 
 
-STEM_BYTES_MAX = 180
-"""A name has 255 bytes at most, of which a temporary one takes up to 46 for itself."""
+STEM_BYTES_MAX = 97
+"""A name has 255 bytes at most, 143 on eCryptfs, of which a temporary one takes up to 46 for itself."""
 
 
 def stem_of(name: str) -> str:
-    """What temporary names, and those of locks, have of ``name``: all of it, unless that would be too long."""
+    """The part of ``name`` in the names of its temporary files and locks: all of it, or its beginning and a digest."""
     raw = os.fsencode(name)
     if len(raw) <= STEM_BYTES_MAX:
         return name
-    return f"{raw[:STEM_BYTES_MAX].decode(errors='ignore')}-{zlib.crc32(raw):08x}"
+    return f"{raw[: STEM_BYTES_MAX - 9].decode(errors='ignore')}-{zlib.crc32(raw):08x}"
+
+
+def beside(path: Path, ending: str) -> Path:
+    """The path of a file that belongs to ``path``: ``.<name><ending>``, short enough whatever the name is."""
+    return path.with_name(f".{stem_of(path.name)}{ending}")
+
+
+def set_aside_name(path: str) -> str:
+    """The path under which the damaged file ``path`` of a checkpoint is kept."""
+    directory, slash, name = path.rpartition("/")
+    return f"{directory}{slash}{stem_of(name)}.bad"
 
 
 def is_temporary(name: str) -> bool:

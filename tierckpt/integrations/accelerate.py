@@ -14,6 +14,7 @@ from typing import Any
 
 from ..adoption import Adoption
 from ..config import Settings
+from ..disk.temporary_names import beside
 from ..errors import ConfigError
 from ..format.layout import step_of
 from .directories import Directories
@@ -57,7 +58,7 @@ class TierState:
         if name is not None and (step_of(name) is None or Path(name).name != name):
             raise ConfigError(f"{name!r} is no name of a checkpoint", hint="Say save(f'step-{step}'): no path, a step")
         place = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
-        begun = self.directory.parent / f".{place.name}-begun"  # Accelerate takes what lies beside it for its own
+        begun = beside(self.directory.parent / place.name, "-begun")  # Accelerate takes what lies beside it for its own
         if self.accelerator.is_local_main_process:
             if not self._names or begun.exists():
                 shutil.rmtree(place, ignore_errors=True)  # of a save that was cut short

@@ -17,8 +17,9 @@ from ..client import latest
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..disk import read_lease
-from ..disk.durable import durable_write, fsync_dir, make_dirs, publish, translated
+from ..disk.durable import check_names, durable_write, fsync_dir, make_dirs, publish, translated
 from ..disk.file_lock import try_lock
+from ..disk.temporary_names import beside
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError
 from ..format.layout import local_dir
 from ..format.uris import local_path
@@ -214,6 +215,7 @@ def _held(reader: TierStorageReader) -> Iterator[None]:
 
 
 def _check_target(target: Path) -> None:
+    check_names(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty directory", hint="Give a new directory", path=target)
     if target.is_mount():
@@ -230,7 +232,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
 
     One process exports to a target at a time. What a killed export left is removed by the next one.
     """
-    directory = target.with_name(f".{target.name}.exporting")
+    directory = beside(target, ".exporting")
     with translated(target):
         make_dirs(target.parent)
         check_room(target.parent, size_bytes)

@@ -16,6 +16,7 @@ from ..disk.durable import translated
 from ..disk.file_io import open_direct, open_file, pread_all, read_direct, read_into
 from ..disk.io_tuner import WAYS, ReadMode, ReadTuner, device_of
 from ..disk.page_cache import Resident
+from ..disk.temporary_names import set_aside_name
 from ..errors import TierckptError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..telemetry import QUARANTINES, logger
@@ -168,7 +169,7 @@ class LocalCopy:
         if self.tier is not Tier.LOCAL:
             return
         try:
-            self._path.rename(self._path.with_name(f"{self._path.name}.bad"))
+            self._path.rename(set_aside_name(str(self._path)))
             QUARANTINES.emit(1, tier=self.tier)
         except OSError as error:
             log.warning("cannot quarantine %s: %s", self._path, error)

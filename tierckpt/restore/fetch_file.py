@@ -17,6 +17,7 @@ from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
 from ..disk.durable import make_dirs, publish, translated
 from ..disk.file_lock import lock_async
+from ..disk.temporary_names import beside
 from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import INCOMING_DIR
@@ -49,7 +50,7 @@ async def bring(
         await fetch(nearest, entry, path, chunk, on_bytes, concurrency)
         return
     make_dirs(path.parent)
-    async with lock_async(path.with_name(f".{path.name}.lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+    async with lock_async(beside(path, ".lock"), FETCH_TIMEOUT_SECONDS, str(path)):
         if await asyncio.to_thread(path.exists):
             on_bytes(entry.size_bytes)
             return

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..disk.durable import check_names
 from ..errors import ConfigError
-from ..format.layout import Location
+from ..format.layout import Location, local_dir
 from ..format.uris import UNPRINTABLE
 
 OWN_SCHEMES = ("file", "s3", "az", "gs", "hf")
@@ -48,7 +49,7 @@ def check_object_name(location: Location) -> None:
 
 def check_target(location: Location, local_root: Path) -> None:
     """Raise ConfigError when nothing can be saved to ``location``: HTTP and a Hub are for reading, journals hold text,
-    a bucket's names have an end, and inside the local root the local tier would shadow it."""
+    names have an end, and inside the local root the local tier would shadow it."""
     if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
             f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "
@@ -67,6 +68,9 @@ def check_target(location: Location, local_root: Path) -> None:
             f"{location.path} lies inside local_root {local_root}",
             hint="Save to a directory outside it; local_root belongs to tierckpt",
         )
+    if location.scheme == "file":
+        check_names(Path(location.path))
+    check_names(local_dir(local_root, location))  # the local tier mirrors the name
 
 
 def check_read_as(location: Location, path: str) -> None:

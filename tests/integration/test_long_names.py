@@ -1,0 +1,66 @@
+"""Names as long as the file system takes work in every verb; longer ones are refused before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tierckpt
+from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter
+from tierckpt.errors import ConfigError
+from tierckpt.loading.export import export_safetensors
+
+LONGEST = pytest.mark.parametrize("name", ["n" * 255, "é" * 127], ids=["ascii", "multi-byte"])
+
+
+def save_and_load(uri: Path) -> None:
+    dcp.save({"x": torch.ones(4)}, storage_writer=TierStorageWriter(str(uri)))
+    state = {"x": torch.zeros(4)}
+    dcp.load(state, storage_reader=TierStorageReader(str(uri)))
+    assert state["x"].sum() == 4
+
+
+@LONGEST
+def test_a_run_a_checkpoint_and_targets_of_the_longest_name(tmp_path: Path, name: str) -> None:
+    with Checkpointer(str(tmp_path / "runs" / name)) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(4)})
+    assert tierckpt.latest(str(tmp_path / "runs" / name))
+    uri = tmp_path / "checkpoints" / name
+    save_and_load(uri)
+    tierckpt.prefetch(str(uri), to=tmp_path / "prefetched" / name)
+    (tmp_path / "exported").mkdir()
+    export_safetensors(str(uri), tmp_path / "exported" / name)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_bytes(b"weights")
+    tierckpt.prefetch(str(tmp_path / "model"), to=tmp_path / "model-here")
+    assert (tmp_path / "model-here" / name).read_bytes() == b"weights"
+    tierckpt.adopt(tmp_path / "model", str(tmp_path / "adopted" / "step-1")).wait(timeout_seconds=60)
+
+
+@pytest.mark.parametrize("below", ["n" * 256, "é" * 128, "/".join(["d" * 200] * 22)], ids=["name", "bytes", "path"])
+def test_what_is_too_long_is_refused_with_its_length(tmp_path: Path, below: str) -> None:
+    for work in (
+        lambda: Checkpointer(str(tmp_path / below)),
+        lambda: TierStorageWriter(str(tmp_path / below)),
+        lambda: tierckpt.prefetch(str(tmp_path), to=tmp_path / "x" / below),
+        lambda: export_safetensors(str(tmp_path), tmp_path / below),
+    ):
+        with pytest.raises(ConfigError, match="too long for its file system"):
+            work()
+
+
+def test_a_key_that_no_file_can_have_is_named_and_can_be_left_out(s3_uri: str, tmp_path: Path) -> None:
+    import fsspec
+
+    with fsspec.open(f"{s3_uri}/model/good.bin", "wb") as file:
+        file.write(b"good")
+    with fsspec.open(f"{s3_uri}/model/{'k' * 300}", "wb") as file:
+        file.write(b"bad")
+    with pytest.raises(ConfigError, match=r"k{200}.*--exclude"):
+        tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "to")
+    assert not (tmp_path / "to").exists() and not list(tmp_path.glob(".to*"))
+    tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "to", exclude=["k*"])
+    assert (tmp_path / "to" / "good.bin").read_bytes() == b"good"
