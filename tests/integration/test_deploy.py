@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -162,6 +163,88 @@ def test_the_storage_container_moves_what_was_fetched(tmp_path: Path) -> None:
     for (name, _), target in zip(models.items(), targets, strict=True):
         assert [path.name for path in target.iterdir()] == ["weights.bin"]
         assert (target / "weights.bin").read_text() == name
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in MANIFESTS:
+        for document in documents(path):
+            if "template" in document.get("spec", {}):
+                yield path.name, document["spec"]["template"]["spec"]
+
+
+def settings_in(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one.get("value", "") for one in container.get("env", [])}
+
+
+def test_our_containers_run_as_a_user_and_write_where_something_is_mounted() -> None:
+    """But for the one that makes a directory of a hostPath the user's: the volume belongs to root."""
+    for name, pod in pods():
+        for container in containers([pod.get("initContainers", []), pod["containers"]]):
+            if not container["image"].startswith("your-registry/tierckpt"):
+                continue
+            context = {**pod.get("securityContext", {}), **container.get("securityContext", {})}
+            if container["command"][0] == "install":
+                assert context["runAsUser"] == 0
+                continue
+            assert context["runAsNonRoot"] and context["runAsUser"] and context["readOnlyRootFilesystem"], name
+            root = Path(settings_in(container)["TIERCKPT_LOCAL_ROOT"])
+            mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
+            assert any(mount in root.parents for mount in mounts), f"{name}: a mount point is not the user's own"
+        made = {words[-1] for one in pod.get("initContainers", []) if (words := one["command"])[0] == "install"}
+        assert made or not any("OrCreate" in str(volume.get("hostPath")) for volume in pod["volumes"]), name
+
+
+def test_a_pod_has_more_time_to_end_than_the_agent_takes() -> None:
+    for name, pod in pods():
+        has_agent = any("agent" in container.get("command", []) for container in pod["containers"])
+        grace = pod.get("terminationGracePeriodSeconds", 30)
+        assert not has_agent or grace > Settings.model_fields["grace_seconds"].default, name
+    for unit in DEPLOY.rglob("*agent.service"):
+        (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)
+        assert int(seconds) > Settings.model_fields["grace_seconds"].default
+
+
+def run_script(script: Path, tmp_path: Path, commands: dict[str, str], **variables: str) -> tuple[int, str]:
+    """Run a script with stand-ins for ``commands``, and nothing in the environment but ``variables``."""
+    (tmp_path / "bin").mkdir()
+    for name, body in commands.items():
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/said\n{body}\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    text = re.sub(r"(?m)^export PATH=\S+", f"export PATH={path}", script.read_text())
+    text = text.replace("/opt/tierckpt/bin/tierckpt", "tierckpt").replace("/local/nvme", str(tmp_path / "nvme"))
+    env = variables if "export PATH" in text else {"PATH": path, **variables}
+    done = subprocess.run(["/bin/bash", "-c", text], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return done.returncode, (tmp_path / "said").read_text() if (tmp_path / "said").exists() else done.stderr
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_USER": "nobody", "SLURM_JOB_UID": "65534", "SLURM_JOB_NUM_NODES": "1",
+       "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "1"}  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a prolog runs as root")
+@pytest.mark.parametrize("starts", ["exit 0", "exit 1"])
+def test_the_prolog_fails_no_job_when_no_agent_starts(tmp_path: Path, starts: str) -> None:
+    commands = {"systemctl": "exit 3", "systemd-run": starts, "logger": "exit 1"}
+    code, said = run_script(DEPLOY / "slurm/prolog.sh", tmp_path, commands, **JOB)
+    assert code == 0 and f"--setenv=TIERCKPT_LOCAL_ROOT={tmp_path}/nvme/tierckpt/nobody" in said
+    assert ("no agent was started for nobody" in said) == (starts == "exit 1")
+    root = tmp_path / "nvme/tierckpt/nobody"
+    assert root.owner() == "nobody" and root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("job", [JOB, {}], ids=["job", "no variables"])
+def test_the_epilog_never_fails(tmp_path: Path, job: dict[str, str]) -> None:
+    (tmp_path / "nvme/tierckpt/nobody").mkdir(parents=True)
+    code, said = run_script(DEPLOY / "slurm/epilog.sh", tmp_path, {"runuser": "echo left", "logger": "exit 1"}, **job)
+    assert code == 0 and ("job 7: left" in said) == bool(job)
+
+
+@pytest.mark.parametrize("script", sorted(DEPLOY.rglob("*.sbatch")), ids=lambda path: path.name)
+def test_a_job_runs_without_user_and_home(tmp_path: Path, script: Path) -> None:
+    commands = {"srun": "exit 0", "scontrol": "echo n1"}
+    code, said = run_script(script, tmp_path, commands, **JOB, TIERCKPT_PEER_SECRET_FILE="/secret")
+    assert code == 0 and "srun" in said, said
 
 
 @pytest.mark.parametrize("script", [*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch")], ids=lambda path: path.name)

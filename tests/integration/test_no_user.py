@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.hosts import needs_namespaces
 from tests.users import as_user
 from tierckpt.config import Settings
 from tierckpt.disk.local_root import make_local_root
@@ -97,6 +98,21 @@ def test_a_trainer_and_the_agent_that_it_starts(shared_tmp: Path) -> None:
         run, root = str(shared_tmp / mover), str(shared_tmp / "local" / mover)
         code, said = tried(["-c", TRAINER, run], TIERCKPT_LOCAL_ROOT=root, TIERCKPT_MOVER=mover)
         assert code == 0, said
+
+
+@needs_namespaces
+def test_a_container_whose_root_cannot_be_written(run: Path) -> None:
+    """``readOnlyRootFilesystem``, and a volume for the local root."""
+    volume = run.parent / "volume"
+    volume.mkdir()
+    script = 'mount -t tmpfs -o mode=1777 tmpfs "$0" && mount -o remount,ro,bind / && exec "$@"'
+    sealed = ["unshare", "--mount", "sh", "-c", script, str(volume)]
+    for line in ("prefetch {run}/step-1", "drill {run}", "agent --leave-when-idle --idle-seconds 0.1"):
+        command = [*sealed, *AS_USER, sys.executable, "-m", "tierckpt", *line.format(run=run).split()]
+        env = {name: value for name, value in os.environ.items() if name not in (*UNSET, "TMPDIR")}
+        env["TIERCKPT_LOCAL_ROOT"] = str(volume / "node")
+        done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("below", ["", "below"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.peer_node import SECRET, secret_file, settings_of
+from tests.users import as_user
 from tierckpt.errors import ConfigError
 from tierckpt.peer import auth
 from tierckpt.peer.auth import (
@@ -191,6 +193,19 @@ def test_a_secret_comes_from_a_file_of_its_owner_alone(tmp_path: Path) -> None:
 def test_a_secret_that_others_can_read_is_none(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="owner"):
         read_secret(settings_of(tmp_path, peer_secret_file=secret_file(tmp_path, mode=mode)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("mode", "is_read"), [(0o440, True), (0o400, False), (0o444, False), (0o460, False)], ids=str)
+def test_a_secret_of_root_may_be_read_by_the_group_of_a_pod(shared_tmp: Path, mode: int, is_read: bool) -> None:
+    path = secret_file(shared_tmp, mode=mode)
+    os.chown(path, 0, 1000)
+
+    def work() -> None:
+        assert read_secret(settings_of(shared_tmp, peer_secret_file=path)) == KEY
+
+    said = as_user(1000, work)
+    assert not said if is_read else said.startswith("ConfigError")
 
 
 def test_a_secret_behind_a_link_or_too_short_is_refused(tmp_path: Path) -> None:

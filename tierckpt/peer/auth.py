@@ -87,7 +87,9 @@ def _read_private(path: Path) -> bytes:
         raise ConfigError(f"peer_secret_file {path} cannot be read: {error.strerror}") from None
     with os.fdopen(file, "rb") as stream:
         status = os.fstat(stream.fileno())
-        if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+        # A Kubernetes secret belongs to root, and a pod's user reads it by the group that fsGroup gives it (mode 0440).
+        others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
+        if status.st_mode & others or status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
                 f"peer_secret_file {path} is not its owner's alone",
                 hint=f"chmod 600 {path}, and own it",
