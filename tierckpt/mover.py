@@ -32,7 +32,7 @@ from .checkpoint.select import LOOK_MAX, Selector, age_of, below, place_of
 from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
 from .disk import read_lease
-from .disk.durable import check_names
+from .disk.durable import check_names, translated
 from .disk.local_root import use_local_root
 from .drain.background_drains import BackgroundDrains
 from .drain.drainer import Drainer
@@ -543,5 +543,7 @@ async def _refuse_file(directory: Path | None) -> None:
     if directory is None:
         return
     await asyncio.to_thread(check_names, directory)
-    if await asyncio.to_thread(directory.is_file):
+    with translated(directory):
+        is_file = await asyncio.to_thread(directory.is_file)
+    if is_file:
         raise ConfigError(f"{directory} is a file, and is to be a directory", hint="Give another directory")

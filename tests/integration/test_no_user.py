@@ -14,8 +14,10 @@ import torch
 import tierckpt
 from tests.hosts import needs_namespaces
 from tests.users import as_user
+from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.disk.local_root import make_local_root
+from tierckpt.loading.export import export_safetensors
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -130,3 +132,26 @@ def test_a_local_root_that_this_user_may_not_reach_is_named(shared_tmp: Path) ->
 
     said = as_user(UID, work, gid=ROOT_GROUP)
     assert said.startswith("PermissionDeniedError") and "TIERCKPT_LOCAL_ROOT" in said
+
+
+def test_what_this_user_may_not_reach_is_refused_by_name(run: Path, tmp_path: Path) -> None:
+    closed, root = run.parent / "closed", run.parent / "local"
+    closed.mkdir(0o700)
+    tierckpt.prefetch(str(run / "step-1"), to=tmp_path / "warm")  # the modules are imported: the user cannot
+    export_safetensors(str(run / "step-1"), tmp_path / "warm-export")
+    tierckpt.adopt(tmp_path / "warm", str(tmp_path / "warm-run" / "step-1")).wait(timeout_seconds=60)
+    close_all()
+
+    def save() -> None:
+        with tierckpt.Checkpointer(str(closed / "run"), local_root=root, mover="inline") as checkpointer:
+            checkpointer.save(1, {"x": torch.ones(4)})
+
+    for work in (
+        lambda: tierckpt.prefetch(str(run / "step-1"), to=closed / "x", local_root=root),
+        lambda: export_safetensors(str(run / "step-1"), closed / "x", local_root=root),
+        lambda: tierckpt.adopt(run / "step-1", str(closed / "a" / "step-1"), local_root=root).wait(timeout_seconds=60),
+        lambda: tierckpt.load_safetensors(closed / "x", settings=Settings.load(local_root=root)),
+        save,
+    ):
+        said = as_user(UID, work, gid=ROOT_GROUP)
+        assert said.startswith("PermissionDeniedError") and str(closed) in said, said

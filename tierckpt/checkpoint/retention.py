@@ -230,8 +230,8 @@ def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return ``path``, or its nearest parent that exists."""
-    while not path.exists():
+    """Return ``path``, or its nearest parent that exists and that this user may reach."""
+    while not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for what may not be reached
         path = path.parent
     return path
 

@@ -216,7 +216,9 @@ def _held(reader: TierStorageReader) -> Iterator[None]:
 
 def _check_target(target: Path) -> None:
     check_names(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    with translated(target):
+        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_taken:
         raise ConfigError(f"{target} exists and is not an empty directory", hint="Give a new directory", path=target)
     if target.is_mount():
         raise ConfigError(

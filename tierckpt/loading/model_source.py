@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from ..config import Settings
+from ..disk.durable import translated
 from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
 from ..errors import CheckpointNotFoundError, TierckptError
 from ..format.layout import parse_uri
@@ -49,9 +50,11 @@ def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tupl
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
         return CachedPlace(location.uri, view, settings, ways), view.only.path if view.only is not None else ""
     path = Path(parse_uri(uri_or_dir).path)
-    if not (path.is_dir() or path.is_file()):
+    with translated(path, Tier.SHARED):
+        is_directory, is_file = path.is_dir(), path.is_file()
+    if not (is_directory or is_file):
         raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
-    if path.is_dir():
+    if is_directory:
         return open_directory(path, settings, ways), ""
     return open_directory(path.parent, settings, ways), path.name
 
