@@ -16,7 +16,7 @@ from tests.hosts import container, needs_namespaces
 from tierckpt import Checkpointer
 from tierckpt.client import close_all
 from tierckpt.format.layout import MANIFEST
-from tierckpt.training.other_jobs import _has_ended_here, identity
+from tierckpt.training.other_jobs import has_ended_here, identity
 
 JOB = """
 import logging, os, sys
@@ -142,21 +142,21 @@ def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pyte
 
 ASKED = """
 import json, sys
-from tierckpt.training.other_jobs import _has_ended_here
-print(_has_ended_here(json.loads(sys.argv[1])))
+from tierckpt.training.other_jobs import has_ended_here
+print(has_ended_here(json.loads(sys.argv[1])))
 """
 
 
 def test_of_this_process_and_of_a_former_one_with_its_pid() -> None:
     mine = identity()
     namespace, began = mine["process"].split("-")
-    assert not _has_ended_here(mine)
-    assert _has_ended_here({**mine, "process": f"{namespace}-{int(began) - 1}"})
+    assert not has_ended_here(mine)
+    assert has_ended_here({**mine, "process": f"{namespace}-{int(began) - 1}"})
 
 
 def test_a_record_that_names_no_process_says_nothing() -> None:
     for process in (None, "", "1", "a-b", "0-0", "1-1-1"):
-        assert not _has_ended_here({**identity(), "process": process})
+        assert not has_ended_here({**identity(), "process": process})
 
 
 @needs_namespaces

@@ -68,7 +68,7 @@ class OtherJobs:
 
     def _is_at_work(self, lines: Lines, *, is_first_look: bool) -> bool:
         first, last = lines[0], lines[-1]
-        if last.get("what") == "end" or _has_ended_here(first):
+        if last.get("what") == "end" or has_ended_here(first):
             return False
         at = last.get("at")
         return not is_first_look or (isinstance(at, int | float) and at > self._process_at)
@@ -97,7 +97,7 @@ def identity() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "process": f"{pid_namespace()}-{start_ticks(pid)}"}
 
 
-def _has_ended_here(first: dict[str, Any]) -> bool:
+def has_ended_here(first: dict[str, Any]) -> bool:
     """True for the records of a process that is gone, as far as that can be seen here."""
     match = re.fullmatch(r"(\d{1,20})-(\d{1,20})", str(first.get("process")))
     pid = first.get("pid")
