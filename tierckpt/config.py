@@ -123,7 +123,9 @@ class Settings(BaseSettings):
         tierckpt.errors.ConfigError: ...
     """
 
-    model_config = SettingsConfigDict(env_prefix="TIERCKPT_", extra="forbid", frozen=True, ser_json_inf_nan="constants")
+    model_config = SettingsConfigDict(
+        env_prefix="TIERCKPT_", env_ignore_empty=True, extra="forbid", frozen=True, ser_json_inf_nan="constants"
+    )
 
     local_root: Path = Field(default_factory=_default_local_root)
     """Directory on node-local SSD that holds the local tier and the journal. This user's own: one that somebody else

@@ -113,7 +113,7 @@ def carries_credential(uri: str) -> bool:
 
 
 def _candidates(environment: Mapping[str, str]) -> tuple[str, ...]:
-    values = (environment.get(name, "") for name in environment if _names_a_secret(name))
+    values = (environment.get(name, "").strip() for name in environment if _names_a_secret(name))
     return tuple(value for value in values if len(value) >= VALUE_LENGTH_MIN)
 
 

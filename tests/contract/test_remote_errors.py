@@ -26,7 +26,7 @@ from tierckpt.errors import (
     StoreUnavailableError,
 )
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import credentials, open_store, retry
+from tierckpt.stores import access, aws, open_store, retry
 from tierckpt.stores.base import Store
 from tierckpt.stores.obstore_errors import refused
 from tierckpt.types import ByteRange
@@ -152,9 +152,9 @@ async def test_a_machine_of_aws_with_a_role_and_without(role: bytes, monkeypatch
         host, port = "127.0.0.1", server.server_address[1]
         for name in ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT"):  # boto3's, and the client's
             monkeypatch.setenv(name, f"http://{host}:{port}/")
-        monkeypatch.setattr(credentials, "METADATA_ADDRESSES", {"s3": (host, port)})
+        monkeypatch.setattr(access, "METADATA_ADDRESSES", {"s3": (host, port)})
         if role:
-            assert credentials.s3_access("bucket").keys == ""
+            assert aws.s3_access("bucket").keys == ""
         else:
             with pytest.raises(PermissionDeniedError, match="no credentials found for s3://bucket"):
                 await open_uri("s3://bucket/run").head("key")
@@ -184,7 +184,7 @@ async def test_missing_credentials(
         monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
         nobody = ("127.0.0.1", free_port())
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{nobody[0]}:{nobody[1]}/")
-        monkeypatch.setattr(credentials, "METADATA_ADDRESSES", dict.fromkeys(("s3", "az", "gs"), nobody))
+        monkeypatch.setattr(access, "METADATA_ADDRESSES", dict.fromkeys(("s3", "az", "gs"), nobody))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     started = time.monotonic()

@@ -606,6 +606,15 @@ def test_doctor_finds_a_missing_bucket(s3_uri: str) -> None:
     assert "no-such-bucket-here" in failed[0]["detail"]
 
 
+def test_doctor_shows_where_the_configuration_of_a_store_comes_from(s3_uri: str) -> None:
+    done = tierckpt_("doctor", s3_uri)
+    (check,) = (check for check in done.document["checks"] if check["name"] == "store configuration")
+    assert "(AWS_ENDPOINT_URL)" in check["detail"]
+    assert "us-east-1 (AWS_REGION)" in check["detail"]
+    assert "credentials AWS_ACCESS_KEY_ID" in check["detail"]
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in check["detail"].split()
+
+
 def test_doctor_finds_a_local_root_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     done = tierckpt_("doctor", "--local-root", tmp_path / "file/below")

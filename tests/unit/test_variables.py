@@ -79,3 +79,13 @@ def test_doctor_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     [check] = [check for check in document["checks"] if check["name"] == "environment"]
     assert check["status"] == "warn" and "TIERCKPT_LOCAL_ROOT" in check["detail"]
     assert document["warnings"] == [check["detail"]]
+
+
+def test_a_variable_that_is_set_and_empty_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"TIERCKPT_{name}".upper() for name in Settings.model_fields]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    without = Settings.load()
+    for name in names:
+        monkeypatch.setenv(name, "")
+    assert Settings.load() == without

@@ -231,11 +231,17 @@ async def _store(mover: Mover, location: Location) -> list[Check]:
     made = nearest_existing(Path(location.path)) if location.scheme == "file" else None
     probe = _StoreProbe(store)
     try:
-        return await probe.run()
+        checks = await probe.run()
+        return [Check("store configuration", OK, said), *checks] if (said := _configuration(store)) else checks
     finally:
         await probe.clean()
         if made is not None:
             await asyncio.to_thread(_remove_empty, Path(location.path), made)
+
+
+def _configuration(store: Store) -> str:
+    """Endpoint, region, account and credentials of a bucket, each with the variable or profile that sets it."""
+    return "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
 
 
 class _StoreProbe:

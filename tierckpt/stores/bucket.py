@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -12,19 +13,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..redaction import printable
 from ..telemetry import logger
+from .access import Access
+from .aws import ask_region, remember_region, s3_access, told_region
 from .common import to_completion
-from .credentials import Access, azure_access, gcs_access, s3_access
-from .obstore_errors import first_line, is_expiry, still_refused
+from .credentials import azure_access, gcs_access
+from .environment import drop_empty
+from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
 from .obstore_module import Module
 from .signed_requests import Ranges, is_behind_proxy
 
 if TYPE_CHECKING:
+    import obstore
     from obstore import exceptions as obstore_errors
     from obstore.store import AzureStore, GCSStore, S3Store
 
     Client: TypeAlias = S3Store | AzureStore | GCSStore
 else:
-    obstore_errors = Module("exceptions")
+    obstore, obstore_errors = Module(), Module("exceptions")
     Client = Any
 
 log = logger("stores.bucket")
@@ -35,6 +40,7 @@ NOWHERE: Final = "http://127.0.0.1:0"
 RENEWAL_SECONDS_MIN: Final = 10.0
 """Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
 
+_OF_REGIONS: Final = {"", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "SignatureDoesNotMatch"}
 _ACCESS = {"s3": s3_access, "az": azure_access, "gs": gcs_access}
 _CLASSES = {"s3": "S3Store", "az": "AzureStore", "gs": "GCSStore"}
 _classes = Module("_store")
@@ -61,6 +67,7 @@ class Bucket:
         self.is_proven = False
         """True when the server has taken the present credentials: only then can a refusal mean that they expired."""
         self._renewed_at = -RENEWAL_SECONDS_MIN
+        self._has_asked_region = False
         self._lock = asyncio.Lock()
         self._access: Access | None = None
         self._clients: dict[tuple[int, float], Client] = {}
@@ -83,6 +90,7 @@ class Bucket:
     def _open(self, part_retries: int, timeout_seconds: float) -> Client:
         if self._access is None:
             self._access = self._look_up()
+            self.ranges.trust(self._access.trusted)
         self.endpoint = self._access.endpoint
         timeout = timedelta(seconds=timeout_seconds)
         try:
@@ -94,6 +102,7 @@ class Bucket:
                     "timeout": timeout,
                     "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_SECONDS)),
                     **redirect_bounds(self._access),
+                    **({"root_certificate": self._access.trusted} if self._access.trusted else {}),
                 },
                 retry_config={"max_retries": part_retries, "retry_timeout": timeout},
                 credential_provider=self._access.provider,
@@ -105,7 +114,50 @@ class Bucket:
         return client
 
     def _look_up(self) -> Access:
+        drop_empty()
         return _ACCESS[self.scheme](self.authority)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Each setting that the present credentials were resolved to, and where it comes from. No secret."""
+        return self._access.sources if self._access is not None else {}
+
+    async def followed(self, generation: int, error: Exception) -> bool:
+        """Look for the region of the bucket when ``error`` may mean that it is in another one. True when a request may
+        be made again: in that region.
+
+        Asked once for each bucket, and remembered for the process.
+        """
+        if self.scheme != "s3" or not _may_be_elsewhere(error):
+            return False
+        async with self._lock:
+            if generation != self.generation:
+                return True
+            if self._has_asked_region or self._access is None:
+                return False
+            self._has_asked_region = True
+            region = told_region(str(error)) or await to_completion(
+                asyncio.to_thread(ask_region, self.authority, self._access)
+            )
+            if not region and http_status(error) == 400:
+                region = await self._signed_region()
+            if region in ("", self._access.options["region"]):
+                return False
+            remember_region(self.authority, self._access, region)
+            self._access = None
+            self.generation += 1
+            self._clients.clear()
+        log.warning("%s is in region %s: set AWS_REGION to save a request", self.name, region)
+        return True
+
+    async def _signed_region(self) -> str:
+        """Make a request whose answer has a body: some servers name the region there only, and only if it is signed."""
+        for client in list(self._clients.values())[:1]:
+            try:
+                await obstore.list_with_delimiter_async(client, None)
+            except (obstore_errors.BaseError, OSError, ValueError) as error:
+                return told_region(str(error))
+        return ""
 
     async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
         """Replace the credentials that a request of ``generation`` was refused with. True when there are newer ones.
@@ -165,6 +217,13 @@ def redirect_bounds(access: Access) -> dict[str, str]:
     if access.endpoint.startswith("http://") and is_this_machine(access.hosts[0]):
         return {"proxy_url": access.endpoint}
     return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(access.hosts)}
+
+
+def _may_be_elsewhere(error: Exception) -> bool:
+    """True for what servers of S3 answer of a bucket in another region. A HEAD has no code in its answer."""
+    if "without LOCATION" in first_line(error) or http_status(error) in {301, 302, 307, 308}:
+        return True
+    return http_status(error) in {400, 403} and error_code(error) in _OF_REGIONS
 
 
 def is_this_machine(host: str) -> bool:

@@ -1,157 +1,23 @@
-"""How a bucket is reached: endpoint, options and credentials, from the environment variables each cloud's tools use.
-
-Missing credentials are found here, before the first request: left to itself a client asks the instance metadata
-service, which on a machine that has none costs minutes and ends in a timeout that names nothing.
-"""
+"""How a container of Azure or a bucket of GCS is reached, from the environment variables each cloud's tools use."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from http.client import HTTPConnection, HTTPException
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Collection
+from typing import Any, Final
 
-from ..errors import ConfigError, PermissionDeniedError
-from ..home import home
-from ..redaction import printable
+from ..errors import ConfigError
+from .access import Access, check_endpoint, digest, host_of, metadata_service_answers, no_credentials
+from .environment import Found, certificates, existing_file, path_of, secret, variable
 
-METADATA_TIMEOUT_SECONDS = 1.0
-METADATA_ADDRESSES = {
-    "s3": ("169.254.169.254", 80),
-    "az": ("169.254.169.254", 80),
-    "gs": ("metadata.google.internal", 80),
-}
-"""Where each cloud's machines find their own role."""
+# --- Azure -------------------------------------------------------------------------------------------------------
 
-_ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
-
-_AWS_HOSTS = ("amazonaws.com", "amazonaws.com.cn")
-
-_S3_HINT = (
-    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (with boto3 installed), "
-    "or AWS_SKIP_SIGNATURE to true for a public bucket"
+_CONNECTION_STRING: Final = "AZURE_STORAGE_CONNECTION_STRING"
+_AZURE_HINT: Final = (
+    "Set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, "
+    "the AZURE_CLIENT_ID family, or AZURE_USE_AZURE_CLI=true after `az login`"
 )
-CREDENTIAL_LIFETIME = timedelta(minutes=15)
-"""How long the client may use one answer of boto3 before it asks again; boto3 renews what expires."""
-
-
-_OF_CLOUDS = ("AWS_", "AZURE_", "GOOGLE_")
-
-
-def cloud_environment() -> dict[str, str]:
-    """What this process's environment says of clouds, secrets among it: for memory that only this user can open."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_OF_CLOUDS)}
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """``options`` and ``provider`` go to the client as they are; ``endpoint`` is '' for the cloud's own.
-
-    ``keys`` tells plain keys from newer ones (a digest of them); '' when a service issues the credentials, so that
-    asking again may always bring newer ones.
-    """
-
-    endpoint: str
-    options: dict[str, Any] = field(repr=False)
-    provider: Callable[[], dict[str, Any]] | None = None
-    keys: str = ""
-    hosts: tuple[str, ...] = ()
-    """Where requests may lead (and to what is below these), because they carry what others could use. (): they carry
-    nothing that a client does not leave out by itself where it follows a redirect."""
-
-    def is_newer_than(self, other: Access) -> bool:
-        """True when requests that ``other`` was refused may pass with this one."""
-        return not self.keys or self.keys != other.keys
-
-
-def s3_access(bucket: str) -> Access:
-    """Read AWS_*. Without keys in the environment boto3, where installed, searches profiles and roles.
-
-    Raises:
-        PermissionDeniedError: no credentials anywhere. Cost: at most about two seconds to find out.
-    """
-    endpoint = _first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    # The manifest's digests cover every byte, so the payload is not hashed once more for the signature: that hash
-    # is most of the CPU cost of a put.
-    options: dict[str, Any] = {"unsigned_payload": _first("AWS_UNSIGNED_PAYLOAD") or "true"}
-    if endpoint:
-        options["endpoint"] = _check_endpoint(endpoint, "AWS_ENDPOINT_URL")
-    region = _first("AWS_REGION", "AWS_DEFAULT_REGION")
-    provider = None
-    if not _s3_environment_has_credentials():
-        provider, profile_region = _ask_boto3(bucket)
-        if provider is None and not _metadata_service_answers("s3"):
-            raise _no_credentials(f"s3://{bucket}", endpoint, _S3_HINT)
-        region = region or profile_region
-    options["region"] = region or "us-east-1"
-    keys = (_first("AWS_ACCESS_KEY_ID"), _first("AWS_SECRET_ACCESS_KEY"), _first("AWS_SESSION_TOKEN", "AWS_TOKEN"))
-    digest = _digest(*keys) if keys[0] and keys[1] else ""
-    return Access(endpoint, options, provider, digest, _s3_hosts(endpoint, provider))
-
-
-def _s3_hosts(endpoint: str, provider: object) -> tuple[str, ...]:
-    """A session token goes along in a header of S3's own, which a client that follows redirects takes for harmless.
-
-    Where the client finds credentials by itself, the services that issue them belong to it.
-    """
-    has_keys = bool(_first("AWS_ACCESS_KEY_ID") and _first("AWS_SECRET_ACCESS_KEY"))
-    if _is_true("AWS_SKIP_SIGNATURE") or (has_keys and not _first("AWS_SESSION_TOKEN", "AWS_TOKEN")):
-        return ()
-    hosts = [_host(endpoint)] if endpoint else list(_AWS_HOSTS)
-    if provider is None and not has_keys:
-        services = map(_first, ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL_STS", "AWS_METADATA_ENDPOINT"))
-        hosts += [*_AWS_HOSTS, "169.254.0.0/16", "fd00:ec2::/32", *(_host(url) for url in services if url)]
-    return tuple(hosts)
-
-
-def _host(url: str) -> str:
-    return urlsplit(url).hostname or ""
-
-
-def _digest(*values: str) -> str:
-    return hashlib.sha256("\0".join(values).encode()).hexdigest() if any(values) else ""
-
-
-def _s3_environment_has_credentials() -> bool:
-    return (
-        _is_true("AWS_SKIP_SIGNATURE")
-        or bool(_first("AWS_ACCESS_KEY_ID") and _first("AWS_SECRET_ACCESS_KEY"))
-        or bool(_first("AWS_WEB_IDENTITY_TOKEN_FILE") and _first("AWS_ROLE_ARN"))
-        or bool(_first("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"))
-    )
-
-
-def _ask_boto3(bucket: str) -> tuple[Callable[[], dict[str, Any]] | None, str]:
-    """Return what boto3 finds in profiles, SSO and instance roles, and the profile's region."""
-    try:
-        import boto3
-        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]
-    except ImportError:
-        return None, ""
-    try:
-        session = boto3.Session()
-        found = session.get_credentials()
-    except BotoCoreError as error:  # no such profile, half a key pair, a broken file
-        raise PermissionDeniedError(
-            f"no credentials found for s3://{bucket}: boto3 says: {error}", hint=_S3_HINT, uri=f"s3://{bucket}"
-        ) from printable(error)
-    if found is None:
-        return None, ""
-
-    def provide() -> dict[str, Any]:
-        frozen = found.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + CREDENTIAL_LIFETIME,
-        }
-
-    return provide, session.region_name or ""
 
 
 def azure_access(container: str) -> Access:
@@ -159,47 +25,83 @@ def azure_access(container: str) -> Access:
 
     Raises:
         PermissionDeniedError: no account or no credentials for it.
-        ConfigError: a connection string that names no account.
+        ConfigError: a connection string that names no account, or a value that cannot work.
     """
-    options = _azure_options()
-    if _is_true("AZURE_STORAGE_USE_EMULATOR") or options.get("use_emulator"):
-        return Access("http://127.0.0.1:10000", {"use_emulator": True})
-    endpoint = str(options.get("endpoint", ""))
-    if "account_name" not in options:
-        raise _no_credentials(
-            f"az://{container}", endpoint, "Set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING"
-        )
-    if endpoint:
-        _check_endpoint(endpoint, "AZURE_STORAGE_ENDPOINT")
-    has_secret = bool({"account_key", "sas_key"} & options.keys()) or _azure_environment_has_identity()
-    if not has_secret and not _metadata_service_answers("az"):
-        raise _no_credentials(
-            f"az://{container}",
-            endpoint or f"account {options['account_name']}",
-            "Set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, "
-            "the AZURE_CLIENT_ID family, or AZURE_USE_AZURE_CLI=true after `az login`",
-        )
-    keys = (
-        ""
-        if _azure_environment_has_identity()
-        else _digest(*(str(options.get(n, "")) for n in ("account_key", "sas_key")))
+    uri = f"az://{container}"
+    text = secret(_CONNECTION_STRING)
+    options = parse_connection_string(text) if text else {}
+    if options.get("use_emulator") or (not text and variable("AZURE_STORAGE_USE_EMULATOR").is_true):
+        endpoint = variable("AZURITE_BLOB_STORAGE_URL") or Found("http://127.0.0.1:10000", "default")
+        return Access(check_endpoint(endpoint), {"use_emulator": True}, sources={"endpoint": str(endpoint)})
+    account = Found(options.get("account_name", ""), text.source) or secret(
+        "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"
     )
-    # A signature of Azure's is in the URL, and the target of a redirect would get it as Referer.
-    hosts = (_host(endpoint) if endpoint else "core.windows.net",) if "sas_key" in options else ()
-    return Access(endpoint, options, keys=keys, hosts=hosts)
-
-
-def _azure_options() -> dict[str, Any]:
-    options = {
-        "account_name": _first("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
-        "account_key": _first("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"),
-        "sas_key": _first("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"),
-        "endpoint": _first("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    }
-    text = _first("AZURE_STORAGE_CONNECTION_STRING")
     if text:
-        options = parse_connection_string(text)
-    return {key: value for key, value in options.items() if value}
+        endpoint = Found(options["endpoint"], text.source)
+    else:
+        endpoint = variable("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT", "AZURE_ENDPOINT")
+    if not account:
+        raise no_credentials(uri, endpoint, f"Set AZURE_STORAGE_ACCOUNT_NAME, or {_CONNECTION_STRING}")
+    domain = "fabric.microsoft.com" if variable("AZURE_USE_FABRIC_ENDPOINT").is_true else "core.windows.net"
+    url = check_endpoint(endpoint) if endpoint else f"https://{account}.blob.{domain}"
+    kind, found, source = _azure_credential(options, text.source)
+    if not kind and not metadata_service_answers("az"):
+        raise no_credentials(uri, endpoint or f"account {account}", _AZURE_HINT)
+    found = {name: str(value) for name, value in found.items()}
+    trusted = certificates() if url.startswith("https:") else ""
+    keys = digest(found.get("account_key", ""), found.get("sas_key", ""))
+    # A signature of Azure's is in the URL, and the target of a redirect would get it as Referer.
+    hosts = (host_of(endpoint) if endpoint else domain,) if kind == "sas_token" else ()
+    return Access(
+        str(endpoint),
+        # The kind is named, as the client reads its environment too and would take what it finds there first.
+        {"account_name": str(account), "endpoint": url, "credential_type": kind or "managed_identity", **found},
+        keys=keys,
+        hosts=hosts,
+        trusted=trusted,
+        sources={
+            "account": f"{account} ({account.source})",
+            "endpoint": f"{url} ({endpoint.source or 'default'})",
+            "credentials": source or "the managed identity of this machine",
+        },
+    )
+
+
+def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str, Any], str]:
+    """Return the kind of credential, the client's options for it and their source; the kind is '' when there is none.
+
+    The order is that of Azure's CLI: keys, signatures, then identities.
+    """
+    if variable("AZURE_SKIP_SIGNATURE").is_true:
+        return "bearer_token", {"token": "anonymous", "skip_signature": "true"}, "none (AZURE_SKIP_SIGNATURE)"
+    if key := Found(options.get("account_key", ""), text):
+        return "access_key", {"account_key": key}, text
+    if sas := Found(options.get("sas_key", ""), text):
+        return "sas_token", {"sas_key": sas}, text
+    if key := secret("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"):
+        return "access_key", {"account_key": key}, key.source
+    if sas := secret("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"):
+        return "sas_token", {"sas_key": sas.lstrip("?")}, sas.source
+    if fabric := secret("AZURE_FABRIC_SESSION_TOKEN"):
+        return "auto", {}, fabric.source
+    client = secret("AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID")
+    tenant = secret("AZURE_TENANT_ID", "AZURE_STORAGE_TENANT_ID")
+    authority = variable("AZURE_AUTHORITY_HOST")
+    identity = {"client_id": client} if client else {}
+    application = identity | {"tenant_id": tenant}
+    if authority:
+        application["authority_host"] = Found(check_endpoint(authority))
+    if client and tenant and (file := variable("AZURE_FEDERATED_TOKEN_FILE")):
+        return "workload_identity", application | {"federated_token_file": existing_file(file)}, file.source
+    if client and tenant and (password := secret("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET")):
+        return "client_secret", application | {"client_secret": password}, password.source
+    if token := secret("AZURE_STORAGE_TOKEN"):
+        return "bearer_token", {"token": token}, token.source
+    if (cli := variable("AZURE_USE_AZURE_CLI")).is_true:
+        return "azure_cli", {}, cli.source
+    if service := variable("AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT", "MSI_ENDPOINT"):
+        return "managed_identity", identity | {"msi_endpoint": check_endpoint(service)}, service.source
+    return "", identity, ""
 
 
 def parse_connection_string(text: str) -> dict[str, Any]:
@@ -215,11 +117,13 @@ def parse_connection_string(text: str) -> dict[str, Any]:
     account = fields.get("accountname", "")
     endpoint = fields.get("blobendpoint", "").rstrip("/")
     if not account and endpoint:  # a SAS connection string names the account in its endpoint only
-        account = endpoint.partition("://")[2].partition(".")[0]
+        host, _, path = endpoint.partition("://")[2].partition("/")
+        account = path.partition("/")[0] or host.partition(".")[0]
     if not account:
-        raise ConfigError("AZURE_STORAGE_CONNECTION_STRING names no AccountName and no BlobEndpoint")
-    if not endpoint and fields.get("endpointsuffix"):
-        endpoint = f"{fields.get('defaultendpointsprotocol', 'https')}://{account}.blob.{fields['endpointsuffix']}"
+        raise ConfigError(f"{_CONNECTION_STRING} names no AccountName and no BlobEndpoint")
+    protocol, suffix = fields.get("defaultendpointsprotocol", "https"), fields.get("endpointsuffix", "")
+    if not endpoint and (suffix or protocol != "https"):
+        endpoint = f"{protocol}://{account}.blob.{suffix or 'core.windows.net'}"
     return {
         "account_name": account,
         "account_key": fields.get("accountkey", ""),
@@ -228,76 +132,81 @@ def parse_connection_string(text: str) -> dict[str, Any]:
     }
 
 
-def _azure_environment_has_identity() -> bool:
-    return (
-        _is_true("AZURE_SKIP_SIGNATURE")
-        or _is_true("AZURE_USE_AZURE_CLI")
-        or bool(_first("AZURE_STORAGE_TOKEN", "AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"))
-        or bool(_first("AZURE_FEDERATED_TOKEN_FILE"))
-        or bool(_first("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET"))
-    )
+# --- GCS ---------------------------------------------------------------------------------------------------------
+
+_GCS_HINT: Final = (
+    "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or GOOGLE_SKIP_SIGNATURE to true for a public bucket"
+)
+_GCS_KINDS: Final = {"service_account", "authorized_user"}
 
 
 def gcs_access(bucket: str) -> Access:
-    """Read GOOGLE_*, and the file `gcloud auth application-default login` leaves.
+    """Read GOOGLE_*, STORAGE_EMULATOR_HOST, and the file `gcloud auth application-default login` leaves.
 
     Raises:
         PermissionDeniedError: no credentials anywhere.
+        ConfigError: a variable names a file that is missing, or whose credentials the client does not know.
     """
-    endpoint = _first("GOOGLE_BASE_URL")
-    found = (
-        _is_true("GOOGLE_SKIP_SIGNATURE")
-        or bool(_first("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"))
-        or bool(_first("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"))
-        or os.path.exists(home() / ".config/gcloud/application_default_credentials.json")  # noqa: PTH110  # denied: False
-    )
-    if not found and not _metadata_service_answers("gs"):
-        raise _no_credentials(
-            f"gs://{bucket}",
-            endpoint,
-            "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or GOOGLE_SKIP_SIGNATURE to true for a public bucket",
-        )
-    return Access(endpoint, {"base_url": _check_endpoint(endpoint, "GOOGLE_BASE_URL")} if endpoint else {})
+    emulator = variable("STORAGE_EMULATOR_HOST")
+    if emulator and "://" not in emulator:
+        emulator = Found(f"http://{emulator}", emulator.source)
+    endpoint = variable("GOOGLE_BASE_URL") or emulator
+    url = check_endpoint(endpoint) if endpoint else ""
+    options: dict[str, Any] = {"base_url": url} if url else {}
+    provider, source = None, ""
+    anonymous = variable("GOOGLE_SKIP_SIGNATURE")
+    service_account = variable("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "SERVICE_ACCOUNT")
+    if anonymous.is_true or (emulator and endpoint == emulator):
+        options["skip_signature"] = "true"
+        provider = _anonymous  # or the client would read a file of credentials all the same
+        source = f"none ({anonymous.source or emulator.source})"
+    elif service_account:
+        options["service_account"] = _key_file(service_account, kinds=None)
+        source = service_account.source
+    elif os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "").strip():
+        options["service_account_key"] = os.environ["GOOGLE_SERVICE_ACCOUNT_KEY"].strip()
+        source = "GOOGLE_SERVICE_ACCOUNT_KEY"
+    elif token := secret("GOOGLE_BEARER_TOKEN"):
+        options["bearer_token"], source = str(token), token.source
+    elif file := variable("GOOGLE_APPLICATION_CREDENTIALS") or _default_key_file():
+        options["application_credentials"], source = _key_file(file, _GCS_KINDS), file.source
+    elif metadata_service_answers("gs"):
+        source = "the service account of this machine"
+    else:
+        raise no_credentials(f"gs://{bucket}", endpoint, _GCS_HINT)
+    trusted = certificates() if not url.startswith("http:") else ""
+    sources = {
+        "endpoint": f"{url or 'https://storage.googleapis.com'} ({endpoint.source or 'default'})",
+        "credentials": source,
+    }
+    return Access(url, options, provider, trusted=trusted, sources=sources)
 
 
-def _metadata_service_answers(scheme: str) -> bool:
-    """True on a cloud machine, whose role the client can then use. Elsewhere nobody listens there.
+def _anonymous() -> dict[str, Any]:
+    return {"token": "anonymous", "expires_at": None}
 
-    Of AWS the role itself is asked for: on a machine without one the client takes the service's 404 for the bucket's.
-    """
-    if _is_true("AWS_EC2_METADATA_DISABLED"):
-        return False
-    host, port = METADATA_ADDRESSES[scheme]
-    connection = HTTPConnection(host, port, timeout=METADATA_TIMEOUT_SECONDS)
+
+def _default_key_file() -> Found:
+    path = path_of(variable("CLOUDSDK_CONFIG") or "~/.config/gcloud") / "application_default_credentials.json"
+    is_file = os.path.isfile(path)  # noqa: PTH113  # denied: False
+    return Found(str(path) if is_file else "", "gcloud auth application-default login")
+
+
+def _key_file(found: Found, kinds: Collection[str] | None) -> str:
+    """Return the path of a file of credentials that the client can use. ``kinds`` None: it need not name its kind."""
+    path = path_of(found)
     try:
-        connection.connect()
-        if scheme != "s3":
-            return True
-        connection.request("PUT", "/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"})
-        answer = connection.getresponse()
-        token = answer.read().decode("latin-1").strip()
-        headers = {"X-aws-ec2-metadata-token": token} if answer.status == 200 else {}
-        connection.request("GET", _ROLE_PATH, headers=headers)
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException, ValueError):
-        return False
-    finally:
-        connection.close()
-
-
-def _no_credentials(uri: str, endpoint: str, hint: str) -> PermissionDeniedError:
-    return PermissionDeniedError(f"no credentials found for {uri}", hint=hint, uri=uri, endpoint=endpoint or None)
-
-
-def _check_endpoint(endpoint: str, variable: str) -> str:
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"{variable}={endpoint!r} is not a URL", hint="Write http://HOST:PORT or https://HOST")
-    return endpoint.rstrip("/")
-
-
-def _first(*names: str) -> str:
-    return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
-
-
-def _is_true(name: str) -> bool:
-    return _first(name).lower() in {"1", "true", "yes", "on"}
+        document = json.loads(path.read_bytes())
+        kind = document["type"] if kinds else ""
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError):
+        reason = "is no JSON of a service account or user"
+    else:
+        if not kinds or kind in kinds:
+            return str(path)
+        reason = f"holds credentials of type {kind!r}, which is not supported"
+    raise ConfigError(
+        f"{found.source} names {str(path)!r}, which {reason}",
+        hint="Name a key file of a service account, or run `gcloud auth application-default login`",
+    )

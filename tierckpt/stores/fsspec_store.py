@@ -42,6 +42,7 @@ from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
+from .environment import drop_empty
 from .schemes import check_read_as
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ def open_universal(location: Location) -> UniversalStore:
         raise ConfigError(
             f"no store knows the scheme {location.scheme!r}", hint=f"Known are: {', '.join(known)}", uri=location.uri
         ) from None
+    drop_empty()  # s3fs, adlfs and gcsfs read the environment by themselves
     try:
         fs, root = fsspec.url_to_fs(location.uri)
     except (TypeError, ValueError) as error:

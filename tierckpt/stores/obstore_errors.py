@@ -122,6 +122,12 @@ def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
     )
 
 
+def in_another_region(location: Location, key: str | None) -> StoreUnavailableError:
+    """The request has failed, and is worth making again: its bucket is known to be in another region now."""
+    context: dict[str, Any] = {"uri": location.uri, "key": key, "status": 409, "tier": Tier.SHARED}
+    return StoreUnavailableError(f"{location.uri} is in another region", hint="Try again", **context)
+
+
 def is_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or http_status(error) == 404
 

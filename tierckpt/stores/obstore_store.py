@@ -17,7 +17,7 @@ import asyncio
 import builtins
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from .obstore_errors import (
     error_code,
     first_line,
     http_status,
+    in_another_region,
     is_missing,
     refused,
     renewed_meanwhile,
@@ -108,6 +109,11 @@ class RemoteStore:
         self._get_concurrency = self.retries.get_concurrency(self._bucket.name)
         self._is_watching = False
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """What the client was configured with, and where from, as soon as there is one. No secret."""
+        return self._bucket.sources
+
     async def _client(self, part_retries: int = 0) -> Client:
         # A part is not watched while it is sent, so its whole time is limited.
         limit = self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
@@ -137,7 +143,8 @@ class RemoteStore:
                     raise
                 is_renewed = True
             except StoreUnavailableError as error:
-                if not await tries.pause(error):
+                # With newer credentials, or in another region: at once.
+                if generation == self._bucket.generation and not await tries.pause(error):
                     raise
 
     async def _probe(self) -> bool:
@@ -355,7 +362,8 @@ class RemoteStore:
         async def call(client: Client) -> None:
             url = await obstore.sign_async(client, "DELETE", self._prefix + key, SIGNED_FOR)
             limit = self._limit_seconds(0)
-            await to_completion(asyncio.to_thread(delete_if, url, etag, f"{self.uri}/{key}", limit))
+            tls = self._bucket.ranges.tls
+            await to_completion(asyncio.to_thread(delete_if, url, etag, f"{self.uri}/{key}", limit, tls))
 
         try:
             await self._generation_of(key, etag)
@@ -544,6 +552,8 @@ class RemoteStore:
     ) -> TierckptError:
         """The error of ours for ``error``, of a request made with ``credentials`` (generation, whether proven)."""
         generation, was_proven = credentials
+        if await self._bucket.followed(generation, error):
+            return in_another_region(self.location, key)
         ours = self._translate(error, key, was_proven)
         if isinstance(ours, ObjectNotFoundError) and (
             error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)

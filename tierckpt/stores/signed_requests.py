@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from .environment import tls_context
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 
 IDLE_MAX: Final = 64
@@ -140,15 +141,22 @@ class Ranges:
         self.connections = Connections("get", THREADS_MAX, IDLE_MAX)
         self._misses = 0
         self._tls: ssl.SSLContext | None = None
+        self._trusted = ""
         self.is_usable = True
         """False once it is clear that this way does not work here."""
 
     @property
     def tls(self) -> ssl.SSLContext:
-        """Whom the system trusts."""
+        """Trusts the certificates of the system, and those of ``trust``."""
         if self._tls is None:
-            self._tls = ssl.create_default_context()
+            self._tls = tls_context(self._trusted)
         return self._tls
+
+    def trust(self, pem: str) -> None:
+        """Trust the certificates in ``pem`` too. Forgets that ranges did not work, as the server may be another."""
+        if pem != self._trusted:
+            self._trusted, self._tls = pem, None
+        self._misses, self.is_usable = 0, True
 
     def hit(self) -> None:
         """Note that a request went this way."""
@@ -171,7 +179,7 @@ def is_behind_proxy(url: str) -> bool:
     return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
 
 
-def delete_if(url: str, etag: str, target: str, timeout_seconds: float) -> None:
+def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
     """Delete the object behind ``url`` while its version is ``etag``; no error when it is gone. Blocking.
 
     Args:
@@ -183,7 +191,7 @@ def delete_if(url: str, etag: str, target: str, timeout_seconds: float) -> None:
     """
     request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})  # signed by us
     try:
-        with urllib.request.urlopen(request, timeout=timeout_seconds):
+        with urllib.request.urlopen(request, timeout=timeout_seconds, context=tls):
             return
     except urllib.error.HTTPError as error:
         with error:

@@ -1,0 +1,103 @@
+"""Variables that are set and empty, and the certificates that variables name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Authority
+from tierckpt.errors import ConfigError
+from tierckpt.stores.environment import Found, certificates, drop_empty, tls_context, variable
+
+
+@pytest.fixture(autouse=True)
+def system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the system, whatever the machine of these tests names."""
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_first_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"AWS_ONE": "", "AWS_TWO": " \n", "AWS_THREE": " x\r\n"}.items():
+        monkeypatch.setenv(name, value)
+    found = variable("AWS_ONE", "AWS_TWO", "AWS_THREE")
+    assert (found, found.source) == ("x", "AWS_THREE")
+    assert not variable("AWS_ONE", "AWS_NOT_SET")
+
+
+def test_empty_variables_are_gone_for_libraries_too() -> None:
+    """In a process of its own, as its environment is changed: the C library's, which the client reads."""
+    code = (
+        "import os, subprocess\n"
+        "from tierckpt.stores.environment import drop_empty\n"
+        "drop_empty()\n"
+        "print(subprocess.run(['env'], capture_output=True, text=True).stdout)\n"
+    )
+    empty = ("AWS_CHECKSUM_ALGORITHM", "AZURE_STORAGE_ENCRYPTION_KEY", "GOOGLE_SERVICE_ACCOUNT", "SSL_CERT_FILE")
+    environment = {"PATH": os.environ["PATH"], "AWS_REGION": "eu-west-1", "OTHER": "", **dict.fromkeys(empty, " ")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    left = {line.partition("=")[0] for line in done.stdout.splitlines()}
+    assert {"AWS_REGION", "OTHER"} <= left
+    assert not left & set(empty)
+
+
+def test_certificates_of_every_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authorities = [Authority(tmp_path, name) for name in ("aws", "profile", "requests", "system")]
+    aws, profile, requests, system = (authority.path.read_text().strip() for authority in authorities)
+    assert certificates() == ""
+    monkeypatch.setenv("SSL_CERT_FILE", str(authorities[3].path))
+    assert certificates() == system
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(authorities[2].path))
+    assert certificates() == f"{requests}\n{system}"
+    of_aws, of_profile = Found(str(authorities[0].path), "AWS_CA_BUNDLE"), Found(str(authorities[1].path), "ca_bundle")
+    assert certificates(Found(), of_profile) == f"{profile}\n{system}"
+    assert certificates(of_aws, of_profile) == f"{aws}\n{system}"
+    before = len(tls_context("").get_ca_certs())
+    assert len(tls_context(certificates(of_aws)).get_ca_certs()) >= before + 1
+
+
+def test_a_bundle_with_comments_and_a_directory(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pem = authority.path.read_text()
+    bundle = tmp_path / "bundle"
+    bundle.write_text(f"# Autorité privée\n{pem}\n# noch eine\n{pem}", encoding="latin-1")
+    assert certificates(Found(str(bundle), "AWS_CA_BUNDLE")).count("BEGIN") == 2
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    (directory / "1.pem").write_text(pem)
+    assert certificates(Found(str(directory), "AWS_CA_BUNDLE")) == pem.strip()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("no certificate", "no certificates in PEM"),
+        ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "no certificates in PEM"),
+    ],
+)
+@pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"])
+def test_a_bundle_that_is_none(
+    content: str | None, said: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bundle.pem"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(name, str(path))
+    with pytest.raises(ConfigError, match=said) as caught:
+        certificates(variable("AWS_CA_BUNDLE"))
+    assert name in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_drop_empty_keeps_what_has_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    drop_empty()
+    assert "AWS_SESSION_TOKEN" not in os.environ
+    assert os.environ["AWS_ACCESS_KEY_ID"] == "a"
