@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import Authority
 from tests.contract.test_regions import HOME, Regional, first_delete, first_list, first_parts, first_put, opened
-from tests.services import S3Server
+from tests.services import HttpServer, S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.layout import parse_uri
@@ -60,6 +61,31 @@ async def test_empty_variables_of_others(scheme: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:1")
     with pytest.raises(TierckptError, match=r"cannot be reached|is down"):
         await RemoteStore(parse_uri(f"{scheme}://bucket/run"), Settings.load()).head("key")
+
+
+class Emulator(HttpServer):
+    """One object of GCS. It refuses a request with credentials."""
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        body = b"value"
+        request.send_response(401 if request.headers.get("Authorization") else 200)
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("ETag", '"1"')
+        request.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+        request.end_headers()
+        request.wfile.write(body)
+
+
+async def test_an_emulator_of_gcs_needs_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Emulator()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint.removeprefix("http://"))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
+    try:
+        store = RemoteStore(parse_uri("gs://bucket/run"), Settings.load())
+        assert await store.get("key") == b"value"
+        assert "STORAGE_EMULATOR_HOST" in store.sources["endpoint"]
+    finally:
+        server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -456,8 +456,9 @@ async def test_azure_by_connection_string(azurite: AzureServer, az_uri: str, mon
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("way", ["variable", "connection string"])
 async def test_azure_by_shared_access_signature(
-    azurite: AzureServer, az_uri: str, monkeypatch: pytest.MonkeyPatch
+    azurite: AzureServer, az_uri: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datetime import UTC, datetime, timedelta
 
@@ -471,8 +472,13 @@ async def test_azure_by_shared_access_signature(
         datetime.now(UTC) + timedelta(hours=1),
     )
     await open_uri(az_uri).put("key", b"1")
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", token)
+    if way == "variable":
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "")
+        monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"?{token}\n")
+    else:  # which counts before the key of another account that is in the environment
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "b3RoZXI=")
+        string = f"BlobEndpoint={azurite.endpoint};SharedAccessSignature={token}"
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", string)
     store = open_uri(az_uri)
     assert await store.get("key") == b"1"
     assert await keys_of(store) == ["key"]

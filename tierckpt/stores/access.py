@@ -62,6 +62,7 @@ def digest(*values: str) -> str:
 def check_endpoint(endpoint: Found) -> str:
     try:
         is_url = endpoint.startswith(("http://", "https://")) and bool(host_of(endpoint)) and endpoint.isascii()
+        _ = urlsplit(endpoint).port  # raises when it is no number
     except ValueError:
         is_url = False
     if not is_url or " " in endpoint:

@@ -315,6 +315,9 @@ def _credentials(profile: Profile, uri: str, endpoint: str, region: str) -> _Cre
             hint=_HINT,
             uri=uri,
         )
+    role, token_file = variable("AWS_ROLE_ARN"), variable("AWS_WEB_IDENTITY_TOKEN_FILE")
+    if role and token_file:
+        existing_file(token_file)
     try:
         from botocore.session import Session  # type: ignore[import-untyped]
     except ImportError:
@@ -347,7 +350,7 @@ def _by_botocore(session: Any, profile: Profile, uri: str, region: str) -> _Cred
             hint=f"{_HINT}, or try again later",
             uri=uri,
         ) from printable(error)
-    except (BotoCoreError, ClientError) as error:  # half a key pair, an expired SSO session, a role that is refused
+    except (BotoCoreError, ClientError, OSError, ValueError) as error:  # half a key pair, an expired SSO session
         raise PermissionDeniedError(
             f"no credentials found for {uri}: botocore says: {error}", hint=_HINT, uri=uri
         ) from printable(error)
@@ -375,7 +378,7 @@ def _by_botocore(session: Any, profile: Profile, uri: str, region: str) -> _Cred
 def _without_botocore(profile: Profile) -> _Credentials | None:
     role, token_file = variable("AWS_ROLE_ARN"), variable("AWS_WEB_IDENTITY_TOKEN_FILE")
     if role and token_file:
-        options = {"role_arn": str(role), "web_identity_token_file": existing_file(token_file)}
+        options = {"role_arn": str(role), "web_identity_token_file": str(token_file)}
         if session_name := variable("AWS_ROLE_SESSION_NAME"):
             options["role_session_name"] = str(session_name)
         sts = variable("AWS_ENDPOINT_URL_STS")

@@ -147,7 +147,7 @@ class Bucket:
             self._access = None
             self.generation += 1
             self._clients.clear()
-        log.warning("%s is in region %s: set AWS_REGION to save a request", self.name, region)
+        log.info("%s is in region %s: set AWS_REGION to save a request", self.name, region)
         return True
 
     async def _signed_region(self) -> str:

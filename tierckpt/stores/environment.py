@@ -11,9 +11,16 @@ from typing import Final
 from ..errors import ConfigError
 from ..home import expand_user
 
-_CLOUDS: Final = ("AWS_", "AZURE_", "GOOGLE_")
-_READ_BY_LIBRARIES: Final = (*_CLOUDS, "AZURITE_", "CURL_CA_", "HF_", "HUGGING_FACE_", "REQUESTS_CA_", "SSL_CERT_")
-_ALSO: Final = {"SERVICE_ACCOUNT", "IDENTITY_ENDPOINT", "IDENTITY_HEADER", "MSI_ENDPOINT", "STORAGE_EMULATOR_HOST"}
+_PREFIXES: Final = ("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "HF_", "HUGGING_FACE_", "REQUESTS_CA_", "SSL_CERT_")
+_NAMES: Final = {
+    "CLOUDSDK_CONFIG",
+    "CURL_CA_BUNDLE",
+    "IDENTITY_ENDPOINT",
+    "IDENTITY_HEADER",
+    "MSI_ENDPOINT",
+    "SERVICE_ACCOUNT",
+    "STORAGE_EMULATOR_HOST",
+}
 _CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
@@ -62,8 +69,12 @@ def ascii_only(found: Found) -> Found:
 
 
 def cloud_environment() -> dict[str, str]:
-    """Variables of clouds, secrets among them: for memory that only this user can open."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_CLOUDS)}
+    """Variables that reach stores, secrets among them: for memory that only this user can open."""
+    return {name: value for name, value in os.environ.items() if _is_read_by_libraries(name)}
+
+
+def _is_read_by_libraries(name: str) -> bool:
+    return name.startswith(_PREFIXES) or name in _NAMES
 
 
 def drop_empty() -> None:
@@ -74,8 +85,7 @@ def drop_empty() -> None:
     frees and reallocates memory where a variable is set, so nothing is ever set here.
     """
     for name in list(os.environ):
-        is_read = name.startswith(_READ_BY_LIBRARIES) or name in _ALSO
-        if is_read and not os.environ.get(name, "").strip():
+        if _is_read_by_libraries(name) and not os.environ.get(name, "").strip():
             os.environ.pop(name, None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.services import S3Server
 from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError
 from tierckpt.stores.access import Access
 from tierckpt.stores.aws import s3_access, told_region
@@ -233,6 +234,8 @@ def test_a_line_feed_inside_a_value_names_the_variable(name: str, monkeypatch: p
         ({"AWS_SECRET_ACCESS_KEY": "“quoted”"}, "AWS_SECRET_ACCESS_KEY"),
         ({"AWS_REGION": "eu west"}, "AWS_REGION"),
         ({"AWS_ENDPOINT_URL": "https://"}, "AWS_ENDPOINT_URL"),
+        ({"AWS_ENDPOINT_URL": "http://host:port"}, "AWS_ENDPOINT_URL"),
+        ({"AWS_ENDPOINT_URL": "http://[::1"}, "AWS_ENDPOINT_URL"),
         ({"AWS_ENDPOINT_URL_S3": "https://host with spaces"}, "AWS_ENDPOINT_URL_S3"),
         ({"AWS_PROFILE": "astray"}, "services nowhere"),
     ],
@@ -240,6 +243,37 @@ def test_a_line_feed_inside_a_value_names_the_variable(name: str, monkeypatch: p
 def test_values_that_cannot_work(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=said):
         resolved(KEYS | environment, monkeypatch)
+
+
+@pytest.mark.parametrize("has_botocore", [True, False])
+def test_a_web_identity_whose_file_is_missing(has_botocore: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_botocore:
+        monkeypatch.setitem(sys.modules, "botocore.session", None)
+    role = {"AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/trainer", "AWS_WEB_IDENTITY_TOKEN_FILE": "/nonexistent"}
+    with pytest.raises(ConfigError, match="AWS_WEB_IDENTITY_TOKEN_FILE"):
+        resolved(role, monkeypatch)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("way", ["profile", "web identity"])
+def test_an_assumed_role(way: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The endpoint that the profile or a variable names is that of STS, too."""
+    pytest.importorskip("botocore.session")
+    (tmp_path / "token").write_text("x.y.z")
+    arn = "arn:aws:iam::123456789012:role/trainer"
+    if way == "profile":
+        path = tmp_path / "AWS_CONFIG_FILE"
+        path.write_text(CONFIG.replace("[profile role]", f"[profile role]\nendpoint_url = {moto.endpoint}"))
+        environment = {"AWS_PROFILE": "role"}
+    else:
+        environment = {"AWS_ENDPOINT_URL": moto.endpoint, "AWS_ROLE_ARN": arn}
+        environment["AWS_WEB_IDENTITY_TOKEN_FILE"] = str(tmp_path / "token")
+    access = resolved(environment, monkeypatch)
+    found = keys_of(access)
+    assert found["token"]
+    assert found["expires_at"] is not None
+    assert access.endpoint == moto.endpoint
+    assert access.hosts == ("127.0.0.1",)
 
 
 def test_a_file_of_profiles_that_cannot_be_parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
