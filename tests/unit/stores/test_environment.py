@@ -11,6 +11,7 @@ import pytest
 
 from tests.certificates import Authority
 from tierckpt.errors import ConfigError
+from tierckpt.redaction import redact
 from tierckpt.stores.environment import Found, certificates, drop_empty, tls_context, variable
 
 
@@ -101,3 +102,9 @@ def test_drop_empty_keeps_what_has_a_value(monkeypatch: pytest.MonkeyPatch) -> N
     drop_empty()
     assert "AWS_SESSION_TOKEN" not in os.environ
     assert os.environ["AWS_ACCESS_KEY_ID"] == "a"
+
+
+def test_a_key_with_a_line_feed_is_redacted_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients get the value without the line feed, and so do their messages."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canarySecret0123456789\n")
+    assert "canarySecret0123456789" not in redact("signed with canarySecret0123456789 today")
