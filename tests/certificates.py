@@ -28,7 +28,7 @@ class Authority:
         self.path = directory / f"{name}-authority.pem"
         self.path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, host: str) -> tuple[Path, Path]:
+    def issue(self, host: str, *, expired: bool = False, self_signed: bool = False) -> tuple[Path, Path]:
         """Return the files of a certificate for ``host`` (a name or an address), and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
@@ -38,10 +38,10 @@ class Authority:
             alternative = x509.DNSName(host)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            _builder(name, self._name, key)
+            _builder(name, name if self_signed else self._name, key, timedelta(days=-1 if expired else 1))
             .add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-            .sign(self._key, hashes.SHA256())
+            .sign(key if self_signed else self._key, hashes.SHA256())
         )
         paths = self.directory / f"{host}.pem", self.directory / f"{host}.key"
         paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -50,14 +50,16 @@ class Authority:
         paths[1].chmod(0o600)
         return paths
 
-    def server_side(self, host: str = "127.0.0.1") -> ssl.SSLContext:
+    def server_side(self, host: str = "127.0.0.1", **issued: bool) -> ssl.SSLContext:
         """Return what a server for ``host`` speaks TLS with."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*self.issue(host))
+        context.load_cert_chain(*self.issue(host, **issued))
         return context
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: timedelta = timedelta(days=1)
+) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -65,6 +67,6 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivate
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
+        .not_valid_before(now - timedelta(days=2))
+        .not_valid_after(now + valid)
     )

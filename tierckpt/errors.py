@@ -8,6 +8,7 @@
     │   ├── ObjectNotFoundError (FileNotFoundError)   exit 4
     │   │   └── BucketNotFoundError
     │   ├── PermissionDeniedError (PermissionError)   exit 6   missing or wrong credentials, read-only mount
+    │   ├── EndpointError (ConfigError)               exit 2   wrong endpoint, certificate, region or proxy
     │   ├── PreconditionFailedError                            put-if-absent found something, or an etag changed
     │   └── StoreUnavailableError                     exit 7   the store's own retries are spent; try again later
     │       └── PeerError                                      another node does not answer, or not as it should
@@ -115,6 +116,10 @@ class BucketNotFoundError(ObjectNotFoundError):
 
 class PermissionDeniedError(StoreError, PermissionError):
     exit_code = 6
+
+
+class EndpointError(StoreError, ConfigError):
+    """The endpoint, its certificate, its region or the proxy is wrong: no later request is answered better."""
 
 
 class PreconditionFailedError(StoreError):

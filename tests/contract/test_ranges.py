@@ -21,7 +21,13 @@ import pytest
 from tests.certificates import Authority
 from tests.services import HttpServer
 from tierckpt.config import Settings
-from tierckpt.errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
+from tierckpt.errors import (
+    EndpointError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.stores import get_concurrency, retry
@@ -315,7 +321,7 @@ async def test_a_server_that_cannot_be_believed_is_asked_nothing(
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     store = RemoteStore(parse_uri("s3://bucket/run"), Settings.load(store_timeout_seconds=5))
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(EndpointError, match="certificate"):
         await read(store)
     assert (tls_server.signed, tls_server.other) == (0, 0)
     await store.close()

@@ -24,6 +24,7 @@ from ..errors import ConfigError, MissingExtraError, PermissionDeniedError, Stor
 from ..redaction import printable
 from .access import Access, check_endpoint, digest, host_of, metadata_service_answers, no_credentials
 from .environment import Found, ascii_only, certificates, existing_file, path_of, secret, tls_context, variable
+from .proxies import direct_opener, routed
 
 CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)
 """How long the client may use one answer of botocore before it asks again; botocore renews what expires."""
@@ -162,11 +163,10 @@ def ask_region(bucket: str, access: Access) -> str:
     """
     url = access.options.get("endpoint", "")
     url = url if access.options["virtual_hosted_style_request"] else f"{url}/{bucket}"
-    opener = urllib.request.build_opener(
-        _NoRedirects, urllib.request.HTTPSHandler(context=tls_context(access.trusted))
-    )
+    opener = direct_opener(tls_context(access.trusted), _NoRedirects)
     try:
-        with opener.open(urllib.request.Request(url, method="HEAD"), timeout=REGION_TIMEOUT_SECONDS) as answer:
+        request = routed(urllib.request.Request(url, method="HEAD"))
+        with opener.open(request, timeout=REGION_TIMEOUT_SECONDS) as answer:
             headers = answer.headers
     except urllib.error.HTTPError as error:
         with error:

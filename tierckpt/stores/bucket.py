@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
@@ -20,7 +19,8 @@ from .credentials import azure_access, gcs_access
 from .environment import drop_empty
 from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
 from .obstore_module import Module
-from .signed_requests import Ranges, is_behind_proxy
+from .proxies import NOWHERE, client_options, is_this_machine, proxy_for
+from .signed_requests import Ranges
 
 if TYPE_CHECKING:
     import obstore
@@ -35,8 +35,6 @@ else:
 log = logger("stores.bucket")
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-NOWHERE: Final = "http://127.0.0.1:0"
-"""No port of TCP: to connect to it fails at once."""
 RENEWAL_SECONDS_MIN: Final = 10.0
 """Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
 
@@ -203,7 +201,7 @@ class Bucket:
 
 
 def redirect_bounds(access: Access) -> dict[str, str]:
-    """Client options that keep redirects on the hosts of the store. {}: nothing that others could use goes along.
+    """Client options for the proxy, if any; they also keep redirects on the hosts of the store where secrets go along.
 
     The object-store library follows redirects, and has no option not to. On its way to another host it leaves out the
     Authorization header, and no more: S3's session token goes along (``x-amz-security-token``), and so does a URL that
@@ -211,9 +209,11 @@ def redirect_bounds(access: Access) -> dict[str, str]:
 
     On this machine each port is another server: there the endpoint itself is the proxy, so that it alone is ever asked.
     Behind a proxy of the site's (HTTPS_PROXY) nothing can be said: that one has to know where requests may go.
+
+    Raises ConfigError: the variable of the proxy does not name one.
     """
-    if not access.hosts or is_behind_proxy(access.endpoint or f"https://{access.hosts[0]}"):
-        return {}
+    if not access.hosts or proxy_for(access.endpoint or f"https://{access.hosts[0]}") is not None:
+        return client_options(access.endpoint)
     if access.endpoint.startswith("http://") and is_this_machine(access.hosts[0]):
         return {"proxy_url": access.endpoint}
     return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(access.hosts)}
@@ -224,10 +224,3 @@ def _may_be_elsewhere(error: Exception) -> bool:
     if "without LOCATION" in first_line(error) or http_status(error) in {301, 302, 307, 308}:
         return True
     return http_status(error) in {400, 403} and error_code(error) in _OF_REGIONS
-
-
-def is_this_machine(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

@@ -2,16 +2,23 @@
 
 It raises one wide type for most failures and keeps the status in its text.
 
-This is the one place that reads that text, and only what a machine wrote there: the HTTP status, and the error code of
-the server's answer.
+This is the one place that reads that text, and only what a machine wrote there: the HTTP status, the error code of
+the server's answer, and the names of the errors that its TLS and HTTP clients raised.
+
+A failure that no later request mends (a certificate, a name, a proxy that refuses us) is ``EndpointError``. Where the
+store has answered this process before (``was_proven``), a name that does not resolve is an outage.
+docs/guide/errors.md lists causes, exit codes and hints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
+    CapacityError,
+    EndpointError,
     IntegrityError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -23,7 +30,9 @@ from ..errors import (
 from ..format.layout import Location
 from ..redaction import redact
 from ..types import Tier
+from .endpoint_probe import language_of, refusal_of_proxy
 from .obstore_module import Module
+from .proxies import proxy_for
 
 if TYPE_CHECKING:
     from obstore import exceptions as obstore_errors
@@ -36,10 +45,42 @@ EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"
 """What S3 says, with status 400, of credentials whose time is over."""
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+_BODY = re.compile(r"non-2xx status code: \d{3}[^:\n]*: (.*)", re.DOTALL)
+_TLS = re.compile(
+    r"\b(InvalidCertificate|AlertReceived|PeerIncompatible|PeerMisbehaved|InvalidMessage|NoApplicationProtocol|"
+    r"NoCertificatesPresented)\b\(?\s*(\w*)"
+)
+_NO_SUCH_NAME = re.compile(
+    r"lookup address information: (Name or service not known|No address associated|Name does not resolve|nodename nor)"
+)
+_REASON = re.compile(r'(?:message: "|address information: )([\w ]{1,60})"')
+_FOREIGN = ("UnexpectedMessage", "InvalidMessage", "IncompleteMessage", "ConnectionReset", "Parse(")
+"""Ends of a request to a server that speaks another protocol. Some of them an ill store causes, too."""
+_AWS_REGION_CODES = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
+    "TemporaryRedirect",
+}
+_FINAL_5XX = {501, 505, 511}
+CLOUD_URLS = {
+    "s3": "https://s3.amazonaws.com",
+    "az": "https://blob.core.windows.net",
+    "gs": "https://storage.googleapis.com",
+}
+AUTHORITY_VARIABLES = {"s3": "AWS_CA_BUNDLE, or SSL_CERT_FILE,", "az": "SSL_CERT_FILE", "gs": "SSL_CERT_FILE"}
 
 
-def translate(error: Exception, location: Location, key: str | None, endpoint: str) -> TierckptError:
-    """Return the error of ours for ``error``. ``key`` None: the request was about the bucket itself."""
+def translate(
+    error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool = False
+) -> TierckptError:
+    """Return the error of ours for ``error``.
+
+    Args:
+        key: None: the request was about the bucket itself.
+        was_proven: the store has answered this process before.
+    """
     target = location.uri if key is None else f"{location.uri}/{key}"
     status, code = http_status(error), error_code(error)
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
@@ -56,6 +97,30 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
         return PreconditionFailedError(f"{target} exists", **context)
     if isinstance(error, obstore_errors.PreconditionError | obstore_errors.NotModifiedError):
         return PreconditionFailedError(f"{target} has changed", **context)
+    if code == "InvalidObjectState":
+        return StoreError(
+            f"{target} is archived, and cannot be read before it is restored",
+            hint="Restore it (`aws s3api restore-object`), wait until that is done, and try again",
+            status=status,
+            **context,
+        )
+    if status == 507 or "Quota" in code:
+        return CapacityError(
+            f"{target} cannot be written: the store is full (HTTP {status}{f', {code}' if code else ''})",
+            hint=f"Free space at {endpoint or location.scheme}, or raise the quota of {location.authority!r}",
+            **context,
+        )
+    if code in _AWS_REGION_CODES or "Received redirect without LOCATION" in first_line(error):
+        return EndpointError(
+            f"{location.scheme}://{location.authority} is in another region than requests are sent to",
+            hint="Set AWS_REGION to the region of the bucket, and AWS_ENDPOINT_URL to its endpoint or to nothing",
+            code=code or None,
+            **context,
+        )
+    if status == 407:
+        return proxy_refused(location, key, endpoint, 407)
+    if status is None and (wrong := wrong_endpoint(error, location, key, endpoint, was_proven)) is not None:
+        return wrong
     denied = obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
     if isinstance(error, denied) or status in {401, 403} or code in EXPIRED_CODES:
         return refused(location, key, endpoint, code)
@@ -65,12 +130,169 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
         return StoreError(f"{target}: {first_line(error)}", hint=hint, **context)
     if status == 416:
         return IntegrityError(f"{target} is shorter than what was asked for", **context)
-    if status is not None and 400 <= status < 500 and status not in {408, 425, 429}:
-        return StoreError(f"{target}: HTTP {status}: {first_line(error)}", status=status, **context)
-    reason = f"HTTP {status}" if status else first_line(error) or type(error).__name__
+    if status in _FINAL_5XX or (status is not None and 400 <= status < 500 and status not in {408, 425, 429}):
+        return StoreError(
+            f"{target}: the store refuses the request: HTTP {status}{_words(error, code)}",
+            hint=f"Is {endpoint} a store of this kind, and does it support this request?" if endpoint else "",
+            status=status,
+            **context,
+        )
+    if isinstance(error, obstore_errors.GenericError) and "Got invalid" in first_line(error) and not was_proven:
+        return another_language(location, key, endpoint, "it sends no XML")
+    reason = f"HTTP {status}" if status else _client_reason(error) or first_line(error) or type(error).__name__
+    proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
+    if status is None and proxy is not None:
+        hint = f"Does {proxy.name} answer from this node? NO_PROXY names hosts that need none. Try again later"
+        return StoreUnavailableError(f"{target} cannot be reached by {proxy.name}: {reason}", hint=hint, **context)
     return StoreUnavailableError(
         f"{target} cannot be reached: {reason}", hint=f"{_where_set(location, endpoint)}Try again later", **context
     )
+
+
+def wrong_endpoint(
+    error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool
+) -> EndpointError | None:
+    """The error for a request that failed before it had an answer, where a later one fails as well; None: unknown."""
+    failure = _client_failure(error)
+    server = endpoint or CLOUD_URLS.get(location.scheme, location.scheme)
+    target = location.uri if key is None else f"{location.uri}/{key}"
+    context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
+    proxy = proxy_for(server)
+    if (found := _TLS.search(failure)) is not None and found[1] != "InvalidMessage":
+        message, variable = f"{target} cannot be reached", ENDPOINT_VARIABLES.get(location.scheme, "the endpoint")
+        authority = AUTHORITY_VARIABLES.get(location.scheme, "SSL_CERT_FILE")
+        return untrusted(message, server, found[1], found[2], authority, variable, **context)
+    if _NO_SUCH_NAME.search(failure) and not was_proven:
+        if proxy is not None:
+            return EndpointError(
+                f"{target} cannot be reached: the name of {proxy.name} does not exist",
+                hint=f"Correct {proxy.variable}, or name the host of the store in NO_PROXY",
+                **context,
+            )
+        return EndpointError(
+            f"{target} cannot be reached: the name of {server} does not exist",
+            hint=f"Check {ENDPOINT_VARIABLES.get(location.scheme, 'the endpoint')}, and the DNS of this node",
+            **context,
+        )
+    if "unsupported scheme" in failure and proxy is not None:
+        return EndpointError(f"{proxy.name} is of a kind that is not supported", hint="Use http://HOST:PORT", **context)
+    return None
+
+
+def untrusted(
+    message: str, server: str, kind: str, detail: str, variables: str, variable: str, **context: Any
+) -> EndpointError:
+    """The error for a TLS handshake that failed.
+
+    Args:
+        variables: they name the file of authorities that are trusted.
+        variable: it names the endpoint.
+    """
+    if kind != "InvalidCertificate":
+        return EndpointError(
+            f"{message}: no TLS connection to {server} ({kind}{f' {detail}' if detail else ''})",
+            hint="The server refuses the protocol, or wants a client certificate, which is not supported",
+            **context,
+        )
+    if "Expired" in detail or "NotValidYet" in detail:
+        reason = "has expired" if "Expired" in detail else "is not valid yet"
+        hint = "Renew it on the server; check the clock of this node (`date -u`)"
+    elif "NotValidForName" in detail:
+        reason, hint = "is for another name", f"Write a name that it is for in {variable}, or correct the certificate"
+    elif detail == "Revoked":
+        reason, hint = "is revoked", "Renew it on the server"
+    else:
+        reason = "is signed by no authority that is trusted here"
+        hint = f"Set {variables} to a PEM file with the certificate of its authority"
+    return EndpointError(f"{message}: the certificate of {server} {reason} (TLS: {detail})", hint=hint, **context)
+
+
+def another_language(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
+    """``what``: what answers (endpoint_probe.py)."""
+    names = {"s3": "S3", "az": "Azure Blob Storage", "gs": "Google Cloud Storage"}
+    target = location.uri if key is None else f"{location.uri}/{key}"
+    return EndpointError(
+        f"{target} cannot be read: {endpoint} does not answer as {names.get(location.scheme, 'a store')} does: {what}",
+        hint=f"Set {ENDPOINT_VARIABLES.get(location.scheme, 'the endpoint')} to the address of the store's API "
+        "(not of its console)",
+        uri=location.uri,
+        key=key,
+        endpoint=endpoint or None,
+        tier=Tier.SHARED,
+    )
+
+
+def proxy_refused(location: Location, key: str | None, endpoint: str, status: int) -> TierckptError:
+    """The error for a proxy that answers ``status`` instead of passing a request on."""
+    proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
+    name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
+    target = location.uri if key is None else f"{location.uri}/{key}"
+    context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
+    if status >= 500:  # it does not reach the store
+        return StoreUnavailableError(
+            f"{target} cannot be reached by {name}: HTTP {status}", hint="Try again later", status=status, **context
+        )
+    what = "wants a user and a password" if status == 407 else f"refuses to connect to it (HTTP {status})"
+    return EndpointError(
+        f"{target} cannot be reached: {name} {what}",
+        hint=f"Write them as {variable}=http://USER:PASSWORD@HOST:PORT"
+        if status == 407
+        else "Have it allow the host of the store, or name that host in NO_PROXY",
+        status=status,
+        **context,
+    )
+
+
+def tunnel_refused(location: Location, key: str | None, endpoint: str) -> TierckptError:
+    """The error for a proxy that makes no tunnel; it is asked why. Blocking."""
+    url = endpoint or CLOUD_URLS.get(location.scheme, "")
+    proxy = proxy_for(url)
+    status = None
+    if proxy is not None:
+        with contextlib.suppress(OSError):
+            status = refusal_of_proxy(proxy, url)
+    return proxy_refused(location, key, endpoint, status or 503)
+
+
+def is_foreign(error: Exception) -> bool:
+    """True when something else than a store may have answered: ``endpoint_probe`` can tell what."""
+    failure = _client_failure(error)
+    return any(name in failure for name in _FOREIGN)
+
+
+def is_tunnel_refused(error: Exception) -> bool:
+    failure = _client_failure(error)
+    return "TunnelUnsuccessful" in failure or "ProxyAuth" in failure
+
+
+def foreign_body(error: Exception) -> str:
+    """What an answer with an error status is, when a store does not send it ("an HTML page"); else ''."""
+    status = http_status(error)
+    if status is None or status >= 500 or error_code(error):
+        return ""
+    found = _BODY.search(str(error).partition("\n\nDebug source")[0])
+    return language_of(found[1]) if found else ""
+
+
+def _client_failure(error: Exception) -> str:
+    """The client's own account of a request that got no answer; it does not hold the URL, nor words of the server."""
+    debug = str(error).partition("\n\nDebug source")[2]
+    return debug.partition("inner: Http(")[2] if http_status(error) is None else ""
+
+
+def _words(error: Exception, code: str) -> str:
+    """What the server says of its refusal."""
+    found = _MESSAGE.search(str(error).partition("\n\nDebug source")[0])
+    said = ": ".join(word for word in (code, redact(found[1].strip()) if found else "") if word)
+    return f" ({said})" if said else ""
+
+
+def _client_reason(error: Exception) -> str:
+    failure = _client_failure(error)
+    found = _REASON.search(failure)
+    if found is not None:
+        return found[1].strip()
+    return "no answer in time" if "TimedOut" in failure or "Timeout" in failure else ""
 
 
 def _where_set(location: Location, endpoint: str) -> str:
@@ -79,18 +301,46 @@ def _where_set(location: Location, endpoint: str) -> str:
     return f"Is {variable}={endpoint} right, and does it answer from this node? " if variable and endpoint else ""
 
 
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_PROFILE",
+    "az": "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
 _REFUSALS = {
     "InvalidAccessKeyId": "{endpoint} does not know the access key: check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
     "SignatureDoesNotMatch": "The secret is not that of the access key: check AWS_SECRET_ACCESS_KEY",
+    "InvalidToken": "The session token is malformed: check AWS_SESSION_TOKEN, and unset it for long-term keys",
+    "RequestTimeTooSkewed": "The clock of this node differs from that of {endpoint}: set it (`date -u`, NTP)",
+    "RequestExpired": "The clock of this node differs from that of {endpoint}: set it (`date -u`, NTP)",
+    "AccessDenied": "The credentials are known to {endpoint}, and have no right to do this on {bucket!r}: check its "
+    "policy and that of the user or role",
+    "AllAccessDisabled": "The bucket is disabled: ask its owner",
+    "AccountProblem": "The account of the bucket is suspended: ask its owner",
+    "AuthenticationFailed": "Check AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN (is it of this account, has it "
+    "expired?), and the clock of this node",
+    "AuthorizationPermissionMismatch": "The identity needs the role Storage Blob Data Reader (to save: Contributor) on "
+    "{bucket!r}; of a SAS token, the permission",
+    "AuthorizationFailure": "The account's network rules, or its settings, do not let this node in",
+    "AuthorizationProtocolMismatch": "The SAS token is for another protocol: use https://",
+    "AuthorizationSourceIPMismatch": "The SAS token is for other addresses than this node's",
+    "KeyBasedAuthenticationNotPermitted": "The account takes no keys: use an identity (AZURE_CLIENT_ID)",
+    "PublicAccessNotPermitted": "The account has no public access: set its credentials",
+    "NoAuthenticationInformation": "The container is not public: set AZURE_STORAGE_ACCOUNT_KEY, or another credential",
+    "AccountIsDisabled": "The storage account is disabled: ask its owner",
 }
+_REFUSALS |= dict.fromkeys(
+    ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"],
+    "The session has expired: renew the credentials where they come from (AWS_SESSION_TOKEN, profile, `aws sso login`)",
+)
 
 
 def refused(location: Location, key: str | None, endpoint: str, code: str) -> PermissionDeniedError:
     target = location.uri if key is None else f"{location.uri}/{key}"
     return PermissionDeniedError(
-        f"access to {target} was refused",
-        hint=_REFUSALS.get(code, "").format(endpoint=endpoint or location.scheme)
-        or f"Check the credentials for {endpoint or location.scheme} and their rights on {location.authority!r}",
+        f"access to {target} was refused{f' ({code})' if code else ''}",
+        hint=_REFUSALS.get(code, "").format(endpoint=endpoint or location.scheme, bucket=location.authority)
+        or f"Check the credentials for {endpoint or location.scheme} "
+        f"({_CREDENTIALS.get(location.scheme, 'environment')}) and their rights on {location.authority!r}",
         code=code or None,
         uri=location.uri,
         key=key,

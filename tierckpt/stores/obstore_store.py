@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..config import MiB, Settings
 from ..errors import (
     BucketNotFoundError,
+    EndpointError,
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
@@ -52,16 +53,22 @@ from .common import (
     short_answer,
     to_completion,
 )
+from .endpoint_probe import what_answers
 from .obstore_errors import (
+    another_language,
     error_code,
     first_line,
+    foreign_body,
     http_status,
     in_another_region,
+    is_foreign,
     is_missing,
+    is_tunnel_refused,
     refused,
     renewed_meanwhile,
     still_refused,
     translate,
+    tunnel_refused,
 )
 from .obstore_module import Module
 from .retry import Retries, Tries
@@ -195,7 +202,9 @@ class RemoteStore:
 
         async def call(client: Client) -> Any:
             async with asyncio.timeout(self._limit_seconds(0)):
-                return await obstore.head_async(client, self._prefix + key)
+                meta = await obstore.head_async(client, self._prefix + key)
+            await self._check_language(meta["e_tag"], key)
+            return meta
 
         return self._info(await self._request(key, call))
 
@@ -272,6 +281,7 @@ class RemoteStore:
         try:
             async with asyncio.timeout(window) as limit:
                 answer = await obstore.get_async(client, self._prefix + key, options=options)
+                await self._check_language(answer.meta["e_tag"], key)
                 if not self._is_watching:
                     return memoryview(await answer.bytes_async())
                 pieces = []
@@ -474,12 +484,15 @@ class RemoteStore:
             nonlocal stream
             stream = stream or obstore.list(client, self._directory(prefix), chunk_size=1000)
             try:
-                return await stream.__anext__()
+                metas = await stream.__anext__()
             except StopAsyncIteration:
-                return None
+                metas = None
             except BaseException:
                 stream = None
                 raise
+            if not metas:
+                await self._check_empty(client)
+            return metas
 
         while (metas := await self._request(None, page)) is not None:
             for info in map(self._info, metas):
@@ -500,7 +513,14 @@ class RemoteStore:
 
     async def _list_level(self, directory: str) -> Any:
         name = self._directory(directory)
-        return await self._request(None, lambda client: obstore.list_with_delimiter_async(client, name))
+
+        async def call(client: Client) -> Any:
+            answer = await obstore.list_with_delimiter_async(client, name)
+            if not (answer["objects"] or answer["common_prefixes"]):
+                await self._check_empty(client)
+            return answer
+
+        return await self._request(None, call)
 
     async def delete(self, key: str) -> None:
         await self._delete_all([check_key(key)])
@@ -554,14 +574,41 @@ class RemoteStore:
         generation, was_proven = credentials
         if await self._bucket.followed(generation, error):
             return in_another_region(self.location, key)
-        ours = self._translate(error, key, was_proven)
+        ours = await self._strange(error, key, was_proven) or self._translate(error, key, was_proven)
         if isinstance(ours, ObjectNotFoundError) and (
             error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)
         ):
             ours = self._missing_bucket()
-        if not isinstance(ours, PermissionDeniedError | StoreUnavailableError):
+        if not isinstance(ours, PermissionDeniedError | StoreUnavailableError | EndpointError):
             self._bucket.proves(generation)
         return ours
+
+    async def _strange(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
+        """The error when something else than a store has answered, or a proxy refuses us; None: neither is known."""
+        endpoint = self._bucket.endpoint
+        if is_tunnel_refused(error):
+            return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
+        if was_proven or self._bucket.exists or not endpoint:
+            return None
+        what = foreign_body(error) or (await asyncio.to_thread(what_answers, endpoint) if is_foreign(error) else "")
+        return another_language(self.location, key, endpoint, what) if what else None
+
+    async def _check_language(self, etag: str | None, key: str | None) -> None:
+        """Raise EndpointError when a first answer has no ETag: a store sends one with every object."""
+        if etag is None and not self._bucket.exists and self._bucket.endpoint:
+            what = await asyncio.to_thread(what_answers, self._bucket.endpoint)
+            raise another_language(self.location, key, self._bucket.endpoint, what or "its answer has no ETag")
+
+    async def _check_empty(self, client: Client) -> None:
+        """Raise EndpointError when a first listing is empty because no store has made it: an HTML page is one, too."""
+        if not self._bucket.exists and self._bucket.endpoint:
+            try:
+                answer = await obstore.get_async(client, self._prefix + CLAIM)
+            except (obstore_errors.BaseError, OSError) as error:
+                if what := foreign_body(error):
+                    raise another_language(self.location, None, self._bucket.endpoint, what) from None
+                return
+            await self._check_language(answer.meta["e_tag"], None)
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
         """Tell a missing bucket from a missing key, which answer alike. One listing, once per bucket."""
@@ -574,6 +621,8 @@ class RemoteStore:
         except StopAsyncIteration:
             pass
         except (obstore_errors.BaseError, OSError) as error:
+            if what := foreign_body(error):
+                raise another_language(self.location, key, self._bucket.endpoint, what) from None
             return is_missing(error)
         self._bucket.exists = True
         return False
@@ -600,7 +649,7 @@ class RemoteStore:
         if http_status(error) == 400 and not error_code(error) and was_proven:
             # S3 says "expired" with status 400, and to a HEAD without a word more.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
-        return translate(error, self.location, key, self._bucket.endpoint)
+        return translate(error, self.location, key, self._bucket.endpoint, was_proven)
 
 
 def _names(answer: Any) -> list[str]:

@@ -23,6 +23,7 @@ from ..telemetry import logger
 from ..types import ByteRange, Tier
 from .environment import tls_context
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
+from .proxies import direct_opener, proxy_for, routed
 
 IDLE_MAX: Final = 64
 CONNECT_SECONDS: Final = 5.0
@@ -175,8 +176,7 @@ class Ranges:
 
 def is_behind_proxy(url: str) -> bool:
     """True when the environment wants requests to ``url`` to go through a proxy: the library does that, we do not."""
-    parts = urlsplit(url)
-    return parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
+    return proxy_for(url) is not None
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
@@ -191,7 +191,7 @@ def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl
     """
     request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})  # signed by us
     try:
-        with urllib.request.urlopen(request, timeout=timeout_seconds, context=tls):
+        with direct_opener(tls).open(routed(request), timeout=timeout_seconds):
             return
     except urllib.error.HTTPError as error:
         with error:

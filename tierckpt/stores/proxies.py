@@ -1,0 +1,185 @@
+"""The proxy of a request: ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, read once for all clients.
+
+The variables mean what curl takes them for, in lower case before upper case; a variable that is set and empty is not
+set. Of a CGI script, ``HTTP_PROXY`` is a header of its client, and is not read (RFC 3875, 4.1.18).
+
+``NO_PROXY`` holds, separated by commas or spaces: names, which include the names below them, with or without a leading
+dot or ``*.``; addresses and networks (``10.0.0.0/8``, ``fd00::/8``); each but a network with a port, or without; and
+``*`` for every host. Link-local addresses, where clouds answer for instance metadata, are never reached by a proxy.
+
+Peers, the agent's socket and preemption notices do not use this module: they are always connected to directly.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import os
+import ssl
+import urllib.request
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from ..errors import ConfigError
+
+METADATA: Final = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "metadata.google.internal")
+"""Instance metadata and container credentials."""
+NOWHERE: Final = "http://127.0.0.1:0"
+"""No port of TCP: to connect to it fails at once."""
+EVERYTHING: Final = "*,0.0.0.0/0,::/0"
+"""``NO_PROXY=*`` for obstore, whose ``*`` matches names and no addresses."""
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A proxy and the variable that names it."""
+
+    url: str
+    """With user and password."""
+    variable: str
+
+    @property
+    def address(self) -> str:
+        return urlsplit(self.url).netloc.rpartition("@")[2]
+
+    @property
+    def name(self) -> str:
+        """For messages: no password."""
+        return f"the proxy {self.address} ({self.variable})"
+
+    @property
+    def authorization(self) -> str:
+        """The value of ``Proxy-Authorization``; '' where the URL has no user."""
+        parts = urlsplit(self.url)
+        if not parts.username:
+            return ""
+        plain = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        return f"Basic {base64.b64encode(plain.encode()).decode()}"
+
+
+def proxy_for(url: str) -> Proxy | None:
+    """Return the proxy of requests to ``url``; None: they go to its host. Raises ConfigError: no proxy for HTTP."""
+    parts = urlsplit(url)
+    found = _configured(parts.scheme)
+    if found is None or is_direct(parts.hostname or "", _port(parts)):
+        return None
+    return _checked(*found)
+
+
+def is_direct(host: str, port: int | None) -> bool:
+    """True when ``NO_PROXY`` names a host, or it is one of ``METADATA``."""
+    return any(_matches(entry, host, port) for entry in (*METADATA, *_excluded()))
+
+
+def client_options(endpoint: str) -> dict[str, str]:
+    """Options that have an obstore client use the proxies of this module, and read no variable itself.
+
+    Args:
+        endpoint: '' for that of the cloud. The client asks other hosts, too: those that issue credentials.
+    """
+    scheme = endpoint.partition("://")[0] or "https"
+    found = _configured(scheme) or _configured("https")
+    is_excluded = bool(endpoint) and proxy_for(endpoint) is None
+    names = [name for name, port in map(_entry, _excluded()) if port is None]
+    if found is None or "*" in names:
+        return {"proxy_url": NOWHERE, "proxy_excludes": EVERYTHING}
+    host = urlsplit(endpoint).hostname or ""
+    excluded = [*METADATA, *names, *([host] if is_excluded else [])]
+    if not is_this_machine(host):
+        excluded += ["localhost", "127.0.0.0/8", "::1"]  # a service for credentials beside this process
+    return {"proxy_url": _checked(*found).url, "proxy_excludes": ",".join(excluded)}
+
+
+def is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def routed(request: urllib.request.Request) -> urllib.request.Request:
+    """Send a request of urllib by its proxy. It must be opened by a ``direct_opener``."""
+    proxy = proxy_for(request.full_url)
+    if proxy is None:
+        return request
+    if not proxy.url.startswith("http://"):
+        raise ConfigError(
+            f"{proxy.name} takes TLS, and these requests are sent to a proxy in plain HTTP only",
+            hint=f"Set {proxy.variable} to http://HOST:PORT",
+        )
+    if proxy.authorization:
+        request.add_unredirected_header("Proxy-authorization", proxy.authorization)
+    request.set_proxy(proxy.address, "http")
+    return request
+
+
+def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
+    """Return an opener that reads no variables of proxies."""
+    direct = urllib.request.ProxyHandler({})
+    return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=tls), *handlers)
+
+
+def _configured(scheme: str) -> tuple[str, str] | None:
+    """The variable that names the proxy for a scheme, and its value."""
+    for name in (f"{scheme}_proxy", "all_proxy"):
+        for variable in (name, name.upper()):
+            value = os.environ.get(variable, "").strip()
+            if value and not (variable == "HTTP_PROXY" and "REQUEST_METHOD" in os.environ):
+                return variable, value
+    return None
+
+
+def _checked(variable: str, value: str) -> Proxy:
+    url = value if "://" in value else f"http://{value}"
+    try:
+        parts = urlsplit(url)
+        is_http = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_http = False
+    if not is_http:
+        kind = url.partition("://")[0]
+        raise ConfigError(
+            f"{variable} names no HTTP proxy" + (f": {kind}:// is not supported" if kind not in _PORTS else ""),
+            hint=f"Set {variable} to http://HOST:PORT, or name the host of the request in NO_PROXY",
+        )
+    return Proxy(url.rstrip("/"), variable)
+
+
+def _excluded() -> list[str]:
+    text = next((value for name in ("no_proxy", "NO_PROXY") if (value := os.environ.get(name, "").strip())), "")
+    return text.replace(",", " ").split()
+
+
+def _entry(text: str) -> tuple[str, int | None]:
+    """The name, address or network of an entry of ``NO_PROXY``, and its port."""
+    name, port = text.lower(), ""
+    if name.startswith("["):
+        name, _, port = name[1:].partition("]")
+        port = port.lstrip(":")
+    elif name.count(":") == 1:
+        name, _, port = name.partition(":")
+    if name != "*":
+        name = name.removeprefix("*").strip(".")
+    return name, int(port) if port.isdecimal() else None
+
+
+def _matches(entry: str, host: str, port: int | None) -> bool:
+    name, only_port = _entry(entry)
+    host = host.lower().rstrip(".")
+    if not name or (only_port is not None and only_port != port):
+        return False
+    if name == "*" or host == name or host.endswith(f".{name}"):
+        return True
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(name, strict=False)
+    except ValueError:
+        return False
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port or _PORTS.get(parts.scheme)
+    except ValueError:
+        return None
