@@ -11,6 +11,7 @@
     │   ├── EndpointError (ConfigError)               exit 2   wrong endpoint, certificate, region or proxy
     │   ├── PreconditionFailedError                            put-if-absent found something, or an etag changed
     │   └── StoreUnavailableError                     exit 7   the store's own retries are spent; try again later
+    │       ├── HubOfflineError                       exit 2   HF_HUB_OFFLINE is set
     │       └── PeerError                                      another node does not answer, or not as it should
     │           └── PeerBusyError                              it serves as much as it may: .retry_after_seconds
     ├── CapacityError (OSError)                       exit 1   no room: disk full, quota
@@ -129,6 +130,13 @@ class PreconditionFailedError(StoreError):
 class StoreUnavailableError(StoreError):
     exit_code = 7
     retryable = True
+
+
+class HubOfflineError(StoreUnavailableError):
+    """``HF_HUB_OFFLINE`` is set: no Hub is asked, now or later."""
+
+    exit_code = 2
+    retryable = False
 
 
 class PeerError(StoreUnavailableError):

@@ -331,15 +331,16 @@ def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
 
 
 def _refuse(request: BaseHTTPRequestHandler, error: TierckptError) -> None:
+    says = {"X-Error-Message": " ".join(error.message.split()).encode("ascii", "replace").decode()}
     if request.has_begun:  # type: ignore[attr-defined]
         request.close_connection = True  # the client sees that it is cut short (X3)
     elif isinstance(error, BucketNotFoundError):
         what = "Revision" if "revision" in error.context else "Repo"
-        _say(request, 404, b"", {"X-Error-Code": f"{what}NotFound"})
+        _say(request, 404, b"", {"X-Error-Code": f"{what}NotFound"} | says)
     elif isinstance(error, ObjectNotFoundError):
-        _say(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        _say(request, 404, b"", {"X-Error-Code": "EntryNotFound"} | says)
     elif isinstance(error, PermissionDeniedError):
-        _say(request, 403, b"", {"X-Error-Code": "GatedRepo"})
+        _say(request, 403, b"", {"X-Error-Code": "GatedRepo"} | says)
     else:
         is_later = isinstance(error, StoreUnavailableError)
         status = 503 if is_later else 502 if isinstance(error, IntegrityError) else 500

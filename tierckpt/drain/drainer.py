@@ -29,6 +29,7 @@ from ..errors import (
     AlreadyCommittedError,
     CapacityError,
     CommitAbandonedError,
+    EndpointError,
     ManifestError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -502,8 +503,9 @@ class Drainer:
 
 
 def _may_pass(error: TierckptError) -> bool:
-    """True for what ends by itself, or by somebody who does not know of this node: an outage, expired credentials."""
-    return error.retryable or isinstance(error, PermissionDeniedError | CapacityError)
+    """True for what ends by itself, or by somebody who does not know of this node: an outage, expired credentials, an
+    expired certificate."""
+    return error.retryable or isinstance(error, PermissionDeniedError | CapacityError | EndpointError)
 
 
 async def _read_manifest(store: Store, key: str) -> Manifest:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ..errors import (
     CapacityError,
@@ -265,10 +266,13 @@ def is_tunnel_refused(error: Exception) -> bool:
     return "TunnelUnsuccessful" in failure or "ProxyAuth" in failure
 
 
-def foreign_body(error: Exception) -> str:
-    """What an answer with an error status is, when a store does not send it ("an HTML page"); else ''."""
+def foreign_body(error: Exception, endpoint: str) -> str:
+    """What the endpoint's answer with an error status is, when a store does not send it ("an HTML page"); else ''.
+
+    A service that issues credentials is not the endpoint.
+    """
     status = http_status(error)
-    if status is None or status >= 500 or error_code(error):
+    if status is None or status >= 500 or error_code(error) or urlsplit(endpoint).netloc not in first_line(error):
         return ""
     found = _BODY.search(str(error).partition("\n\nDebug source")[0])
     return language_of(found[1]) if found else ""

@@ -590,7 +590,7 @@ class RemoteStore:
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
         if was_proven or self._bucket.exists or not endpoint:
             return None
-        what = foreign_body(error) or (await asyncio.to_thread(what_answers, endpoint) if is_foreign(error) else "")
+        what = foreign_body(error, self._bucket.endpoint) or (await asyncio.to_thread(what_answers, endpoint) if is_foreign(error) else "")
         return another_language(self.location, key, endpoint, what) if what else None
 
     async def _check_language(self, etag: str | None, key: str | None) -> None:
@@ -605,7 +605,7 @@ class RemoteStore:
             try:
                 answer = await obstore.get_async(client, self._prefix + CLAIM)
             except (obstore_errors.BaseError, OSError) as error:
-                if what := foreign_body(error):
+                if what := foreign_body(error, self._bucket.endpoint):
                     raise another_language(self.location, None, self._bucket.endpoint, what) from None
                 return
             await self._check_language(answer.meta["e_tag"], None)
@@ -621,7 +621,7 @@ class RemoteStore:
         except StopAsyncIteration:
             pass
         except (obstore_errors.BaseError, OSError) as error:
-            if what := foreign_body(error):
+            if what := foreign_body(error, self._bucket.endpoint):
                 raise another_language(self.location, key, self._bucket.endpoint, what) from None
             return is_missing(error)
         self._bucket.exists = True

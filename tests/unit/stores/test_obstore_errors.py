@@ -19,6 +19,10 @@ from tierckpt.stores import retry
 
 HTML = b"<!DOCTYPE html>\n<html><head><title>Object Browser</title></head><body>Please log in</body></html>"
 TIMEOUT_SECONDS = 60.0
+PLAIN = [
+    *("AWS_SESSION_TOKEN", "AWS_PROFILE", "AZURE_STORAGE_CONNECTION_STRING", "SSL_CERT_FILE", "AWS_CA_BUNDLE"),
+    *(spelling for name in ("http", "https", "all", "no") for spelling in (f"{name}_proxy", f"{name}_proxy".upper())),
+]
 
 
 def code(name: str, message: str = "m") -> bytes:
@@ -55,8 +59,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "SSL_CERT_FILE", "AWS_CA_BUNDLE", "http_proxy",
-                 "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "AZURE_STORAGE_CONNECTION_STRING"):  # fmt: skip
+    for name in PLAIN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", str(TIMEOUT_SECONDS))
     world = World(tmp_path)

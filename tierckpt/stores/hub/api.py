@@ -7,7 +7,8 @@ Promises:
     A4  A Hub that drips holds no thread: an answer that falls behind ``BYTES_PER_SECOND_MIN`` is broken off.
 
 Environment, as huggingface_hub reads it: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_TOKEN_PATH``, ``HF_HOME``,
-``HF_HUB_OFFLINE``, and the older names of them. Source: docs of the Hub ("Hub API endpoints", "Rate limits").
+``HF_HUB_OFFLINE``, ``HF_HUB_DISABLE_IMPLICIT_TOKEN``, and the older names of them. A variable that is set and empty is
+not set. Source: docs of the Hub ("Hub API endpoints", "Rate limits", "Environment variables").
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +35,8 @@ from ...config import Settings
 from ...errors import (
     BucketNotFoundError,
     ConfigError,
+    EndpointError,
+    HubOfflineError,
     IntegrityError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -45,8 +49,10 @@ from ...home import cache_home, expand_user
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
+from ..endpoint_probe import language_of
 from ..get_concurrency import BYTES_PER_SECOND_MIN
 from ..http_client import said
+from ..proxies import proxy_for, routed
 from ..retry import Retries, Tries
 from ..signed_requests import MAY_PASS
 from ..store_breaker import PROBE_SECONDS_MAX
@@ -66,6 +72,7 @@ RATE_LIMIT_SECONDS_MAX: Final = 600.0
 RATE_LIMIT_SECONDS: Final = 30.0
 """Waited where a limit does not say how long."""
 REDIRECTS_MAX: Final = 5
+REASON_MAX: Final = 200
 _MAY_PASS = MAY_PASS - {429}  # A2
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """An organisation or a repository: a Hub takes no other, and in a URL any other may mean something else."""
@@ -135,18 +142,28 @@ class Answer:
     url: str
     """Whose answer it is."""
 
+    @property
+    def reason(self) -> str:
+        """What the Hub says of a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
+        said: Any = self.headers.get("x-error-message", "")
+        if not said:
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(self.body)
+                said = found.get("error") or found.get("message") if isinstance(found, dict) else ""
+        return redact(" ".join(said.split())[:REASON_MAX]) if isinstance(said, str) else ""
+
     def json(self) -> Any:
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
-            raise StoreError(f"{urlsplit(self.url).netloc} does not answer as a Hub does", tier=Tier.SHARED) from None
+            raise not_a_hub(self.url, language_of(self.body.decode("utf-8", "replace"))) from None
 
 
 class Hub:
     """One Hub, by ``HF_ENDPOINT``."""
 
     def __init__(self, settings: Settings, retries: Retries) -> None:
-        self.endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        self.endpoint = (_environ("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         scheme = ""
         with contextlib.suppress(ValueError):  # brackets that do not close
             scheme, self.host = urlsplit(self.endpoint)[:2]
@@ -249,8 +266,8 @@ class Hub:
 
     async def _ask(self, url: str, headers: Mapping[str, str]) -> Answer:
         """Make one request, again while it fails in a way that may pass, or is put off (A2)."""
-        if _environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
-            raise StoreUnavailableError(
+        if _is_true(_environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
+            raise HubOfflineError(
                 f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
                 hint="`tierckpt prefetch --check` lists what is on this node; unset it to fetch more",
                 tier=Tier.SHARED,
@@ -305,13 +322,28 @@ class Hub:
 
     def _refusal(self, answer: Answer, repository: Repository, path: str) -> StoreError:
         where = f"{repository.page}@{repository.revision}"
-        code, status = answer.headers.get("x-error-code", ""), answer.status
+        code, status, reason = answer.headers.get("x-error-code", ""), answer.status, answer.reason
         unseen = "this token may not see it" if _token() else "it is not to be seen without HF_TOKEN"
-        if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
+        says = f": the Hub says: {reason}" if reason else ""
+        context: dict[str, Any] = {"tier": Tier.SHARED, "code": code or None, "reason": reason or None}
+        what = language_of(answer.body.decode("utf-8", "replace"))
+        if not code and status in (404, 405) and what.startswith("it sends an HTML"):
+            return not_a_hub(answer.url, what)
+        if status == 401 and _token() and (not code or "invalid" in reason.lower()):
             return PermissionDeniedError(
-                f"{where} is gated, and {unseen}",
-                hint=f"Accept its conditions at {self.endpoint}/{repository.page}, and set HF_TOKEN",
-                tier=Tier.SHARED,
+                f"{self.host} refuses the token of {_token_source()}{says or f' for {where}'}",
+                hint=f"It is invalid, or has expired: make another at {self.endpoint}/settings/tokens",
+                **context,
+            )
+        if code == "GatedRepo":
+            return PermissionDeniedError(
+                f"{where} is gated, and {unseen}{says}",
+                hint=f"Accept its conditions at {self.endpoint}/{repository.page}, and set {_token_source()}",
+                **context,
+            )
+        if code == "DisabledRepo" or reason == "Access to this resource is disabled.":
+            return PermissionDeniedError(
+                f"{repository.page} is disabled{says}", hint=f"See {self.endpoint}/{repository.page}", **context
             )
         if code == "RevisionNotFound":
             return BucketNotFoundError(
@@ -326,13 +358,15 @@ class Hub:
             return BucketNotFoundError(
                 f"{self.host} has no repository {repository.page}, or {unseen}",
                 hint="Check the name; a private one needs HF_TOKEN",
-                tier=Tier.SHARED,
+                **context,
             )
-        if status == 401:
+        if status in (401, 403):
             return PermissionDeniedError(
-                f"{self.host} refuses {where}: {unseen}", hint="Set HF_TOKEN", tier=Tier.SHARED
+                f"{self.host} refuses {where} ({unseen}){says}",
+                hint=f"Set {_token_source()} to a token with the right to read it",
+                **context,
             )
-        return StoreError(f"{self.host} refuses {where}: HTTP {status}", tier=Tier.SHARED, status=status)
+        return StoreError(f"{self.host} refuses {where}: HTTP {status}{says}", **context, status=status)
 
 
 def hub_of(retries: Retries) -> Hub:
@@ -353,14 +387,80 @@ def request(url: str, headers: Mapping[str, str]) -> Answer:
     host = check_http(url)
     try:
         asked = urllib.request.Request(url, headers={"User-Agent": "tierckpt", **headers})
-        with _opener.open(asked, timeout=ANSWER_SECONDS_MAX) as reply:
-            return _answer(reply, url)
+        with _opener.open(routed(asked), timeout=ANSWER_SECONDS_MAX) as reply:
+            answer = _answer(reply, url)
     except urllib.error.HTTPError as refusal:
         with refusal:
-            return _answer(refusal, url)
+            answer = _answer(refusal, url)
+    except ConfigError:
+        raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise unavailable(host, said(reason) if isinstance(reason, BaseException) else "no answer") from None
+        raise _failure(url, reason if isinstance(reason, BaseException) else error) from None
+    if answer.status == 407:
+        raise _refused_by_proxy(url, 407)
+    _answering.add(host)
+    return answer
+
+
+_answering: set[str] = set()
+"""Hosts that have answered this process: their names exist."""
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+_NOT_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "PACKET_LENGTH_TOO_LONG"}
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
+
+
+def _failure(url: str, error: BaseException) -> StoreError:
+    """The error for a request without an answer. A final one is ``EndpointError``."""
+    host, proxy = check_http(url), proxy_for(url)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return EndpointError(
+            f"{host} cannot be reached: its certificate is not accepted ({error.verify_message})",
+            hint="Set SSL_CERT_FILE to a PEM file with the certificate of its authority; check the clock of this node",
+            tier=Tier.SHARED,
+        )
+    if isinstance(error, ssl.SSLError) and error.reason in _NOT_TLS:
+        return not_a_hub(url, "it does not speak TLS: is it http://?")
+    if (refusal := _TUNNEL.search(str(error))) is not None:
+        return _refused_by_proxy(url, int(refusal[1]))
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        return not_a_hub(url, f"it says {error.line[:60]!r}")
+    if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME and host not in _answering:
+        what = f"the name of {proxy.name}" if proxy is not None else f"the name of {host}"
+        variable = proxy.variable if proxy is not None else "HF_ENDPOINT"
+        return EndpointError(
+            f"{host} cannot be reached: {what} does not exist",
+            hint=f"Check {variable}, and the DNS of this node",
+            tier=Tier.SHARED,
+        )
+    reason = f"{proxy.name}: {said(error)}" if proxy is not None else said(error)
+    return unavailable(host, reason)
+
+
+def _refused_by_proxy(url: str, status: int) -> StoreError:
+    host, proxy = check_http(url), proxy_for(url)
+    name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
+    if status >= 500:
+        return unavailable(host, f"{name}: HTTP {status}", status=status)
+    what = "wants a user and a password" if status == 407 else f"refuses to connect to it (HTTP {status})"
+    return EndpointError(
+        f"{host} cannot be reached: {name} {what}",
+        hint=f"Write them as {variable}=http://USER:PASSWORD@HOST:PORT"
+        if status == 407
+        else f"Have it allow {host}, or name {host} in NO_PROXY",
+        tier=Tier.SHARED,
+        status=status,
+    )
+
+
+def not_a_hub(url: str, what: str) -> EndpointError:
+    """``what``: what answers instead; '' if that is not known."""
+    host = urlsplit(url).netloc
+    return EndpointError(
+        f"{host} does not answer as a Hub does{f': {what}' if what else ''}",
+        hint="Set HF_ENDPOINT to the address of a Hub, or to nothing for https://huggingface.co",
+        tier=Tier.SHARED,
+    )
 
 
 def check_http(url: str) -> str:
@@ -432,7 +532,7 @@ class _Unfollowed(urllib.request.HTTPRedirectHandler):
         """Say where it leads: whoever asked knows whom the token is for."""
 
 
-_opener = urllib.request.build_opener(_Http, _Https, _Unfollowed)
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, _Unfollowed)
 
 
 def no_object(where: str, path: str) -> ObjectNotFoundError:
@@ -469,24 +569,53 @@ def _seconds_to_wait(headers: Mapping[str, str]) -> float:
 
 def _environ(*names: str) -> str:
     """The first of some names of the environment that says something; ''."""
-    return next((value for name in names if (value := os.environ.get(name))), "")
+    return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
+
+
+def _is_true(value: str) -> bool:
+    return value.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _path(value: str) -> Path:
+    """A path of the environment, with ``~`` and variables in it, as huggingface_hub takes it."""
+    return Path(expand_user(os.path.expandvars(value)))
 
 
 def hf_home() -> Path:
     """Return where huggingface_hub keeps what it has."""
-    return Path(expand_user(os.environ.get("HF_HOME") or str(cache_home() / "huggingface")))
+    home = _environ("HF_HOME")
+    return _path(home) if home else cache_home() / "huggingface"
 
 
 def hub_cache() -> Path:
     """Return where Hugging Face libraries look for repositories: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
-    return Path(expand_user(_environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") or str(hf_home() / "hub")))
+    cache = _environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    return _path(cache) if cache else hf_home() / "hub"
 
 
 def _token() -> str:
-    """The token without what a copied one brings along: no header may hold the end of a line."""
+    """The token without what a copied one brings along: no header may hold the end of a line.
+
+    '' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here gives a token explicitly.
+    """
+    if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
+        return ""
     if token := "".join(_environ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN").split()):
         return token
-    path = Path(expand_user(os.environ.get("HF_TOKEN_PATH") or str(hf_home() / "token")))
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return "".join(path.read_text().split())
+        return "".join(_token_path().read_text().split())
     return ""
+
+
+def _token_path() -> Path:
+    path = _environ("HF_TOKEN_PATH")
+    return _path(path) if path else hf_home() / "token"
+
+
+def _token_source() -> str:
+    """For messages: where the token comes from, or should."""
+    if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
+        return "HF_TOKEN, and unset HF_HUB_DISABLE_IMPLICIT_TOKEN"
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    variable = next((name for name in names if _environ(name)), "")
+    return variable or (str(_token_path()) if _token() else "HF_TOKEN")

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from ...config import Settings
 from ...errors import (
+    EndpointError,
     IntegrityError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -138,10 +139,9 @@ class HubStore:
             raise short_answer(self.uri, key, byte_range, max(0, file.size_bytes - byte_range.start))
         if not size_bytes:
             return
-        reason = ""
+        reason = url = ""
         for _ in range(URLS_MAX):
-            url = await self._locate(commit, file, byte_range, into)
-            if url is None:
+            if not (url := await self._locate(commit, file, byte_range, into) or ""):
                 return
             try:
                 await self._receive(url, byte_range, into)
@@ -150,6 +150,13 @@ class HubStore:
                 reason = str(refusal)
                 if self._urls.get((commit, file.path)) == url:
                     del self._urls[commit, file.path]
+        if reason.startswith("TLS"):
+            raise EndpointError(
+                f"{file.path} of {self.uri} cannot be read: the certificate of {urlsplit(url).netloc} is not accepted "
+                f"({reason})",
+                hint="Set SSL_CERT_FILE to a PEM file with the certificate of its authority",
+                tier=Tier.SHARED,
+            )
         if reason == "HTTP 404":
             raise no_object(self.uri, file.path)
         raise StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
