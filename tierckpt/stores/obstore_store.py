@@ -590,7 +590,9 @@ class RemoteStore:
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
         if was_proven or self._bucket.exists or not endpoint:
             return None
-        what = foreign_body(error, self._bucket.endpoint) or (await asyncio.to_thread(what_answers, endpoint) if is_foreign(error) else "")
+        what = foreign_body(error, endpoint)
+        if not what and is_foreign(error):
+            what = await asyncio.to_thread(what_answers, endpoint)
         return another_language(self.location, key, endpoint, what) if what else None
 
     async def _check_language(self, etag: str | None, key: str | None) -> None:

@@ -192,7 +192,7 @@ class Hub:
         found = answer.json()
         commit = found.get("sha") if isinstance(found, dict) else None
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-            raise StoreError(f"{self.host} names no commit for {repository.page}@{repository.revision}")
+            raise not_a_hub(answer.url, f"it names no commit for {repository.page}@{repository.revision}")
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
