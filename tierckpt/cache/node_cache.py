@@ -18,6 +18,7 @@ from ..checkpoint.catalog import file_size
 from ..config import Settings
 from ..errors import (
     BucketNotFoundError,
+    EndpointError,
     ObjectNotFoundError,
     OperationTimeoutError,
     StoreUnavailableError,
@@ -296,7 +297,7 @@ class NodeCache:
         """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
         try:
             resolved = await self.freeze(location, include=include, exclude=exclude)
-        except StoreUnavailableError as error:
+        except (StoreUnavailableError, EndpointError) as error:
             rows = await asyncio.to_thread(self.pool.rows, location.uri)
             frozen = self._contents(rows[-1]) if rows else None
             if frozen is None:

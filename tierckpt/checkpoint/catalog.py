@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..disk.durable import matching
 from ..errors import (
     CheckpointNotFoundError,
+    EndpointError,
     ManifestError,
     ObjectNotFoundError,
     StoreError,
@@ -239,7 +240,7 @@ async def stands(checkpoint: Checkpoint) -> bool:
         return True
     try:
         shared = await shared_commit.read_shared_manifest(checkpoint.store)
-    except (StoreUnavailableError, ManifestError):
+    except (StoreUnavailableError, EndpointError, ManifestError):
         return True  # then the restore says what it cannot read
     if shared is not None and shared.attempt == checkpoint.manifest.attempt:
         return True

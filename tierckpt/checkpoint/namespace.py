@@ -26,6 +26,7 @@ from ..disk.temporary_names import is_temporary
 from ..errors import (
     CheckpointNotFoundError,
     ConfigError,
+    EndpointError,
     ManifestError,
     ObjectNotFoundError,
     StoreError,
@@ -127,7 +128,7 @@ class Browser:
             try:
                 info = await self._store_at(root).head(key)
                 return Thing(location, size_bytes=info.size_bytes, etag=info.etag)
-            except (ObjectNotFoundError, StoreUnavailableError):
+            except (ObjectNotFoundError, StoreUnavailableError, EndpointError):
                 if await asyncio.to_thread(_has_commit, self._directory_of(location)):
                     return Thing(location, is_dir=True)
                 for thing in await self._adopted(location):
@@ -240,8 +241,8 @@ class Browser:
         try:
             async with self._gate:
                 return await store.list_level(key)
-        except (StoreUnavailableError, ObjectNotFoundError) as error:
-            is_away = isinstance(error, StoreUnavailableError)
+        except (StoreUnavailableError, EndpointError, ObjectNotFoundError) as error:
+            is_away = isinstance(error, StoreUnavailableError | EndpointError)
             if not has_local or (is_away and not await asyncio.to_thread(_suffices, self._directory_of(location))):
                 raise
             log.warning("%s: listing the local tier only (%s)", location.uri, error)
@@ -317,8 +318,8 @@ class Browser:
         try:
             async for info in self._store_at(root).list(key):
                 directories.setdefault(info.key[skip:].rpartition("/")[0], []).append(info)
-        except (StoreUnavailableError, ObjectNotFoundError) as error:
-            directory, is_away = self._directory_of(location), isinstance(error, StoreUnavailableError)
+        except (StoreUnavailableError, EndpointError, ObjectNotFoundError) as error:
+            directory, is_away = self._directory_of(location), isinstance(error, StoreUnavailableError | EndpointError)
             if not await asyncio.to_thread(_suffices if is_away else _has_commit, directory):
                 raise
             log.warning("%s: listing the local tier only (%s)", location.uri, error)

@@ -25,6 +25,7 @@ from ..errors import (
     BucketNotFoundError,
     CheckpointError,
     CheckpointNotFoundError,
+    EndpointError,
     IntegrityError,
     ManifestError,
     ObjectNotFoundError,
@@ -212,7 +213,7 @@ class Selector:
         near = await self._names_near(location)
         try:
             shared = await self._store_at(location).list_dirs()
-        except StoreUnavailableError as error:
+        except (StoreUnavailableError, EndpointError) as error:
             if not near:
                 raise
             log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
@@ -336,7 +337,7 @@ class _Wait:
                 return await self._answer(look())
             except BucketNotFoundError:
                 raise
-            except (StoreUnavailableError, PermissionDeniedError) as error:
+            except (StoreUnavailableError, PermissionDeniedError, EndpointError) as error:
                 other = await instead(error) if instead is not None else None
                 if other is not None:
                     return other
@@ -370,6 +371,8 @@ class _Wait:
 
     def _is_over(self, error: StoreError) -> bool:
         now = time.monotonic()
+        if isinstance(error, EndpointError):
+            return True
         if isinstance(error, PermissionDeniedError):
             self._denied_at = self._denied_at or now
             if now - self._denied_at >= DENIED_SECONDS:
@@ -394,6 +397,10 @@ class _Wait:
         )
 
     def _blind(self, error: StoreError) -> StoreError:
+        if isinstance(error, EndpointError):
+            hint = f"{error.hint}. This does not mean that there are none.{self.advice}"
+            message = f"which checkpoints {self._location.uri} has is not known: {error.message}"
+            return EndpointError(message, hint=hint, **error.context)
         is_denied = isinstance(error, PermissionDeniedError)
         todo = "the credentials and what they permit" if is_denied else "that the store is up and can be reached"
         endpoint = error.context.get("endpoint") or _endpoint(self._location) or None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..disk.durable import durable_write, read_whole, translated
-from ..errors import IntegrityError, ObjectNotFoundError, StoreError, TierckptError
+from ..errors import EndpointError, IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import CLAIM, DRAINED, MANIFEST, checks_file
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import RangeSource, Store
@@ -107,7 +107,7 @@ async def verify(
                 else:
                     await _verify_file(checkpoint, tier, entry, chunk_size, told if read_data else None)
             except TierckptError as error:
-                if error.retryable:
+                if error.retryable or isinstance(error, EndpointError):
                     raise  # a store that is away says nothing about the files
                 report.problems[(tier, entry.path)] = str(error)
         report.checked_files += 1

@@ -10,7 +10,7 @@ import io
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from ..errors import IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
+from ..errors import EndpointError, IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
 from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, FileEntry, blocks_of, has_digest
 from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
@@ -167,9 +167,9 @@ class ReplicatedFile:
             self._copies.remove(copy)
             self._given_up.append(copy)  # others may be reading it: it is closed with the rest
             self._problems.append(problem)
-            if copy.tier is Tier.SHARED and isinstance(problem, StoreUnavailableError | PermissionDeniedError):
-                is_denied = isinstance(problem, PermissionDeniedError)
-                self._kind_of_loss = PermissionDeniedError if is_denied else StoreUnavailableError
+            if copy.tier is Tier.SHARED:
+                kinds = (StoreUnavailableError, PermissionDeniedError, EndpointError)
+                self._kind_of_loss = next((kind for kind in kinds if isinstance(problem, kind)), self._kind_of_loss)
         if isinstance(problem, IntegrityError):
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)

@@ -34,6 +34,7 @@ from ..errors import (
     CheckpointError,
     CheckpointSkippedError,
     ConfigError,
+    EndpointError,
     OperationTimeoutError,
     PermissionDeniedError,
     StoreUnavailableError,
@@ -477,7 +478,7 @@ class Checkpointer:
         """Replace no existing checkpoint from here on, should the caller go on after the error."""
         try:
             yield
-        except (StoreUnavailableError, PermissionDeniedError):
+        except (StoreUnavailableError, PermissionDeniedError, EndpointError):
             self._is_blind = True
             raise
         self._is_blind = False

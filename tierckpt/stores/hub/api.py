@@ -424,7 +424,7 @@ def _failure(url: str, error: BaseException) -> StoreError:
     if (refusal := _TUNNEL.search(str(error))) is not None:
         return _refused_by_proxy(url, int(refusal[1]))
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
-        return not_a_hub(url, f"it says {error.line[:60]!r}")
+        return not_a_hub(url, f"it says {str(error).strip()[:60]!r}")
     if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME and host not in _answering:
         what = f"the name of {proxy.name}" if proxy is not None else f"the name of {host}"
         variable = proxy.variable if proxy is not None else "HF_ENDPOINT"
