@@ -15,6 +15,8 @@ import asyncio
 import builtins
 import contextlib
 import secrets
+import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
@@ -30,6 +32,7 @@ from ..disk.durable import translate_os_error
 from ..disk.temporary_names import is_temporary, stem_of
 from ..errors import (
     ConfigError,
+    EndpointError,
     MissingExtraError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -43,6 +46,7 @@ from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 from .environment import drop_empty
+from .proxies import proxy_for
 from .schemes import check_read_as
 
 T = TypeVar("T")
@@ -85,13 +89,19 @@ def open_universal(location: Location) -> UniversalStore:
         ) from None
     drop_empty()  # s3fs, adlfs and gcsfs read the environment by themselves
     try:
-        fs, root = fsspec.url_to_fs(location.uri)
+        fs, root = fsspec.url_to_fs(location.uri, **_client_options(location))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from printable(error)
     except Exception as error:
         raise _translate(error, location.uri) from printable(error)
     check_read_as(location, root)
     return UniversalStore(fs, root, location.uri)
+
+
+def _client_options(location: Location) -> dict[str, Any]:
+    """Options of fsspec's HTTP client, which reads no proxy by itself."""
+    proxy = proxy_for(location.uri) if location.scheme in ("http", "https") else None
+    return {"proxy": proxy.url} if proxy is not None else {}
 
 
 def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
@@ -367,6 +377,20 @@ def _translate(error: Exception, uri: str) -> TierckptError:
         return PermissionDeniedError(f"access to {uri} was refused: {said}", hint="Check the credentials", **context)
     if isinstance(error, FileExistsError):
         return PreconditionFailedError(f"exists: {said}", **context)
+    certificate = getattr(error, "certificate_error", error)  # aiohttp keeps the error of TLS here
+    if isinstance(certificate, ssl.SSLCertVerificationError):
+        return EndpointError(
+            f"{uri} cannot be reached: its certificate is not accepted ({certificate.verify_message})",
+            hint="Set SSL_CERT_FILE to a PEM file with the certificate of its authority; check the clock of this node",
+            **context,
+        )
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        return EndpointError(
+            f"{uri} cannot be reached: the name of its host does not exist",
+            hint="Check the URL, and the DNS of this node",
+            **context,
+        )
     if isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError):
         return StoreError(f"{uri}: the filesystem cannot do this: {said}", **context)
     is_away = isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in names

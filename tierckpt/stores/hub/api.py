@@ -317,19 +317,19 @@ class Hub:
         return urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
 
     def _authorization(self, url: str) -> dict[str, str]:
-        token = _token() if self._is_own(url) else ""  # A1
+        token = hub_token() if self._is_own(url) else ""  # A1
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _refusal(self, answer: Answer, repository: Repository, path: str) -> StoreError:
         where = f"{repository.page}@{repository.revision}"
         code, status, reason = answer.headers.get("x-error-code", ""), answer.status, answer.reason
-        unseen = "this token may not see it" if _token() else "it is not to be seen without HF_TOKEN"
+        unseen = "this token may not see it" if hub_token() else "it is not to be seen without HF_TOKEN"
         says = f": the Hub says: {reason}" if reason else ""
         context: dict[str, Any] = {"tier": Tier.SHARED, "code": code or None, "reason": reason or None}
         what = language_of(answer.body.decode("utf-8", "replace"))
         if not code and status in (404, 405) and what.startswith("it sends an HTML"):
             return not_a_hub(answer.url, what)
-        if status == 401 and _token() and (not code or "invalid" in reason.lower()):
+        if status == 401 and hub_token() and (not code or "invalid" in reason.lower()):
             return PermissionDeniedError(
                 f"{self.host} refuses the token of {_token_source()}{says or f' for {where}'}",
                 hint=f"It is invalid, or has expired: make another at {self.endpoint}/settings/tokens",
@@ -593,7 +593,7 @@ def hub_cache() -> Path:
     return _path(cache) if cache else hf_home() / "hub"
 
 
-def _token() -> str:
+def hub_token() -> str:
     """The token without what a copied one brings along: no header may hold the end of a line.
 
     '' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here gives a token explicitly.
@@ -618,4 +618,4 @@ def _token_source() -> str:
         return "HF_TOKEN, and unset HF_HUB_DISABLE_IMPLICIT_TOKEN"
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     variable = next((name for name in names if _environ(name)), "")
-    return variable or (str(_token_path()) if _token() else "HF_TOKEN")
+    return variable or (str(_token_path()) if hub_token() else "HF_TOKEN")

@@ -140,7 +140,7 @@ def test_the_token_and_its_file(name: str, tmp_path: Path, monkeypatch: pytest.M
         at.write_text(f"{TOKEN}\r\n")
         if name != "HF_TOKEN_PATH":
             assert api.hub_cache() == at.parent / "hub"
-    assert api._token() == TOKEN  # private: whom it is sent to is another test's
+    assert api.hub_token() == TOKEN
 
 
 def test_offline_is_a_choice_and_nothing_for_later(

@@ -1,0 +1,51 @@
+"""HTTP by fsspec: the proxy of the environment, and errors that no later request mends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Authority
+from tests.servers.ill_endpoints import Proxy, Says
+from tierckpt.config import Settings
+from tierckpt.errors import EndpointError
+from tierckpt.format.layout import parse_uri
+from tierckpt.stores import open_store
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http", "https", "all", "no"):
+        monkeypatch.delenv(f"{name}_proxy", raising=False)
+        monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
+
+
+async def get(url: str) -> bytes:
+    store = open_store(parse_uri(url), Settings.load())
+    try:
+        return await store.get("weights.bin")
+    finally:
+        await store.close()
+
+
+async def test_a_url_is_read_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, proxy = Says(200, b"bytes"), Proxy()
+    monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
+    assert await get(server.endpoint.replace("127.0.0.1", "files.example") + "/model") == b"bytes"
+    assert proxy.seen and all("files.example" in one for one in proxy.seen)
+    proxy.seen.clear()
+    monkeypatch.setenv("no_proxy", "127.0.0.0/8")
+    assert await get(f"{server.endpoint}/direct") == b"bytes"
+    assert proxy.seen == []
+    proxy.close()
+    server.close()
+
+
+async def test_a_certificate_and_a_name_are_final(tmp_path: Path) -> None:
+    server = Says(200, b"bytes", tls=Authority(tmp_path).server_side())
+    with pytest.raises(EndpointError, match="certificate"):
+        await get(f"{server.endpoint}/model")
+    with pytest.raises(EndpointError, match="does not exist"):
+        await get("http://files.invalid/model")
+    server.close()
