@@ -403,10 +403,11 @@ class _Wait:
             return EndpointError(message, hint=hint, **error.context)
         is_denied = isinstance(error, PermissionDeniedError)
         todo = "the credentials and what they permit" if is_denied else "that the store is up and can be reached"
+        reason = f"{error.hint}. " if is_denied and error.hint else ""
         endpoint = error.context.get("endpoint") or _endpoint(self._location) or None
         return (PermissionDeniedError if is_denied else StoreUnavailableError)(
             f"which checkpoints {self._location.uri} has is not known: {error.message}",
-            hint=f"This does not mean that there are none. Check {todo}"
+            hint=f"This does not mean that there are none. {reason}Check {todo}"
             f"{', and the endpoint (AWS_ENDPOINT_URL)' if self._location.scheme == 's3' else ''}, and run again; "
             f"store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) waits longer than {self._seconds:g} s.{self.advice}",
             uri=self._location.uri,
