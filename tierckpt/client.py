@@ -66,7 +66,7 @@ class Client:
         """What threads wait for."""
         self._is_closed, self._entering = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tierckpt", daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tierckpt", daemon=True)
         self._thread.start()
         self._pid = os.getpid()
         _every.add(self)
@@ -316,6 +316,19 @@ class Client:
         if self._telling:
             await asyncio.wait(set(self._telling), timeout=max(0.0, deadline - time.monotonic()))
         return await mover.drains.idle(max(0.0, deadline - time.monotonic()))
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run ``loop`` until it is stopped.
+
+    A listener of the caller may raise SystemExit, which ends ``run_forever``; its own call raises it then, and all
+    other calls continue.
+    """
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -6,11 +6,12 @@ hands it on.
 No label names a step, a rank or a URI: their number has no bound.
 
     T1  No secret: every record of a ``tierckpt.*`` logger is redacted before any handler sees it.
-    T2  A listener that fails never fails the work it listens to.
+    T2  A listener or a log handler that fails never fails the work it listens to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
 from .redaction import redact, redact_all
@@ -198,7 +200,19 @@ _redacting = _Redacting()
 def logger(name: str) -> logging.Logger:
     found = logging.getLogger(f"tierckpt.{name}")
     found.addFilter(_redacting)
+    if "callHandlers" not in vars(found):
+        found.callHandlers = partial(_call_handlers, found.callHandlers)  # type: ignore[method-assign]
     return found
+
+
+def _call_handlers(call: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+    """Keep errors of handlers from the thread that logs (T2).
+
+    ``logging`` lets a ValueError pass when standard error is closed, and the handler of rich raises SystemExit when
+    the reader of a pipe has gone.
+    """
+    with contextlib.suppress(Exception, SystemExit):
+        call(record)
 
 
 class Repeats:

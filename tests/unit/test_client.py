@@ -75,3 +75,16 @@ def test_what_is_given_to_a_closed_client_is_refused(mover: str, local_root: Pat
         client.drain_in_background("0123456789abcdef")
     with pytest.raises(TierckptError, match="closed"):
         client.throttle(1 << 20, 1.0)
+
+
+def test_a_listener_that_ends_the_process_ends_its_own_call_only(local_root: Path) -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    client = Client(Settings.load(local_root=local_root))
+    try:
+        with pytest.raises(SystemExit):
+            client.start(leave()).result(timeout=60)
+        client.start(nothing()).result(timeout=60)
+    finally:
+        client.close()

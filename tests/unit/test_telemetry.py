@@ -67,6 +67,39 @@ def test_a_tally_adds_up_across_threads_and_keeps_a_bound() -> None:
 # --- logs ------------------------------------------------------------------------------------------------------
 
 
+class _Failing(logging.Handler):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("closed"), BrokenPipeError(), SystemExit(1)], ids=type)
+def test_a_handler_that_fails_harms_no_thread_that_logs(error: BaseException) -> None:
+    tree, failing, heard = logging.getLogger("tierckpt"), _Failing(error), io.StringIO()
+    tree.addHandler(failing)
+    try:
+        logger("somewhere").warning("the disk is odd")
+        tree.removeHandler(failing)
+        stop = log_to(heard, "text", "warning")
+        logger("somewhere").warning("the disk is odd")
+        stop()
+    finally:
+        tree.removeHandler(failing)
+    assert heard.getvalue().count("the disk is odd") == 1
+
+
+def test_a_closed_standard_error_harms_no_thread_that_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed)
+    stop = log_to(closed, "text", "warning")
+    logger("somewhere").warning("logging.raiseExceptions prints to standard error, which is closed")
+    stop()
+
+
 def lines_of(log_format: str, say: object, level: str = "info") -> list[str]:
     stream = io.StringIO()
     stop = log_to(stream, log_format, level)  # type: ignore[arg-type]
