@@ -15,13 +15,20 @@ if sys.argv[:1] == ["-m"] and any(
     # would run code as this user. (`python -P -m` shuts that out for the modules that come before this one, too.)
     import os
 
-    sys.path[:] = [entry for entry in sys.path if entry not in ("", os.getcwd())]  # noqa: PTH109  # pathlib comes later
+    try:
+        _working_directory = os.getcwd()  # noqa: PTH109  # pathlib comes later
+    except FileNotFoundError:  # it was removed
+        _working_directory = ""
+    sys.path[:] = [entry for entry in sys.path if entry not in ("", _working_directory)]
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .errors import TierckptError as TierckptError
+from .process_start import open_missing_descriptors as _open_missing_descriptors
+
+_open_missing_descriptors()  # else a checkpoint may get descriptor 2, to which libraries print
 
 __version__ = "0.1.0"
 

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import MissingExtraError
+from ..process_start import begin_command, end_command
 
 NEEDED = ("typer", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code. Without the ``cli`` extra: say how to get it, exit 2."""
+    begin_command()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         from .ui.app import run
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _say(MissingExtraError(f"the tierckpt command needs {package}", hint="pip install 'tierckpt[cli]'"), arguments)
         sys.exit(MissingExtraError.exit_code)
-    sys.exit(run(arguments))
+    end_command(run(arguments))
 
 
 def _say(error: MissingExtraError, arguments: Sequence[str]) -> None:

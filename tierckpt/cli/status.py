@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from ..format.layout import GRADIENTS_DIR, location_at, step_of
 from ..save import log_segments
 from ..types import Json
 from . import peers as peers_view
-from .ui.output import Report, facts, human_bytes, human_seconds, table
+from .ui.output import Report, console, facts, human_bytes, human_seconds, safe, table
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
 GROUPED_MIN = 4
@@ -100,10 +101,17 @@ def _from_elsewhere(url: str) -> str:
 
 
 def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
-    """Draw over and over until Ctrl-C."""
-    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
+    """Draw over and over until Ctrl-C: in place on a terminal that can move its cursor, else one below the other."""
+    out = console(sys.stdout)
+    can_move = out.is_terminal and not out.is_dumb_terminal
+    in_place = Live(console=out, auto_refresh=False) if can_move else contextlib.nullcontext()
+    with contextlib.suppress(KeyboardInterrupt), in_place as live:
         while True:
-            live.update(Group(*view()), refresh=True)
+            picture = Group(*map(safe, view()))
+            if live is None:
+                out.print(picture)
+            else:
+                live.update(picture, refresh=True)
             time.sleep(interval_seconds)
 
 

@@ -32,6 +32,7 @@ import torch
 from ..arena.memory import Kind, Memory
 from ..disk.priority import BACKGROUND_NICE, lower_this_thread
 from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, StateMismatchError
+from ..process_start import begin_command
 from ..replay.apply import Replay
 from ..replay.capture import Step
 from ..replay.checksum import Fingerprint
@@ -429,6 +430,7 @@ def _of(live: LiveBlock, gradients: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def main() -> None:
+    begin_command()
     log_to(sys.stderr, "text", "warning")
     torch.set_num_threads(1)  # a worker is a thread
     order = json.loads(sys.stdin.read())

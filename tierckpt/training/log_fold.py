@@ -38,6 +38,7 @@ from ..dcp.writer import TierStorageWriter
 from ..disk.priority import BACKGROUND_NICE, lower_this_thread
 from ..errors import IntegrityError, StateMismatchError, TierckptError
 from ..format.layout import GRADIENTS_DIR, local_dir, parse_uri, step_name
+from ..process_start import begin_command
 from ..replay.log import roll_forward
 from ..replay.optimizers import optimizers_in
 from ..replay.redo import Conditions
@@ -126,6 +127,7 @@ def _template(directory: Path, asked: Fold, digest: str) -> Json:
 
 
 def main() -> None:
+    begin_command()
     log_to(sys.stderr, "text", "info")
     order = json.loads(sys.stdin.read())
     life, settings = order.pop("life"), Settings.received(order.pop("settings"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import typer
 from ... import __version__
 from ...disk.durable import translate_os_error
 from ...errors import ConfigError, TierckptError
+from ...process_start import INTERRUPTED, OutputError
 from ...redaction import redact, redact_all
 from ...telemetry import LogFormat, LogLevel, log_to
 from ...tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
@@ -36,9 +38,10 @@ from .. import (
     status,
     verify,
 )
-from .output import Output, Report, hush
+from .output import Output, Report
 
-INTERRUPTED = 130
+SHOWING = frozenset({None, "ls", "info", "status", "size", "simulate", "report"})
+"""Verbs that only show something, and fail when they cannot. None: ``--help``."""
 
 app = typer.Typer(
     help="Checkpoints and models on node-local SSD and shared storage.",
@@ -79,6 +82,7 @@ class Logs:
 
     def __init__(self, output: Output) -> None:
         self.log_format: LogFormat = "text"
+        self.verb: str | None = None
         self._output = output
         self._stop: Callable[[], None] | None = None
 
@@ -105,6 +109,7 @@ def _root(
     ] = False,
 ) -> None:
     """Checkpoints and models on node-local SSD and shared storage."""
+    context.obj.verb = context.invoked_subcommand
     context.obj.begin(log_format, log_level)
 
 
@@ -114,23 +119,26 @@ def run(arguments: Sequence[str]) -> int:
     output = Output(as_json="--json" in arguments, is_compact=has_progress)
     logs = Logs(output)
     command = typer.main.get_command(app)
+    code = 0
     try:
         outcome: Any = command.main(
             list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False, obj=logs
         )
         if isinstance(outcome, Report):
+            code = outcome.exit_code
             output.show(replace(outcome, document=redact_all(outcome.document)))
-            return outcome.exit_code
+            return code
         code = outcome if isinstance(outcome, int) else 0  # --help and --version
-    except BrokenPipeError:
-        hush()
-        return 1
+    except OutputError as error:
+        return _without_output(error.cause, code, output, logs.verb)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if keeps_tracebacks():
             raise
-        ours = _as_ours(error)
+        # typer turns a closed pipe, be it a socket of the verb, into an exit that says nothing
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        ours = _as_ours(cause if isinstance(cause, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
         output.error(ours)
         return ours.exit_code
     finally:
@@ -139,6 +147,22 @@ def run(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into this code
         output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to go on"))
     return code
+
+
+def _without_output(cause: OSError, code: int, output: Output, verb: str | None) -> int:
+    """Return the exit code of a command that could not write its report, and say why, except to ``| head``.
+
+    ``code`` is that of the work, which is done. It stays unless the report is all that was asked for.
+    """
+    is_lost = verb in SHOWING or output.as_json
+    if verb not in SHOWING or cause.errno != errno.EPIPE:
+        work = "" if verb in SHOWING else f"{verb} has ended with exit code {code}, but "
+        text = f"{work}its output cannot be written: {cause.strerror}"
+        if is_lost:
+            output.error(TierckptError(text, hint="Check where standard output goes", errno=cause.errno))
+        elif cause.errno != errno.EPIPE:
+            output.warn(text)
+    return code or int(is_lost)
 
 
 def _as_ours(error: Exception) -> TierckptError:

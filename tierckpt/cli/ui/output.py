@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -40,6 +39,8 @@ from ...telemetry import ignore_progress
 
 WIDTH_WHEN_PIPED = 100_000
 """Nothing is cut or wrapped when a program reads it."""
+WIDTH_MIN = 40
+"""A narrower terminal wraps the lines itself."""
 
 LINE_SECONDS = 0.5
 Progressing = Literal["auto", "json", "none"]
@@ -87,9 +88,9 @@ class Output:
         if self.as_json:
             self._dump(report.document, sys.stdout)
             return
-        console = _console(sys.stdout)
+        out = console(sys.stdout)
         for part in report.view:
-            console.print(plain(part) if isinstance(part, str) else part)
+            out.print(safe(part))
         sys.stdout.flush()
 
     def error(self, error: TierckptError) -> None:
@@ -97,17 +98,17 @@ class Output:
         if self.as_json:
             self._dump(error.to_json() | ({"failures": failures} if failures else {}), sys.stderr)
             return
-        console = _console(sys.stderr)
-        console.print(_labelled("error", "bold red", error.message))
+        out = console(sys.stderr)
+        out.print(_labelled("error", "bold red", error.message))
         for name, reason in failures.items():
-            console.print(plain(f"  {name}: {reason}"))
+            out.print(plain(f"  {name}: {reason}"))
         if error.hint:
-            console.print(_labelled("hint", "cyan", error.hint))
+            out.print(_labelled("hint", "cyan", error.hint))
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
         if not self.as_json:
-            _console(sys.stderr).print(_labelled("warning", "yellow", text))
+            console(sys.stderr).print(_labelled("warning", "yellow", text))
 
     def _dump(self, document: types.Json, stream: TextIO) -> None:
         if self.warnings:
@@ -167,7 +168,7 @@ def progress_bar(
         TextColumn("{task.fields[note]}", markup=False),
     )
     tasks: dict[str, Any] = {}
-    with Progress(*columns, console=_console(sys.stderr), transient=True) as bars:
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bars:
 
         def listen(progress: types.Progress, /) -> None:
             if progress.what not in tasks:
@@ -209,20 +210,34 @@ def plain(text: str) -> Text:
     return Text(printable(text), style=_STYLES.get(text, ""))
 
 
+def safe(part: RenderableType) -> RenderableType:
+    """Return ``part`` of a view, text of it as ``plain`` text."""
+    return plain(part) if isinstance(part, str) else part
+
+
 def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def hush() -> None:
-    """Send what is still unwritten nowhere: the reader of our stdout has gone (``tierckpt ls | head``)."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
 
 
 def _labelled(label: str, style: str, text: str) -> Text:
     return Text.assemble((f"{label}: ", style), printable(text))
 
 
-def _console(stream: TextIO) -> Console:
+def console(stream: TextIO) -> Console:
     width = None if stream.isatty() else WIDTH_WHEN_PIPED
-    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+    return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
+
+
+class _Console(Console):
+    @property
+    def size(self) -> ConsoleDimensions:
+        size = super().size
+        return ConsoleDimensions(max(size.width, WIDTH_MIN), size.height)
+
+    @size.setter
+    def size(self, size: tuple[int, int]) -> None:
+        Console.size.fset(self, size)  # type: ignore[attr-defined]
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor as it is: a signal may end the command before a hidden one is shown again."""
+        return False

@@ -15,6 +15,7 @@ from ...agent.rollout_watch import RolloutWatch
 from ...config import Settings
 from ...errors import ConfigError, ObjectNotFoundError
 from ...format.layout import Location
+from ...process_start import has_reader
 from .output import Report, printable
 
 TICK_SECONDS = 0.5
@@ -41,16 +42,17 @@ def watch(
     uri = location.uri if location is not None else None
     seen = RolloutWatch(uri, settings)
     with contextlib.suppress(*(() if fetching is not None else (KeyboardInterrupt,))):
-        asyncio.run(_watch(seen, _Line(is_quiet=as_json), fetching))
+        asyncio.run(_watch(seen, _Line(is_quiet=as_json), fetching, shown_on=1 if as_json else 2))
     if seen.rollout is None:
         return Report({"uri": uri, "done": False, "nodes": []}, ["Nothing was being filled."])
     return Report(seen.rollout.to_json(), [line(seen.rollout)])
 
 
-async def _watch(seen: RolloutWatch, out: _Line, fetching: Future[Report] | None) -> None:
+async def _watch(seen: RolloutWatch, out: _Line, fetching: Future[Report] | None, *, shown_on: int) -> None:
+    """Watch until all nodes have it. Where this node fetches nothing, end when ``shown_on`` has no reader."""
     begun, settled = time.monotonic(), 0
     try:
-        while settled < SETTLED_TICKS:
+        while settled < SETTLED_TICKS and (fetching is not None or has_reader(shown_on)):
             await seen.look()
             if fetching is not None and fetching.done():
                 if fetching.exception() is not None:

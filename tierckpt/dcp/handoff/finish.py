@@ -31,6 +31,7 @@ from ...errors import OperationTimeoutError
 from ...format.layout import Location, blocks_file, local_dir, parse_uri
 from ...format.manifest import FileEntry
 from ...ipc.agent_client import HANDOFF_NAME, LOCK_NAME
+from ...process_start import begin_command
 from ...telemetry import log_to, logger
 from ...torch_internals import StorageWriterTransforms
 from ...types import Json
@@ -233,6 +234,7 @@ def _mapped(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, M
 
 
 def main() -> None:
+    begin_command()
     log_to(sys.stderr, "text", "info")
     order = json.loads(sys.stdin.read())
     end_with(order["life"])

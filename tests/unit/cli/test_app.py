@@ -1,0 +1,176 @@
+"""The command line without a reader, without room for its output, and on poor terminals (tierckpt/cli/ui/app.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.services import ENVIRONMENT, REPOSITORY
+
+RUN = """
+import json, sys
+from pathlib import Path
+from tierckpt.process_start import begin_command
+begin_command()
+from tierckpt.cli.ui.app import run
+Path(sys.argv[2]).write_text(json.dumps([run(arguments) for arguments in json.loads(sys.argv[1])]))
+"""
+BEYOND_ASCII = "modèle"
+UNDECODABLE = "\udcff"
+
+SIZE = ["size", "--params", "7e9"]
+SHOWN = [["status"], ["ls", "{runs}"], ["info", "{run}"], SIZE, ["--help"], ["ls", "--help"], ["status", "--json"]]
+DONE = [["prefetch", "{source}", "--to", "{base}/to"], ["drain"], ["prefetch", "--check"]]
+REFUSED = [["ls", "{base}/nowhere"], ["no-verb"]]
+SHOWN_ALL = [
+    *([*arguments, "--json"] for arguments in (["ls", "{runs}"], ["info", "{run}"], SIZE, ["verify", "{run}"])),
+    ["prefetch", "{source}", "--to", "{base}/to", "--json"],
+    ["simulate", "--help"],
+    ["--version"],
+]
+DONE_ALL = [
+    ["verify", "{run}"],
+    ["restore", "{run}", "--to", "{base}/restored"],
+    ["drill", "{run}"],
+    ["export", "{run}", "--to", "{base}/exported"],
+    ["prune", "{runs}", "--keep-last", "1"],
+    ["adopt", "{plain}", "{base}/adopted/step-1"],
+    ["doctor"],
+    ["agent", "--stop"],
+    ["prefetch", "{source}", "--unpin"],
+    ["drain", "--wait"],
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A run with one checkpoint, and other files."""
+    base = tmp_path_factory.mktemp("place")
+    source = base / "source"
+    source.mkdir()
+    (source / BEYOND_ASCII).write_text("{}")
+    code = """
+import sys, torch, torch.distributed.checkpoint as dcp, tierckpt
+dcp.save({"weight": torch.ones(4)}, storage_writer=tierckpt.TierStorageWriter(sys.argv[1] + "/runs/step-1"))
+tierckpt.wait(sys.argv[1] + "/runs/step-1")
+dcp.save({"weight": torch.ones(4)}, checkpoint_id=sys.argv[1] + "/plain")
+"""
+    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(base / "root"), "TIERCKPT_MOVER": "inline"}
+    subprocess.run([sys.executable, "-c", code, str(base)], cwd=REPOSITORY, env=environment, check=True)
+    (base / "runs" / UNDECODABLE).mkdir()
+    names = {"base": base, "source": source, "runs": base / "runs", "run": base / "runs" / "step-1"}
+    return {name: str(path) for name, path in (names | {"plain": base / "plain"}).items()}
+
+
+@contextmanager
+def unread(condition: str) -> Iterator[dict[str, object]]:
+    """Options of ``Popen`` for streams that cannot be written."""
+    if condition == "no room":
+        with open("/dev/full", "wb") as full:  # noqa: PTH123
+            yield {"stdout": full, "stderr": full}
+    elif condition == "closed":
+        yield {"preexec_fn": lambda: os.closerange(0, 3)}
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            yield {"stdout": writing, "stderr": writing}
+        finally:
+            os.close(writing)
+
+
+def codes_of(
+    commands: Sequence[Sequence[str]], place: Mapping[str, str], scratch: Path, **options: object
+) -> list[int]:
+    """Exit codes of command lines, one after the other in one process."""
+    filled = [[word.format_map(place | {"base": str(scratch)}) for word in command] for command in commands]
+    result = scratch / "codes.json"
+    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": place["base"] + "/root", "TIERCKPT_MOVER": "inline"}
+    environment |= options.pop("env", {})  # type: ignore[call-overload,operator]
+    arguments = [sys.executable, "-c", RUN, json.dumps(filled), str(result)]
+    child = subprocess.Popen(arguments, cwd=REPOSITORY, env=environment, **options)  # type: ignore[call-overload]
+    assert child.wait(150) == 0
+    codes: list[int] = json.loads(result.read_text())
+    return codes
+
+
+@pytest.mark.parametrize("condition", ["no room", "closed", "no reader"])
+def test_work_that_is_done_stays_done_and_a_lost_answer_is_an_error(
+    condition: str, place: dict[str, str], tmp_path: Path
+) -> None:
+    with unread(condition) as options:
+        codes = codes_of([*SHOWN, *DONE, *REFUSED], place, tmp_path, **options)
+    assert codes == [1] * len(SHOWN) + [0] * len(DONE) + [4, 2]
+    assert (tmp_path / "to" / BEYOND_ASCII).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", ["no room", "closed", "no reader"])
+def test_the_same_of_every_verb(condition: str, place: dict[str, str], tmp_path: Path) -> None:
+    with unread(condition) as options:
+        codes = codes_of([*SHOWN_ALL, *DONE_ALL], place, tmp_path, **options)
+    assert codes == [1] * len(SHOWN_ALL) + [0] * len(DONE_ALL)
+
+
+def test_a_command_says_why_its_answer_is_lost(place: dict[str, str], tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full, (tmp_path / "said").open("wb") as said:  # noqa: PTH123
+        commands = [["ls", "{runs}"], ["drain"], ["drain", "--json"]]
+        assert codes_of(commands, place, tmp_path, stdout=full, stderr=said) == [1, 0, 1]
+    shown, done, as_json = (tmp_path / "said").read_text().partition("{")[0].splitlines(), "", ""
+    assert shown[0] == "error: its output cannot be written: No space left on device"
+    assert shown[2].startswith("warning: drain has ended with exit code 0, but its output cannot be written")
+    assert not done + as_json
+
+
+def test_a_lost_socket_of_a_verb_is_not_taken_for_a_lost_reader(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tierckpt.cli.ui.app import run
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("tierckpt.cli.status.load_settings", broken)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # typer puts another there
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    assert run(["status"]) == 1
+    assert "Broken pipe" in capsys.readouterr().err
+
+
+# --- terminals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONIOENCODING": "ascii:strict", "COLUMNS": "20"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "1"},
+        {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "0"},
+    ],
+    ids=lambda one: " ".join(one),
+)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_tables_of_any_names_on_any_terminal(
+    environment: dict[str, str], is_terminal: bool, place: dict[str, str], tmp_path: Path
+) -> None:
+    to = ["prefetch", "{source}", "--to", "{base}/to"]
+    commands = [*SHOWN, to, [*to, "--check", "--json"], ["prefetch", "{source}"], ["prefetch", "--check"], *REFUSED]
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    options = {"stdout": theirs, "stderr": theirs, "stdin": theirs if is_terminal else subprocess.DEVNULL}
+    reader = subprocess.Popen(["cat"], stdin=ours, stdout=(tmp_path / "shown").open("wb"), stderr=subprocess.DEVNULL)
+    os.close(ours)
+    try:
+        codes = codes_of(commands, place, tmp_path, env=environment, **options)
+    finally:
+        os.close(theirs)
+        reader.wait(60)
+    assert codes == [0] * (len(commands) - 2) + [4, 2], (tmp_path / "shown").read_text(errors="replace")
+    assert "Traceback" not in (tmp_path / "shown").read_text(errors="replace")

@@ -1,0 +1,202 @@
+"""The state in which a process of ours begins: standard streams that can be used, and a parent that handles signals.
+
+    S1  Descriptors 0, 1 and 2 are open, so that no file of ours gets their number.
+    S2  A write to standard error neither raises nor waits for long. A write to standard output raises only OutputError.
+    S3  As process 1 of a container, a signal ends the command as it does elsewhere, and no zombie stays.
+    S4  The command ends ``END_SECONDS`` after its work or after Ctrl-C, whatever its threads wait for; at once after a
+        second Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from .types import Buffer
+
+PIPE_BYTES = select.PIPE_BUF
+"""A pipe that polls as writable takes this many bytes at once."""
+MESSAGE_SECONDS = 0.2
+LAST_MESSAGE_SECONDS = 5.0
+"""On the main thread, which prints the error of a command and has no other work to hold up."""
+END_SECONDS = 5.0
+INTERRUPTED = 128 + signal.SIGINT
+SI_KERNEL = 0x80
+
+
+class OutputError(Exception):
+    """Standard output cannot be written. No ``OSError``: typer exits without a word on those of a closed pipe."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(cause.strerror)
+        self.cause = cause
+
+
+def begin_command() -> None:
+    """Give this process S1 to S4. Call it from a main function, before threads are started."""
+    open_missing_descriptors()
+    if sys.getfilesystemencoding() == "ascii":
+        # LC_ALL=C with PYTHONUTF8=0: files of models, whose names are UTF-8, could not be opened.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    if os.getpid() == 1:
+        _run_below_init()
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _stream(sys.__stdout__, _Output(1))
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _stream(sys.__stderr__, _Messages(2))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def end_command(code: int) -> NoReturn:
+    """End with ``code``. Threads that read or wait, which Python joins, hold the process up for ``END_SECONDS``."""
+    if code == INTERRUPTED:
+        os._exit(code)
+    _end_later(code)
+    sys.exit(code)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end_later(INTERRUPTED)
+    raise KeyboardInterrupt
+
+
+def _end_later(code: int) -> None:
+    timer = threading.Timer(END_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def open_missing_descriptors() -> None:
+    """Open those of 0, 1 and 2 that are closed, so that a read of 0 and a write to 1 or 2 still fail with EBADF."""
+    for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            with contextlib.suppress(OSError):  # no /dev/null: nothing better can be done
+                os.set_inheritable(os.open(os.devnull, mode), True)  # the lowest number that is free: this one
+
+
+def has_reader(descriptor: int) -> bool:
+    """Return False when the other end of a pipe or a terminal has gone."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are reported all the same
+    return not poll.poll(0)
+
+
+def _stream(stream: TextIO | None, descriptor: io.RawIOBase) -> TextIO:
+    """Return a text stream over ``descriptor`` with the encoding of ``stream``, None where it was closed."""
+    encoding = "utf-8"
+    if stream is not None:
+        encoding = stream.encoding
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return io.TextIOWrapper(descriptor, encoding, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+
+
+class _Descriptor(io.RawIOBase):
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def writable(self) -> bool:
+        return True
+
+    def _is_ready(self, seconds: float | None) -> bool:
+        """Wait until a write returns at once, be it with an error."""
+        poll = select.poll()
+        poll.register(self._number, select.POLLOUT)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+
+class _Output(_Descriptor):
+    """Standard output, which waits for its reader. A parent may have made it non-blocking."""
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        left = view
+        while left:
+            try:
+                left = left[os.write(self._number, left) :]
+            except BlockingIOError:
+                self._is_ready(None)
+            except OSError as error:
+                raise OutputError(error) from error
+        return len(view)
+
+
+class _Messages(_Descriptor):
+    """Standard error. It drops messages that nobody takes: the work goes on, and the exit code tells its result."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._lock, self._is_stuck = threading.Lock(), False
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        is_main = threading.current_thread() is threading.main_thread()
+        seconds = 0.0 if self._is_stuck else LAST_MESSAGE_SECONDS if is_main else MESSAGE_SECONDS
+        if self._lock.acquire(timeout=seconds):
+            try:
+                pieces = range(0, len(view), PIPE_BYTES)
+                self._is_stuck = not all(self._put(view[start : start + PIPE_BYTES], seconds) for start in pieces)
+            except OSError:  # the reader has gone, the disk is full, or the descriptor was closed
+                self._is_stuck = False
+            finally:
+                self._lock.release()
+        return len(view)
+
+    def _put(self, piece: memoryview, seconds: float) -> bool:
+        while piece:
+            if not self._is_ready(seconds):
+                return False
+            piece = piece[os.write(self._number, piece) :]
+        return True
+
+
+def _run_below_init() -> None:
+    """Return in a child that does the work. This process stays init: it forwards signals, reaps, and ends as it does.
+
+    The kernel drops a signal to process 1 that has no handler, and Python installs none for SIGTERM and SIGHUP. It
+    gives orphans of the container to process 1, and they stay as zombies until that waits for them.
+    """
+    signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo == signal.SIGCHLD:
+            _reap(worker)
+        elif received.si_code != SI_KERNEL:  # else a terminal has sent it to the worker too
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, received.si_signo)
+
+
+def _reap(worker: int) -> None:
+    """Wait for the children that have ended. End this process when ``worker`` is one of them."""
+    while True:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if process == worker:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+        if process == 0:
+            return
