@@ -19,7 +19,7 @@ import threading
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
-    from .types import Buffer
+    from _typeshed import ReadableBuffer
 
 PIPE_BYTES = select.PIPE_BUF
 """A pipe that polls as writable takes this many bytes at once."""
@@ -59,18 +59,19 @@ def end_command(code: int) -> NoReturn:
     """End with ``code``. Threads that read or wait, which Python joins, hold the process up for ``END_SECONDS``."""
     if code == INTERRUPTED:
         os._exit(code)
-    _end_later(code)
+    end_later(code, END_SECONDS)
     sys.exit(code)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _end_later(INTERRUPTED)
+    end_later(INTERRUPTED, END_SECONDS)
     raise KeyboardInterrupt
 
 
-def _end_later(code: int) -> None:
-    timer = threading.Timer(END_SECONDS, os._exit, (code,))
+def end_later(code: int, seconds: float) -> None:
+    """End this process with ``code`` in ``seconds`` unless it ends before."""
+    timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
 
@@ -83,6 +84,14 @@ def open_missing_descriptors() -> None:
         except OSError:
             with contextlib.suppress(OSError):  # no /dev/null: nothing better can be done
                 os.set_inheritable(os.open(os.devnull, mode), True)  # the lowest number that is free: this one
+
+
+def leave_removed_directory() -> None:
+    """Go to ``/`` where the working directory was removed: MKL, which torch loads, ends a process without one."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def has_reader(descriptor: int) -> bool:
@@ -125,7 +134,7 @@ class _Descriptor(io.RawIOBase):
 class _Output(_Descriptor):
     """Standard output, which waits for its reader. A parent may have made it non-blocking."""
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B")
         left = view
         while left:
@@ -145,7 +154,7 @@ class _Messages(_Descriptor):
         super().__init__(number)
         self._lock, self._is_stuck = threading.Lock(), False
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B")
         is_main = threading.current_thread() is threading.main_thread()
         seconds = 0.0 if self._is_stuck else LAST_MESSAGE_SECONDS if is_main else MESSAGE_SECONDS

@@ -7,7 +7,7 @@ import sys
 
 from ..config import Settings
 from ..ipc.agent_client import IDLE_SECONDS
-from ..process_start import begin_command
+from ..process_start import begin_command, end_command
 from ..telemetry import log_to
 from .agent_server import run
 from .options import AgentOptions
@@ -21,4 +21,4 @@ def main(idle_seconds: float = IDLE_SECONDS) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(float, sys.argv[1:])))
+    end_command(main(*map(float, sys.argv[1:])))

@@ -23,11 +23,12 @@ from ..disk import priority
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
 from ..disk.quarantine import set_aside
-from ..errors import ConfigError, TierckptError
+from ..errors import ConfigError, PartialTransferError, TierckptError
 from ..ipc.agent_breaker import LOCK
 from ..ipc.agent_client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
 from ..mover import Mover
 from ..peer.peer_catalog import Live, live_of
+from ..process_start import END_SECONDS, end_later
 from ..quantities import human_bytes
 from ..replication.replicator import Replicator
 from ..telemetry import emit_rows, logger
@@ -121,8 +122,8 @@ class Agent:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in _ending_signals():
+            loop.add_signal_handler(number, self._on_signal, number, loop)
         self._serve_metrics()
         looking = asyncio.create_task(self._keep_log_small())
         if self.peers is not None:
@@ -200,7 +201,18 @@ class Agent:
         listener.listen(128)
         return listener
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
+        """Finish within the grace. A second signal ends the process at once: the journal has what is left."""
+        for each in _ending_signals():
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        self._finish_within_grace(number.name)
+
+    def _finish_within_grace(self, why: str) -> None:
+        grace_seconds = self.settings.grace_seconds
+        log.info("%s: the agent drains for %g s at most; a second signal ends it at once", why, grace_seconds)
+        # Python waits for threads without an end, and they may wait for a disk or a store.
+        end_later(PartialTransferError.exit_code, grace_seconds + END_SECONDS)
         self._signalled = True
         self._stopping.set()
 
@@ -534,7 +546,7 @@ class Agent:
         return self.peers
 
     def _on_stop(self, connection: Connection, received: list[int]) -> None:
-        self._on_signal()
+        self._finish_within_grace("stop")
 
     def _on_status(self, connection: Connection, received: list[int]) -> Json:
         return {
@@ -555,6 +567,12 @@ class Agent:
             "replicas": self.replicator.status() if self.replicator is not None else None,
             "page": server.url if (server := getattr(self._metrics, "server", None)) is not None else None,
         }
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """SIGHUP, of a terminal that has gone, is one unless nohup has it ignored."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 def _allow_descriptors() -> None:
