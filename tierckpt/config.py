@@ -368,7 +368,8 @@ def _refuse_removed(overrides: Collection[str], *, fresh: bool) -> None:
     if fresh:
         variables = {name.upper() for name in os.environ}
         sources[" (in the environment)"] = [name for name in REMOVED if f"TIERCKPT_{name.upper()}" in variables]
-        sources[f" (in {Path(NAME).absolute()})"] = read_settings_file()
+        if in_file := read_settings_file():
+            sources[f" (in {Path(NAME).absolute()})"] = in_file
     found = {name: where for where, names in reversed(sources.items()) for name in names if name in REMOVED}
     if found:
         raise ConfigError(

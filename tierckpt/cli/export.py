@@ -10,9 +10,19 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..errors import ConfigError, MissingExtraError
+from ..format.uris import local_path
+from ..process_start import leave_removed_directory
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, closing_clients, load_settings
+from .ui.session import (
+    JsonOption,
+    LocalRootOption,
+    ProgressOption,
+    UriArgument,
+    closing_clients,
+    load_settings,
+    location_of,
+)
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty directory.")]
 Dtype = Annotated[
@@ -39,6 +49,8 @@ def export(
     DIR appears when all of it is written and durable.
     """
     shard_size_bytes_max = _size(max_shard_size)
+    location, target = location_of(uri), local_path(to, "--to")
+    leave_removed_directory()
     try:
         from ..loading.export import export_safetensors
     except ModuleNotFoundError as error:
@@ -47,8 +59,8 @@ def export(
     begun = time.monotonic()
     with progress_bar(as_json=as_json, progress=progress) as listener, closing_clients():
         result = export_safetensors(
-            uri,
-            to,
+            location.uri,
+            target,
             dtype=dtype,
             shard_size_bytes_max=shard_size_bytes_max,
             only=only,

@@ -177,8 +177,16 @@ def absolute(path: str) -> Path:
 
     ``~`` is the home directory, also where no shell has replaced it (``--to=~/x``). ``..`` goes up from the target of
     a symbolic link, as in the system. Other links stay: they may lead elsewhere later.
+
+    Raises ConfigError: it is relative, and the working directory was removed.
     """
-    whole = Path(expand_user(path)).absolute()  # Path would fold "./~" to "~" first
+    try:
+        whole = Path(expand_user(path)).absolute()  # Path would fold "./~" to "~" first
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{redact(path)} is a relative path, and the working directory of this process was removed",
+            hint="Give an absolute path, or start in a directory that exists",
+        ) from None
     parts = whole.parts[1:]
     if ".." not in parts:
         return Path("/", *parts)
