@@ -101,6 +101,13 @@ def has_reader(descriptor: int) -> bool:
     return not poll.poll(0)
 
 
+def is_writable(descriptor: int, seconds: float | None) -> bool:
+    """Wait until a write of ``PIPE_BYTES`` returns at once, be it with an error. False when it would block."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+
 def _stream(stream: TextIO | None, descriptor: io.RawIOBase) -> TextIO:
     """Return a text stream over ``descriptor`` with the encoding of ``stream``, None where it was closed."""
     encoding = "utf-8"
@@ -124,12 +131,6 @@ class _Descriptor(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def _is_ready(self, seconds: float | None) -> bool:
-        """Wait until a write returns at once, be it with an error."""
-        poll = select.poll()
-        poll.register(self._number, select.POLLOUT)
-        return bool(poll.poll(None if seconds is None else seconds * 1000))
-
 
 class _Output(_Descriptor):
     """Standard output, which waits for its reader. A parent may have made it non-blocking."""
@@ -141,7 +142,7 @@ class _Output(_Descriptor):
             try:
                 left = left[os.write(self._number, left) :]
             except BlockingIOError:
-                self._is_ready(None)
+                is_writable(self._number, None)
             except OSError as error:
                 raise OutputError(error) from error
         return len(view)
@@ -170,7 +171,7 @@ class _Messages(_Descriptor):
 
     def _put(self, piece: memoryview, seconds: float) -> bool:
         while piece:
-            if not self._is_ready(seconds):
+            if not is_writable(self._number, seconds):
                 return False
             piece = piece[os.write(self._number, piece) :]
         return True

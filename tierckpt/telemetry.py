@@ -17,12 +17,14 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
+from .process_start import MESSAGE_SECONDS, is_writable
 from .redaction import redact, redact_all
 from .types import Progress
 
@@ -200,19 +202,43 @@ _redacting = _Redacting()
 def logger(name: str) -> logging.Logger:
     found = logging.getLogger(f"tierckpt.{name}")
     found.addFilter(_redacting)
-    if "callHandlers" not in vars(found):
-        found.callHandlers = partial(_call_handlers, found.callHandlers)  # type: ignore[method-assign]
+    found.callHandlers = partial(_call_handlers, found)  # type: ignore[method-assign]
     return found
 
 
-def _call_handlers(call: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
-    """Keep errors of handlers from the thread that logs (T2).
+_stuck: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
+"""Handlers whose last event was dropped."""
 
-    ``logging`` lets a ValueError pass when standard error is closed, and the handler of rich raises SystemExit when
-    the reader of a pipe has gone.
+
+def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
+    """``Logger.callHandlers``, but no handler raises into the thread that logs, or holds it up (T2).
+
+    ``logging`` raises ValueError when standard error is closed. The handler of rich raises SystemExit when the reader
+    of a pipe has gone.
     """
-    with contextlib.suppress(Exception, SystemExit):
-        call(record)
+    handlers, each = list[logging.Handler](), log
+    while each is not None:
+        handlers += each.handlers
+        each = each.parent if each.propagate else None  # type: ignore[assignment]
+    if not handlers and logging.lastResort is not None:
+        handlers = [logging.lastResort]
+    for handler in handlers:
+        with contextlib.suppress(Exception, SystemExit):
+            if record.levelno >= handler.level and _takes_events(handler):
+                handler.handle(record)
+
+
+def _takes_events(handler: logging.Handler) -> bool:
+    """False while ``handler`` writes to a pipe that is full, for which ``MESSAGE_SECONDS`` are waited once."""
+    try:
+        descriptor = handler.stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):  # it writes to no file
+        return True
+    if is_writable(descriptor, 0.0 if handler in _stuck else MESSAGE_SECONDS):
+        _stuck.discard(handler)
+        return True
+    _stuck.add(handler)
+    return False
 
 
 class Repeats:
