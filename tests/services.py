@@ -56,6 +56,21 @@ def unavailable(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def pid_namespace() -> list[str]:
+    """Return what goes before a command to make it process 1 of a namespace."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        unavailable(f"a pid namespace cannot be made here: {error}")
+    return command
+
+
+def init_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the number here of process 1 of the namespace that ``process`` made."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
 @contextmanager
 def shared_memory_alone() -> Iterator[None]:
     """No other test measures what the machine has in shared memory, or takes much of it, meanwhile.

@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
@@ -61,6 +62,25 @@ def end_command(code: int) -> NoReturn:
         os._exit(code)
     end_later(code, END_SECONDS)
     sys.exit(code)
+
+
+def watch_interrupts() -> None:
+    """Repeat Ctrl-C until Python has handled it.
+
+    Python misses a signal that comes just before its main thread waits for a lock, as for the event loop of a client.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_repeat_interrupts, args=(reading,), daemon=True).start()
+
+
+def _repeat_interrupts(reading: int) -> None:
+    while number := os.read(reading, 1):
+        time.sleep(MESSAGE_SECONDS)
+        main_thread = threading.main_thread().ident
+        if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is _interrupt and main_thread is not None:
+            signal.pthread_kill(main_thread, signal.SIGINT)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services import ENVIRONMENT, REPOSITORY, unavailable
+from tests.services import ENVIRONMENT, REPOSITORY, init_of, pid_namespace
 from tierckpt.poll import LOCAL, Poll
 
 BEGIN = "import os, signal, subprocess, sys, threading, time\nfrom tierckpt.process_start import *\nbegin_command()\n"
@@ -131,16 +131,7 @@ def test_the_first_interrupt_ends_a_command_whose_threads_hang_and_the_second_at
 
 def begin_as_init(code: str) -> subprocess.Popen[bytes]:
     """``code`` as process 1 of a namespace."""
-    namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    try:
-        subprocess.run([*namespace, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        unavailable(f"a pid namespace cannot be made here: {error}")
-    return subprocess.Popen([*namespace, sys.executable, "-c", BEGIN + code], cwd=REPOSITORY)
-
-
-def init_of(child: subprocess.Popen[bytes]) -> int:
-    return int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
+    return subprocess.Popen([*pid_namespace(), sys.executable, "-c", BEGIN + code], cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import MissingExtraError
-from ..process_start import begin_command, end_command
+from ..process_start import INTERRUPTED, begin_command, end_command, watch_interrupts
 
 NEEDED = ("typer", "rich")
 
@@ -20,6 +20,7 @@ NEEDED = ("typer", "rich")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code. Without the ``cli`` extra: say how to get it, exit 2."""
     begin_command()
+    watch_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         from .ui.app import run
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _say(MissingExtraError(f"the tierckpt command needs {package}", hint="pip install 'tierckpt[cli]'"), arguments)
         sys.exit(MissingExtraError.exit_code)
+    except KeyboardInterrupt:
+        end_command(INTERRUPTED)
     end_command(run(arguments))
 
 

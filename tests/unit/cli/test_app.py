@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.services import ENVIRONMENT, REPOSITORY
+from tests.services import ENVIRONMENT, REPOSITORY, init_of, pid_namespace
 
 RUN = """
 import json, sys
@@ -206,3 +209,75 @@ def test_the_command_begins_in_a_working_directory_that_was_removed(tmp_path: Pa
     command = [sys.executable, "-m", "tierckpt", "--version"]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
     assert subprocess.run(command, cwd=gone, preexec_fn=gone.rmdir, env=environment, check=False).returncode == 0
+
+
+# --- signals ---------------------------------------------------------------------------------------------------
+
+URI = "s3://bucket/run"
+WAITING = {
+    "prefetch": ["prefetch", URI, "--to", "{base}/to"],
+    "prefetch hf": ["prefetch", "hf://org/name", "--to", "{base}/to"],
+    "ls": ["ls", URI],
+    "info": ["info", URI],
+    "verify": ["verify", URI],
+    "restore": ["restore", URI, "--to", "{base}/to"],
+    "export": ["export", URI, "--to", "{base}/to"],
+    "prune": ["prune", URI, "--keep-last", "1"],
+    "drill": ["drill", URI],
+    "doctor": ["doctor", URI],
+    "report": ["report", URI],
+    "size": ["size", "--checkpoint", URI],
+}
+QUICK = ("prefetch", "prefetch hf")
+
+
+@contextmanager
+def waiting(verb: str, base: Path, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A verb that waits for the answer of a server."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        endpoint = "http://{}:{}".format(*server.getsockname())
+        environment = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+        environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(base / "hf"), "TIERCKPT_LOCAL_ROOT": str(base / "root")}
+        command = [*before, sys.executable, "-m", "tierckpt", *(word.format(base=base) for word in WAITING[verb])]
+        process = subprocess.Popen(command, env={**ENVIRONMENT, **environment}, stderr=subprocess.DEVNULL)
+        try:
+            with server.accept()[0]:
+                yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    "verb", [*QUICK, *(pytest.param(verb, marks=pytest.mark.slow) for verb in WAITING if verb not in QUICK)]
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_a_verb_as_process_1_and_elsewhere(verb: str, number: signal.Signals, tmp_path: Path) -> None:
+    with waiting(verb, tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(60) == (-number if number is signal.SIGTERM else 130)
+    with waiting(verb, tmp_path, pid_namespace()) as process:
+        os.kill(init_of(process), number)
+        assert process.wait(60) == 128 + number
+
+
+# --- pictures --------------------------------------------------------------------------------------------------
+
+
+def test_a_watch_ends_with_its_reader(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(tmp_path), "TIERCKPT_PEERS": "127.0.0.1:9"}
+    environment |= {"TIERCKPT_PEER_SECRET_FILE": str(tmp_path / "secret")}
+    (tmp_path / "secret").write_text("secret" * 10)
+    (tmp_path / "secret").chmod(0o600)
+    command = [sys.executable, "-m", "tierckpt"]
+    options: dict[str, Any] = {"cwd": REPOSITORY, "env": environment, "stdout": subprocess.PIPE}
+    status = subprocess.Popen([*command, "status", "--watch", "--interval", "0.1"], **options)
+    rollout = subprocess.Popen([*command, "prefetch", "--watch"], **options | {"stderr": subprocess.PIPE})
+    assert status.stdout is not None
+    assert rollout.stderr is not None
+    assert status.stdout.readline().startswith(b"local root")
+    status.stdout.close()
+    assert status.wait(60) == 1
+    rollout.stderr.close()
+    assert rollout.wait(50) == 0
