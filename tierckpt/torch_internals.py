@@ -126,11 +126,10 @@ def _find(path: str, feature: str) -> Any:
 
 
 def _unsupported(name: str, feature: str) -> UnsupportedTorchError:
-    from . import __version__  # set after this module may be imported
-
+    ours = import_module("tierckpt").__version__
     return UnsupportedTorchError(
         f"torch {import_module('torch').__version__} has no {name}, which {feature} needs",
-        hint=f"Use torch {CHECKED_VERSIONS[0]} to {CHECKED_VERSIONS[-1]}, or a tierckpt newer than {__version__}",
+        hint=f"Use torch {CHECKED_VERSIONS[0]} to {CHECKED_VERSIONS[-1]}, or a tierckpt newer than {ours}",
     )
 
 
