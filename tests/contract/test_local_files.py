@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.contract.store_contract import Pieces, keys_of
+from tests.fuse_mount import mounted
 from tests.open_files import open_files
 from tests.services import unavailable
 from tierckpt.disk.durable import durable_link, durable_write, make_dirs, translate_os_error
@@ -28,7 +31,7 @@ from tierckpt.errors import (
 )
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
-from tierckpt.types import Tier
+from tierckpt.types import ByteRange, Tier
 
 
 def names_in(directory: Path) -> list[str]:
@@ -134,13 +137,102 @@ async def test_where_no_link_can_be_made(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "source").write_bytes(b"x")
     store = LocalStore(tmp_path / "root")
     assert not await store.link("linked", tmp_path / "source")
-    # Without links put-if-absent is check-then-put, and the store says so.
     await store.put("claim", b"first", if_absent=True)
-    assert not store.has_put_if_absent
+    assert store.has_put_if_absent, "RENAME_NOREPLACE decides"
     with pytest.raises(PreconditionFailedError):
         await store.put("claim", b"second", if_absent=True)
     assert await store.get("claim") == b"first"
     assert await keys_of(store) == ["claim"]
+
+
+@pytest.mark.parametrize("no", [("link",), ("link", "rename2"), ("link", "rename2", "flock", "utime")])
+async def test_one_of_many_puts_a_claim_on_a_real_mount_without_links(tmp_path: Path, no: tuple[str, ...]) -> None:
+    with mounted(tmp_path, no=no) as mount:
+        stores = [LocalStore(mount.path / "root") for _ in range(8)]
+        puts = (store.put("claim", f"{at}".encode(), if_absent=True) for at, store in enumerate(stores))
+        came = await asyncio.gather(*puts, return_exceptions=True)
+        assert [type(one) for one in came if one is not None] == [PreconditionFailedError] * 7
+        assert await stores[0].get("claim") == f"{came.index(None)}".encode()
+        assert stores[came.index(None)].has_put_if_absent == ("rename2" not in no)
+        assert await keys_of(stores[0]) == ["claim"]
+
+
+async def test_one_of_many_replaces_a_version_where_flock_holds_within_one_host(tmp_path: Path) -> None:
+    """As with NFS `nolock` and Lustre `localflock`: locks are refused, so that none can be relied on."""
+    with mounted(tmp_path, no=("flock",)) as mount:
+        stores = [LocalStore(mount.path) for _ in range(8)]
+        await stores[0].put("claim", b"old")
+        etag = (await stores[0].head("claim")).etag
+        assert etag is not None
+        came = await asyncio.gather(
+            *(store.replace("claim", f"{at:3}".encode(), etag=etag) for at, store in enumerate(stores)),
+            return_exceptions=True,
+        )
+        assert [type(one) for one in came if one is not None] == [PreconditionFailedError] * 7
+        assert await stores[0].get("claim") == f"{came.index(None):3}".encode()
+        assert names_in(mount.path) == ["claim"]
+
+
+async def test_the_mark_of_a_killed_writer_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LOCK_SECONDS", 0.2)
+    store = LocalStore(tmp_path)
+    await store.put("claim", b"old")
+    for left in (b"", b"somebody"):
+        (tmp_path / ".claim.00000000.tmp").write_bytes(left)
+        etag = (await store.head("claim")).etag
+        assert etag is not None
+        await store.replace("claim", b"new" + left, etag=etag)
+    assert await store.get("claim") == b"newsomebody" and names_in(tmp_path) == ["claim"]
+
+
+async def test_a_lock_that_others_always_hold_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "LOCK_SECONDS", 0.3)
+    store = LocalStore(tmp_path)
+    await store.put("claim", b"old")
+    etag = (await store.head("claim")).etag
+    mark, done = tmp_path / ".claim.00000000.tmp", threading.Event()
+
+    def hold() -> None:
+        for count in itertools.count():
+            if done.wait(0.01):
+                return
+            mark.write_bytes(str(count).encode())
+
+    mark.write_bytes(b"first")
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert etag is not None
+        with pytest.raises(StoreUnavailableError, match="locked"):
+            await store.replace("claim", b"new", etag=etag)
+    finally:
+        done.set()
+        thread.join()
+    assert await store.get("claim") == b"old"
+
+
+async def test_each_write_is_another_version_also_in_one_tick_of_a_coarse_clock(tmp_path: Path) -> None:
+    with mounted(tmp_path, step_ns=2_000_000_000) as mount:
+        store, etags = LocalStore(mount.path), []
+        await store.put("claim", b"1")
+        for data in (b"2", b"3", b"4"):
+            etags.append((await store.head("claim")).etag)
+            await store.replace("claim", data, etag=etags[-1] or "")
+        await store.put("claim", b"5")
+        etags.append((await store.head("claim")).etag)
+        assert len(set(etags)) == 4
+
+
+async def test_an_inode_number_is_no_part_of_a_version(tmp_path: Path) -> None:
+    with mounted(tmp_path, inodes="changing") as mount:
+        store = LocalStore(mount.path)
+        await store.put("a/b/c", b"data")
+        etag = (await store.head("a/b/c")).etag
+        assert etag == (await store.head("a/b/c")).etag and etag is not None
+        assert await store.get_range("a/b/c", ByteRange(1, 3), if_match=etag) == b"at"
+        await store.replace("a/b/c", b"other", etag=etag)
+        await store.delete_dir("a")
+        assert names_in(mount.path) == []
 
 
 async def test_a_link_that_an_nfs_server_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

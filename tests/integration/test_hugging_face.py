@@ -524,7 +524,7 @@ def test_a_snapshot_appears_with_all_its_links(hub: FakeHub, tmp_path: Path, mon
 
     with monkeypatch.context() as patch, pytest.raises(StoreError):
         patch.setattr(Path, "symlink_to", stopped)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr("tierckpt.cache.hub_layout.remove_tree", lambda *_, **__: None)
         tierckpt.prefetch(f"hf://{REPO}@{commit}", tmp_path / "cache", hf_cache=True)
     assert not (root / "snapshots" / commit).exists()
     monkeypatch.setattr(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tierckpt.cache import partial_entry
 from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
@@ -272,9 +273,7 @@ def test_a_crash_in_the_middle_of_an_eviction_leaves_an_entry_whole_or_invisible
         elif where == "rename":
             Path.rename = lambda self, to, real=Path.rename: (real(self, to), end())  # type: ignore[method-assign, assignment]
         else:
-            import shutil
-
-            shutil.rmtree = end
+            partial_entry.remove_tree = end  # type: ignore[assignment]
         pool.evict(name)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9

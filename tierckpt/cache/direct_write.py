@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..arena.slots import BounceBufferPool
 from ..disk.durable import translated
-from ..disk.file_io import DIRECT_REFUSED, DirectFile, address_of, open_direct
+from ..disk.file_io import DirectFile, address_of, open_direct
 from ..errors import CapacityError, OperationTimeoutError
 from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES
@@ -51,7 +51,7 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
 
 
 def _write_direct(path: Path, view: memoryview, offset: int) -> int:
-    """Return how many bytes, in whole blocks, went this way: 0 where the file system has no O_DIRECT."""
+    """Return how many bytes, in whole blocks, were written: 0 where the file system opens no file with O_DIRECT."""
     whole = len(view) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
     if whole < DIRECT_BYTES_MIN or (file := open_direct(path, os.O_WRONLY)) is None:
         return 0
@@ -62,10 +62,6 @@ def _write_direct(path: Path, view: memoryview, offset: int) -> int:
             with _buffers.take(1, whole, BUFFER_SECONDS) as [slot]:
                 slot.view[:whole] = view[:whole]
                 DirectFile(file).write(slot.view[:whole], offset)
-    except OSError as error:
-        if error.errno not in DIRECT_REFUSED:
-            raise
-        return 0  # this file system wants more alignment than we have: all of it goes through the page cache
     finally:
         os.close(file)
     return whole

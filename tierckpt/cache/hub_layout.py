@@ -12,6 +12,8 @@ Invariants:
         finds all or nothing; or, while more files of a snapshot are fetched, what was asked for before.
     L2  Every step can be done again. What was killed between two of them is finished by the next prefetch, which
         fetches only blobs that are not there.
+    L3  Without symbolic links (SMB, exFAT) a snapshot holds hard links, or else copies, and then no blob stays: the
+        layout that those libraries write there.
 
 Source: "Hub local cache", the documentation for those who implement it again.
 """
@@ -22,12 +24,20 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, translated
+from ..disk.durable import (
+    CANNOT_LINK,
+    durable_write,
+    fsync_dir,
+    link_or_copy,
+    make_dirs,
+    matching,
+    remove_tree,
+    translated,
+)
 from ..disk.temporary_names import is_abandoned, temporary_of_this_process
 from ..errors import ConfigError, StoreError
 from ..format.layout import PRIVATE_DIR
@@ -60,7 +70,8 @@ async def prefetch_to_hub_cache(
         raise ConfigError(f"the revision {repository.revision!r} cannot be a file name")
     root = cache / repository.folder
     await asyncio.to_thread(_finish_all, root)
-    missing = [item for item in files if not _is_there(_blob(root, item), item)]
+    links = root / "snapshots" / commit / repository.path
+    missing = [item for item in files if not (_is_there(_blob(root, item), item) or _is_file(links, item))]
     size_bytes = sum(item.size_bytes for item in files)
     missing_bytes = sum(item.size_bytes for item in missing)
     result = PrefetchResult(directory=root, files=len(files), size_bytes=size_bytes)
@@ -91,10 +102,16 @@ def _is_there(blob: Path, item: FileSpec) -> bool:
         return False
 
 
+def _is_file(directory: Path, item: FileSpec) -> bool:
+    """True for a file of a snapshot that is no link: where the file system has none."""
+    path = directory / item.path
+    return not path.is_symlink() and _is_there(path, item)
+
+
 def _finish_all(root: Path) -> None:
     for fetched in matching(root / PRIVATE_DIR, "*"):
         if is_abandoned(fetched.name):
-            shutil.rmtree(fetched, ignore_errors=True)
+            remove_tree(fetched, ignore_errors=True)
         else:
             _finish(root, fetched)
 
@@ -109,7 +126,7 @@ def _finish(root: Path, fetched: Path) -> None:
         for item in receipt.frozen.files:
             _put_blob(fetched / item.path, _blob(root, item), item)
         fsync_dir(root / "blobs")
-    shutil.rmtree(fetched, ignore_errors=True)  # its files have another name by now
+    remove_tree(fetched, ignore_errors=True)  # its files have another name by now
     with contextlib.suppress(OSError):
         (root / PRIVATE_DIR).rmdir()
 
@@ -119,7 +136,13 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
         return
     temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")  # as those libraries name theirs
     try:
-        os.link(source, temporary)
+        try:
+            os.link(source, temporary)
+        except OSError as error:
+            if error.errno not in CANNOT_LINK:
+                raise
+            source.replace(blob)
+            return
     except FileNotFoundError:
         if not _is_there(blob, item):  # else another process has finished it meanwhile
             raise StoreError(f"{source} was removed while it was published", hint="Run it again") from None
@@ -131,38 +154,48 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
 def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileSpec]) -> Path:
     """Make the links of a snapshot, then the ref (L1)."""
     snapshot = root / "snapshots" / commit
+    copied = set[Path]()
     with translated(root):
         if not snapshot.exists():
             fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # as deep: it links to the same blobs
             try:
-                _link_files(root, fresh / repository.path, files)
+                copied |= _link_files(root, fresh / repository.path, files)
                 make_dirs(snapshot.parent)
                 with contextlib.suppress(OSError):  # another process was first
                     fresh.rename(snapshot)
                 fsync_dir(snapshot.parent)
             finally:
-                shutil.rmtree(fresh, ignore_errors=True)
+                remove_tree(fresh, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     fresh.parent.rmdir()
-        _link_files(root, snapshot / repository.path, files)
+        copied |= _link_files(root, snapshot / repository.path, files)
         if not repository.is_commit:
             ref = root / "refs" / repository.revision
             make_dirs(ref.parent)
             durable_write(ref, commit.encode())
+        for blob in copied:
+            blob.unlink(missing_ok=True)
     return snapshot
 
 
-def _link_files(root: Path, directory: Path, files: Sequence[FileSpec]) -> None:
-    """Have durable links to the blobs of ``files`` below ``directory``."""
-    folders = {directory}
+def _link_files(root: Path, directory: Path, files: Sequence[FileSpec]) -> set[Path]:
+    """Have durable links to the blobs of ``files`` below ``directory``. Return the blobs that were copied (L3)."""
+    folders, copied = {directory}, set[Path]()
     for item in files:
         link = directory / item.path
         target = os.path.relpath(_blob(root, item), link.parent)
         make_dirs(link.parent)
         folders.add(link.parent)
-        if not (link.is_symlink() and os.readlink(link) == target):  # noqa: PTH115
+        if not _is_file(directory, item) and not (link.is_symlink() and os.readlink(link) == target):  # noqa: PTH115
             temporary = link.with_name(f".{secrets.token_hex(6)}")
-            temporary.symlink_to(target)
+            try:
+                temporary.symlink_to(target)
+            except OSError as error:
+                if error.errno not in CANNOT_LINK:
+                    raise
+                if not link_or_copy(_blob(root, item), temporary):
+                    copied.add(_blob(root, item))
             temporary.replace(link)
     for folder in folders:
         fsync_dir(folder)
+    return copied

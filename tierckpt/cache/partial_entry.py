@@ -29,13 +29,22 @@ import glob
 import os
 import re
 import secrets
-import shutil
 import threading
 from pathlib import Path
 
 from ..checkpoint.catalog import file_size
 from ..disk.claims import TRIES, Claims, Heartbeat, Owner, is_live
-from ..disk.durable import fsync_dir, make_dirs, matching, publish, read_whole, translated, write_new
+from ..disk.durable import (
+    fsync_dir,
+    make_dirs,
+    matching,
+    name_new,
+    publish,
+    read_whole,
+    remove_tree,
+    translated,
+    write_new,
+)
 from ..disk.file_io import allocate, read_into
 from ..disk.processes import boot_id, host_id
 from ..disk.quarantine import open_regular
@@ -140,7 +149,7 @@ def remove_dir(directory: Path) -> None:
             directory.rename(aside)
         except FileNotFoundError:
             return
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside, ignore_errors=True)
 
 
 class ProgressLog:
@@ -247,10 +256,10 @@ class PartialEntry:
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             write_new(temporary, frozen.encode(), file_mode(path))
             try:
-                os.link(temporary, path)  # of several that are first, one is
+                name_new(temporary, path)  # of several that are first, one is
             except FileExistsError:
                 pass
-            except OSError:  # no hard links here
+            except OSError:  # the file system cannot decide
                 temporary.replace(path)
             temporary.unlink(missing_ok=True)
         raise StoreError(f"{path} keeps other bytes than were written", path=path, tier=Tier.LOCAL)
@@ -484,7 +493,7 @@ class PartialEntry:
         with contextlib.suppress(FileNotFoundError):  # no file has a chunk of more than one block
             (self.incoming / BLOCKS).replace(self.directory / BLOCKS)
         self._put_receipt(self.directory, receipt)
-        shutil.rmtree(self.incoming, ignore_errors=True)
+        remove_tree(self.incoming, ignore_errors=True)
 
     def _put_receipt(self, directory: Path, receipt: bytes) -> None:
         """Written where everything that is left over goes away with the rest."""
@@ -546,7 +555,7 @@ def tidy(directory: Path) -> None:
     """Remove what a fill has left in a directory that is whole, when there is something. Best effort."""
     base = directory / FILLING
     if base.exists():
-        shutil.rmtree(base, ignore_errors=True)
+        remove_tree(base, ignore_errors=True)
 
 
 def remove_abandoned(directory: Path, keep: Path) -> None:

@@ -20,18 +20,16 @@ import contextlib
 import glob
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ..checkpoint.retention import nearest_existing
 from ..config import Settings
 from ..disk import read_lease
 from ..disk.claims import is_live
-from ..disk.durable import make_dirs, matching, read_whole, replace_file, translated
+from ..disk.durable import make_dirs, matching, read_whole, remove_tree, replace_file, space_of, translated
 from ..disk.file_lock import lock, try_lock
 from ..disk.local_root import make_local_root
 from ..errors import CapacityError, TierckptError
@@ -250,7 +248,7 @@ class Pool:
         """Remove what is written about an entry that is gone, unless somebody holds it: it is going to be made (H2)."""
         with contextlib.suppress(OSError, TierckptError), try_lock(self.lease_path(name), remove=True) as is_free:
             if is_free and not self.directory(name).exists() and self.incoming(name) is None:
-                shutil.rmtree(self.state_dir(name), ignore_errors=True)
+                remove_tree(self.state_dir(name), ignore_errors=True)
 
     # --- room ----------------------------------------------------------------------------------------------------
 
@@ -304,8 +302,7 @@ class Pool:
         """Choose what has to go so that ``needed_bytes`` more fit. Quota and disk are hard, the marks soft."""
         rows = [row for row in self.rows() if row.name != own]
         mine = self._reserved(own)
-        disk = os.statvfs(nearest_existing(self.root))
-        total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        total, free, _ = space_of(self.root)
         free -= sum(self._outstanding(row) for row in rows if row.state == "partial")
         margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
         held = sum(row.reserved_bytes for row in rows) + mine
@@ -374,7 +371,7 @@ class Pool:
 
     def _clear_evicted(self) -> None:
         for left in matching(self.root, ".*.evicted"):
-            shutil.rmtree(left, ignore_errors=True)
+            remove_tree(left, ignore_errors=True)
         for left in matching(self.root, "index.sqlite*"):  # of earlier versions: what it told the files tell
             left.unlink(missing_ok=True)
 

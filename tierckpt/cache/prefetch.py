@@ -13,14 +13,12 @@ Into the node cache it is the same, with a reservation and a lease (cache/node_c
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ..checkpoint.retention import nearest_existing
-from ..disk.durable import check_names
+from ..disk.durable import check_names, space_of
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path
@@ -191,7 +189,7 @@ def _begin(cached: CacheEntry, directory: Path) -> None:
 
 def _check_room(frozen: FileSet, directory: Path) -> None:
     incoming = incoming_of(directory, frozen.version)
-    free = shutil.disk_usage(nearest_existing(incoming)).free
+    free = space_of(incoming).free_bytes
     if free < frozen.size_bytes - (allocated_bytes(incoming) if incoming.exists() else 0):
         raise CapacityError(
             f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, {human_bytes(free)} are free for {directory.parent}",

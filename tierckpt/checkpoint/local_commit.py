@@ -12,13 +12,12 @@ The shared tier has neither lock nor rename: ``shared_commit.py``.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translated
+from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, remove_tree, translated
 from ..disk.file_lock import lock
 from ..disk.temporary_names import set_aside_name
 from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
@@ -253,7 +252,7 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
         if not _names(standing, token):
-            shutil.rmtree(directory / adopted_dir(token), ignore_errors=True)
+            remove_tree(directory / adopted_dir(token), ignore_errors=True)
         return not _names(standing, token)
 
 
@@ -274,7 +273,7 @@ def remove_unfinished(directory: Path, token: str) -> None:
     _remove_fragment(directory, token)
     for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
-    shutil.rmtree(directory / adopted_dir(token), ignore_errors=True)
+    remove_tree(directory / adopted_dir(token), ignore_errors=True)
 
 
 def _remove_fragment(directory: Path, token: str) -> None:
@@ -354,12 +353,12 @@ def finish_locked_removal(directory: Path) -> bool:
         _unlink_all([directory / path for path in stock])
         if standing is None:
             for folder in (INCOMING_DIR, FORMAT_1_INCOMING_DIR):
-                shutil.rmtree(directory / folder, ignore_errors=True)
+                remove_tree(directory / folder, ignore_errors=True)
             doomed += [*MARKS, REPLICA]
             doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
         _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
         for place in {gone.attempt, *dead} if standing is None or standing.attempt != gone.attempt else ():
-            shutil.rmtree(directory / adopted_dir(place), ignore_errors=True)  # what directories were in it
+            remove_tree(directory / adopted_dir(place), ignore_errors=True)  # what directories were in it
         note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
     _remove_empty(directory)
     return bool(notes)
@@ -369,7 +368,7 @@ def _unlink_all(paths: list[Path]) -> None:
     """Remove files, durably. Cost: one fsync for each directory."""
     for path in paths:
         if path.name.endswith(SET_ASIDE) and path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
     for parent in {path.parent for path in paths}:

@@ -2,7 +2,8 @@
 
 Invariants:
     C1  A claim appears whole, with its holder's name in it, or not at all: it is a symbolic link, made by one call that
-        fails when the name is taken.
+        fails when the name is taken. Where the file system has no such links it is a file, made by an exclusive create;
+        for the moment between that and the write of the name nobody else takes it.
     C2  A claim of a process that has ended is free at once; so is one whose holder has let its heartbeat stop for
         ``SILENT_SECONDS`` (stopped, hung, or killed in another container or on another host). Its remover holds the
         lock of the folder (flock, open(2)) and looks again: what another has claimed meanwhile is never removed.
@@ -16,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 import threading
 import time
 from collections import Counter
@@ -26,7 +28,7 @@ from ..errors import StoreError
 from ..ownership import file_mode
 from ..telemetry import logger
 from ..types import Tier
-from .durable import make_dirs, translated
+from .durable import CANNOT_LINK, make_dirs, translated, write_new
 from .processes import has_ended, host_id, pid_namespace, start_ticks
 from .quarantine import kind_of, open_regular, set_aside
 
@@ -36,6 +38,7 @@ BEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
 """Ten beats: a process that is merely starved of processor time is not taken for a dead one."""
 TRIES = 100
+NAME_BYTES_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +158,11 @@ class Claims:
         with translated(path):
             for _ in range(TRIES):
                 try:
-                    path.symlink_to(self._holder)
+                    _make(path, self._holder)
                     return True
                 except FileExistsError:
                     holder = self.holder(name)
-                    if holder is not None and is_live(holder, self._beats):
+                    if is_live(holder, self._beats) if holder is not None else _is_being_made(path):
                         return False
                     if not self._clear(path, holder):
                         return False
@@ -172,11 +175,11 @@ class Claims:
         try:
             if not _lock(folder):
                 return False
-            if dead is not None and _link(path) == dead:
+            if dead is not None and holder_of(path) == dead:
                 path.unlink(missing_ok=True)
                 self.taken_over += 1
                 log.info("taking over %s from %s, which has ended or says nothing any more", path.name, dead)
-            elif dead is None and kind_of(path) not in ("a link", "nothing") and not set_aside(path):
+            elif dead is None and holder_of(path) is None and not _remove_other(path):
                 raise StoreError(
                     f"{path} is {kind_of(path)} and no claim",
                     hint="A copy of the directory made without its links? Remove it",
@@ -189,7 +192,7 @@ class Claims:
             os.close(folder)
 
     def holder(self, name: str) -> str | None:
-        return _link(self.folder / name)
+        return holder_of(self.folder / name)
 
     def is_held(self, name: str) -> bool:
         """True while a live holder has ``name``."""
@@ -228,11 +231,51 @@ def _unlock(folder: int) -> None:
         fcntl.flock(folder, fcntl.LOCK_UN)
 
 
-def _link(path: Path) -> str | None:
+def _make(path: Path, holder: str) -> None:
+    """Raises FileExistsError: the name is taken. OSError."""
     try:
+        path.symlink_to(holder)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        write_new(path, holder.encode(), is_durable=False)
+
+
+def holder_of(path: Path) -> str | None:
+    """Return the holder that the claim at ``path`` names; None without one, and of what is no claim."""
+    with contextlib.suppress(OSError):
         return str(path.readlink())
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        name = os.read(file, NAME_BYTES_MAX).decode(errors="replace")
+        return name if Owner.parse(name) else None
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def _is_being_made(path: Path) -> bool:
+    """True for an empty file that was made just now: its holder is about to write its name."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and not status.st_size and time.time() - status.st_mtime < SILENT_SECONDS
+    return False
+
+
+def _remove_other(path: Path) -> bool:
+    """Remove what is no claim; False where that is not ours to do."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and not status.st_size:  # a holder has ended before it wrote its name
+            path.unlink()
+            return True
+    return kind_of(path) in ("a link", "nothing") or set_aside(path)
 
 
 class _Heart:
@@ -271,7 +314,10 @@ class _Heart:
                     return
                 for file in self._files:
                     with contextlib.suppress(OSError):  # the file system is in trouble: others will see silence
-                        os.utime(file)
+                        try:
+                            os.utime(file)
+                        except PermissionError:  # it sets no times: a write does
+                            os.pwrite(file, b"\n", 0)
 
 
 _heart = _Heart()

@@ -7,6 +7,7 @@ fsync(file), rename, fsync(directory), fsync(parent of each directory made).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -15,6 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import (
     CapacityError,
@@ -38,27 +40,57 @@ MAKES_MAX = 100
 PATH_BYTES_MAX = 4095 - 200
 """A path has 4,095 bytes at most; files of ours below it, and temporary names, take the rest."""
 SET_LOCAL_ROOT = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory of this user on node-local SSD"
+UNKNOWN_BYTES = 1 << 62
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR, errno.EPERM, errno.EACCES}
+"""What is answered about the fsync of a directory, or of a file that is open for reading."""
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 # What a network mount or a FUSE daemon answers while its server is away.
 _AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
-# What link() answers where a hard link cannot be made: other filesystem, none supported, too many, or forbidden.
-_CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+# What a file system answers that has no such link, or no such call: another one, none, too many, or forbidden.
+CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Space(NamedTuple):
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
 
 
 def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
     """Return the error of ours that says what ``error`` means for ``path``. Chosen by errno, never by text."""
     if isinstance(error, TierckptError):
         return error
+    if error.errno == errno.EFBIG:
+        return CapacityError(
+            f"{path} is larger than a file can be there",
+            hint="Choose a directory on another file system (vfat has files of up to 4 GiB), or raise `ulimit -f`",
+            path=path,
+            tier=tier,
+        )
     if error.errno in _NO_ROOM:
         free = _free_bytes(path)
+        what = "the quota is used up" if error.errno == errno.EDQUOT else f"{free} bytes are free"
         return CapacityError(
-            f"no room to write {path}: {free} bytes are free",
+            f"no room to write {path}: {what}",
             hint="Free some space or the quota, keep fewer checkpoints, or choose another directory",
             path=path,
             tier=tier,
             free_bytes=free,
+        )
+    if error.errno == errno.EPERM:
+        hint = "It may lack the call (links, modes, times), or the file is immutable: choose another place"
+        return PermissionDeniedError(
+            f"{path}: the file system does not permit this",
+            hint=SET_LOCAL_ROOT if root_of(path) is not None else hint,
+            path=path,
+            tier=tier,
         )
     if error.errno in _DENIED:
         is_read_only = error.errno == errno.EROFS
@@ -75,8 +107,27 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
         return _too_long(path, "")
     if error.errno in _MISSING:
         return ObjectNotFoundError(f"{path} does not exist", path=path, tier=tier)
-    kind = StoreUnavailableError if error.errno in _AWAY else StoreError
-    return kind(f"{path}: {error.strerror or error}", path=path, tier=tier, errno=error.errno)
+    kind, hint = StoreError, ""
+    if error.errno in _AWAY:
+        kind, hint = StoreUnavailableError, "Look whether the server of this mount answers; remount it when it is stale"
+    elif error.errno in _NOT_SUPPORTED:
+        hint = "The file system there cannot do this, or has no such name: choose a directory on another one"
+    return kind(f"{path}: {error.strerror or error}", hint=hint, path=path, tier=tier, errno=error.errno)
+
+
+def space_of(path: Path) -> Space:
+    """Return the space of the file system that ``path``, or its nearest parent that exists, is on. Raises OSError.
+
+    A FUSE server that does not say has no blocks: there is ``UNKNOWN_BYTES`` of room, and a write finds out.
+    """
+    for candidate in (path, *path.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            disk = os.statvfs(candidate)
+            if not disk.f_blocks:
+                return Space(UNKNOWN_BYTES, UNKNOWN_BYTES, 0)
+            size = disk.f_frsize
+            return Space(disk.f_blocks * size, disk.f_bavail * size, (disk.f_blocks - disk.f_bfree) * size)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def check_names(directory: Path, paths: Iterable[str] = ()) -> None:
@@ -106,12 +157,10 @@ def _too_long(path: Path, why: str) -> ConfigError:
 
 
 def _free_bytes(path: Path) -> int:
-    for candidate in (path, *path.parents):
-        try:
-            return shutil.disk_usage(candidate).free
-        except OSError:
-            continue
-    return 0
+    try:
+        return space_of(path).free_bytes
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager
@@ -134,7 +183,7 @@ def fsync_dir(path: Path) -> None:
             os.fsync(file)
         except OSError as error:
             # Some network and FUSE filesystems have no fsync of a directory; their names are as durable as they get.
-            if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}:
+            if error.errno not in _NO_FSYNC:
                 raise
         finally:
             os.close(file)
@@ -258,6 +307,85 @@ def replace_file(new: Path, path: Path) -> None:
         new.replace(path)
 
 
+def rename_new(new: Path, path: Path) -> None:
+    """Rename ``new`` to ``path``, unless that exists. Raises FileExistsError; OSError where there is no such call."""
+    if not hasattr(_libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+    with requests.asking():
+        if _libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+
+
+def name_new(new: Path, path: Path) -> None:
+    """Give the file ``new`` the name ``path``, unless that exists; ``new`` may go with it.
+
+    A hard link decides between racing callers, also over NFS; where there is none, RENAME_NOREPLACE.
+
+    Raises:
+        FileExistsError: ``path`` is there.
+        OSError: one of ``CANNOT_LINK`` where the file system has neither.
+    """
+    try:
+        with requests.asking():
+            os.link(new, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        rename_new(new, path)
+
+
+def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a directory and all below it. No link is followed, whoever plants one meanwhile. Raises OSError.
+
+    ``shutil.rmtree`` compares inode numbers, and removes nothing where those change at each look (FUSE).
+    """
+    try:
+        folder = os.open(path, _FOLDER)
+        try:
+            _empty(folder)
+        finally:
+            os.close(folder)
+        path.rmdir()
+    except OSError:
+        if not ignore_errors:
+            raise
+
+
+def _empty(folder: int) -> None:
+    with os.scandir(folder) as found:
+        entries = [*found]
+    first: OSError | None = None
+    for entry in entries:
+        try:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=folder)
+                continue
+            below = os.open(entry.name, _FOLDER, dir_fd=folder)
+            try:
+                _empty(below)
+            finally:
+                os.close(below)
+            os.rmdir(entry.name, dir_fd=folder)
+        except FileNotFoundError:
+            continue  # another process removes it too
+        except OSError as error:
+            first = first or error  # what else can go goes
+    if first is not None:
+        raise first
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """True for two names of one file. Where inode numbers change at each look, size and time decide. Raises OSError."""
+    status, status_of_other = one.stat(), other.stat()
+    if os.path.samestat(status, status_of_other):
+        return True
+    seen, seen_of_other = ((found.st_size, found.st_mtime_ns) for found in (status, status_of_other))
+    return seen == seen_of_other and one.stat().st_ino != status.st_ino
+
+
 def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool:
     """Give the file ``source`` the second name ``target``, durably. False where no hard link can be made (then copy).
 
@@ -270,10 +398,10 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
         try:
             os.link(source, target)
         except FileExistsError:
-            if not target.samefile(source):
+            if not is_same_file(source, target):
                 raise PreconditionFailedError(f"{target} exists and is another file", path=target, tier=tier) from None
         except OSError as error:
-            if error.errno in _CANNOT_LINK:
+            if error.errno in CANNOT_LINK:
                 return False
             raise
         if root_of(target) is None and not _match_new_file(target):
@@ -306,6 +434,20 @@ def _match_new_file(path: Path) -> bool:
     return True
 
 
+def link_or_copy(source: Path, target: Path) -> bool:
+    """Give the bytes of the file ``source`` the new name ``target``, durably. True for a hard link, False for a copy.
+
+    Raises as ``durable_link``; OSError.
+    """
+    if durable_link(source, target):
+        return True
+    with temporary_beside(target) as temporary:
+        shutil.copyfile(source, temporary)
+        fsync_file(temporary)
+        publish(temporary, target)
+    return False
+
+
 @contextlib.contextmanager
 def temporary_beside(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
     """Yield a new name beside ``path``; whatever is left under it is removed. ``is_owned``: it says whose it is."""
@@ -323,13 +465,14 @@ def create_file(path: Path, mode: int = 0o666) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
-def write_new(path: Path, data: Buffer, mode: int = 0o666) -> None:
+def write_new(path: Path, data: Buffer, mode: int = 0o666, *, is_durable: bool = True) -> None:
     with requests.asking():
         file = create_file(path, mode)
     try:
         write_all(file, data)
-        with requests.asking():
-            os.fsync(file)
+        if is_durable:
+            with requests.asking():
+                os.fsync(file)
     finally:
         os.close(file)
 
@@ -344,9 +487,14 @@ def write_all(file: int, data: Buffer) -> int:
 
 
 def fsync_file(path: Path) -> None:
-    with requests.asking():
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+    for flags in (os.O_RDONLY, os.O_RDWR):
+        with requests.asking():
+            file = os.open(path, flags | os.O_CLOEXEC)
+            try:
+                os.fsync(file)
+                return
+            except OSError as error:  # SMB wants the file open for writing
+                if flags != os.O_RDONLY or error.errno not in _NO_FSYNC:
+                    raise
+            finally:
+                os.close(file)

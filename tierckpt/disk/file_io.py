@@ -22,8 +22,8 @@ from .quarantine import open_regular
 
 log = logger("disk")
 
-DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
-"""What a file system without direct I/O answers: most when a file is opened, some when it is written."""
+DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+"""What a file system without direct I/O answers: most when a file is opened, some when it is read or written."""
 devices_without: set[int] = set()
 
 
@@ -62,15 +62,34 @@ class DirectFile:
         self.fd = os.open(path, flags | os.O_CLOEXEC, file_mode(path))
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of ``view``. A short direct write goes on from the last whole block."""
+        """Write all of ``view``. A short direct write goes on from the last whole block.
+
+        Where direct I/O is refused only now, or wants more alignment than there is, the page cache is used.
+        """
         while view:
-            with requests.asking():
-                count = os.pwrite(self.fd, view, offset)
+            try:
+                with requests.asking():
+                    count = os.pwrite(self.fd, view, offset)
+            except OSError as error:
+                if not self.direct or error.errno not in DIRECT_REFUSED:
+                    raise
+                self._leave_direct()
+                continue
             if self.direct and count < len(view):
                 count -= count % DISK_BLOCK_BYTES
             if count <= 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             view, offset = view[count:], offset + count
+
+    def _leave_direct(self) -> None:
+        """Open the file anew, under the same descriptor: other threads write to it, and FUSE is told flags at the open
+        only. Raises OSError."""
+        file = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.dup2(file, self.fd, inheritable=False)
+            self.direct = False
+        finally:
+            os.close(file)
 
     def cut(self, size_bytes: int, *, durable: bool) -> None:
         """Cut off what pads the last block, and have all bytes on the disk. The name is the caller's to fsync."""
@@ -89,7 +108,7 @@ class DirectFile:
 def read_direct(file: int, into: memoryview, offset: int, through: memoryview | None = None) -> int:
     """Read whole blocks into ``into``, ``through`` a buffer if there is one. Returns how many bytes came.
 
-    An error ends it as the end of the file does: who reads the rest through the page cache is told what is wrong.
+    An error ends it as the end of the file does: the read of the rest through the page cache raises it.
     """
     done = 0
     with contextlib.suppress(OSError):
@@ -113,6 +132,16 @@ def read_into(file: int, into: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def version_of(status: os.stat_result) -> str:
+    """The version of a file, as far as its status tells: the time of the last write, and the size.
+
+    No inode number: FUSE servers give one file another at each look, and a copy of a tree has others. No ctime: a hard
+    link or a chmod changes it, and no byte. So a rewrite within one tick of the file system's clock (2 s on vfat, some
+    milliseconds on ext4) that keeps the size is not seen. ``LocalStore`` makes sure that its own writes are.
+    """
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def address_of(memory: memoryview | bytearray) -> int:

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -22,10 +23,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import OperationTimeoutError
+from ..errors import OperationTimeoutError, StoreError
 from ..poll import BRIEF, Poll
 from ..types import Tier
 from .quarantine import open_regular
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
+"""What is answered about flock on a mount without it."""
 
 _files: set[int] = set()
 """Descriptors of this process that may hold a lock, but for those that it was handed."""
@@ -60,6 +64,16 @@ def try_lock(
             held = _is_file(file, path)  # K3
         except BlockingIOError:
             pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise StoreError(
+                f"{path}: the file system has no file locks (flock: {error.strerror})",
+                hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory on a disk of this node",
+                path=path,
+                tier=Tier.LOCAL,
+                errno=error.errno,
+            ) from error
         yield Hold(held, file)
     finally:
         if os.getpid() == pid:  # K5
@@ -129,7 +143,11 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_file(file: int, path: Path) -> bool:
+    """True while ``path`` is a name of ``file``. Where inode numbers change at each look (FUSE): while it has any."""
     try:
-        return os.path.samestat(os.fstat(file), path.lstat())
+        status = os.fstat(file)
+        if os.path.samestat(status, path.lstat()):
+            return True
+        return os.fstat(file).st_ino != status.st_ino and status.st_nlink > 0
     except OSError:
         return False

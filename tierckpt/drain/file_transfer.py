@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..disk.durable import make_dirs, matching, publish, translated
-from ..disk.file_io import open_file, pread_all, pwrite_all
+from ..disk.file_io import allocate, open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
 from ..disk.temporary_names import stem_of
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
@@ -194,8 +194,8 @@ def create_file(path: Path, size_bytes: int) -> int:
     with translated(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
         try:
-            if size_bytes:
-                os.posix_fallocate(file, 0, size_bytes)  # a full disk is found before the first byte is fetched
+            allocate(file, size_bytes)  # a full disk is found before the first byte is fetched
+            os.ftruncate(file, size_bytes)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)

@@ -8,12 +8,12 @@ run.save(f"step-{step}")
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from ..adoption import Adoption
 from ..config import Settings
+from ..disk.durable import remove_tree
 from ..disk.temporary_names import beside
 from ..errors import ConfigError
 from ..format.layout import step_of
@@ -61,7 +61,7 @@ class TierState:
         begun = beside(self.directory.parent / place.name, "-begun")  # Accelerate takes what lies beside it for its own
         if self.accelerator.is_local_main_process:
             if not self._names or begun.exists():
-                shutil.rmtree(place, ignore_errors=True)  # of a save that was cut short
+                remove_tree(place, ignore_errors=True)  # of a save that was cut short
             elif not place.exists():  # else Accelerate refuses: it is not of a save of ours
                 begun.parent.mkdir(parents=True, exist_ok=True)
                 begun.touch()
@@ -76,7 +76,7 @@ class TierState:
             if self._names:
                 begun.unlink(missing_ok=True)
             else:
-                shutil.rmtree(place, ignore_errors=True)
+                remove_tree(place, ignore_errors=True)
         return adopted
 
     def load(self, **options: Any) -> int | None:

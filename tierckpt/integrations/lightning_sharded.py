@@ -11,7 +11,6 @@ removed: ``tierckpt prune`` does.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ except ModuleNotFoundError:
     from pytorch_lightning.strategies import ModelParallelStrategy
 
 from ..config import Settings
+from ..disk.durable import remove_tree
 from ..format.layout import step_name
 from .directories import Directories, make_way
 from .lightning import NEWEST, nothing_to_restore
@@ -57,5 +57,5 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         loaded = dict(super().load_checkpoint(found, weights_only))
         self.barrier()
         if self.local_rank == 0:
-            shutil.rmtree(found, ignore_errors=True)  # no checkpoint of ModelCheckpoint's
+            remove_tree(found, ignore_errors=True)  # no checkpoint of ModelCheckpoint's
         return loaded

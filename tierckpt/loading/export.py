@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,16 @@ from ..client import latest
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
 from ..disk import read_lease
-from ..disk.durable import check_names, durable_write, fsync_dir, make_dirs, publish, translated
+from ..disk.durable import (
+    check_names,
+    durable_write,
+    fsync_dir,
+    make_dirs,
+    publish,
+    remove_tree,
+    space_of,
+    translated,
+)
 from ..disk.file_lock import try_lock
 from ..disk.temporary_names import beside
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError
@@ -241,19 +249,19 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
         with try_lock(directory.with_name(f"{directory.name}.lock"), remove=True) as held:
             if not held:
                 raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory, ignore_errors=True)
             directory.mkdir()
             try:
                 yield directory
                 fsync_dir(directory)
                 publish(directory, target)  # over an empty directory too; refused if somebody has filled it meanwhile
             except BaseException:
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_tree(directory, ignore_errors=True)
                 raise
 
 
 def check_room(parent: Path, size_bytes: int) -> None:
-    free = shutil.disk_usage(parent).free
+    free = space_of(parent).free_bytes
     if free < size_bytes + _SPARE_BYTES:
         raise CapacityError(
             f"the export has {human_bytes(size_bytes)}, {human_bytes(free)} are free for {parent}",

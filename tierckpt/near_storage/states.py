@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..disk.durable import durable_write, fsync_dir, make_dirs, read_whole
+from ..disk.durable import durable_write, fsync_dir, make_dirs, read_whole, remove_tree
 from ..disk.file_lock import try_lock
 from ..errors import (
     ManifestError,
@@ -95,7 +94,7 @@ class NewState:
         try:
             self.file = StateFile(directory / self._token, layout, create=True)
         except BaseException:
-            shutil.rmtree(directory / self._token, ignore_errors=True)
+            remove_tree(directory / self._token, ignore_errors=True)
             raise
 
     def commit(self, present: Mapping[str, Container[str]], step: int) -> None:
@@ -108,12 +107,12 @@ class NewState:
         durable_write(self._directory / CURRENT, json.dumps(found).encode())
         for other in self._directory.iterdir():
             if other.is_dir() and other.name != self._token:
-                shutil.rmtree(other)
+                remove_tree(other)
         fsync_dir(self._directory)
 
     def discard(self) -> None:
         """Remove it: it was not committed. Raises nothing."""
-        shutil.rmtree(self._directory / self._token, ignore_errors=True)
+        remove_tree(self._directory / self._token, ignore_errors=True)
 
 
 def begin_state(directory: Path, layout: Layout, values: Tensors, step: int) -> None:

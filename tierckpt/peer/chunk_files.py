@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from ..cache.file_set import FileSet, decode, from_manifest
 from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog, is_being_filled
-from ..disk.claims import is_live
+from ..disk.claims import holder_of, is_live
 from ..disk.file_io import read_into
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError
@@ -225,9 +225,7 @@ class Incoming(Recorded):
             index, _, chunk = name.partition("-")
             if not (index.isdecimal() and chunk.isdecimal()) or int(index) >= len(self.frozen.files):
                 continue
-            try:
-                holder = str((base / SHARED / name).readlink())
-            except OSError:
+            if (holder := holder_of(base / SHARED / name)) is None:
                 continue
             if holder not in live:
                 live[holder] = is_live(holder, base / "owners")

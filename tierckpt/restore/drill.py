@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..disk.durable import make_dirs, translated
+from ..disk.durable import make_dirs, remove_tree, space_of, translated
 from ..disk.file_lock import try_lock
 from ..drain.file_transfer import fetch
 from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
@@ -157,7 +156,7 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
     make_dirs(parent)
     _remove_dead(parent)
     with translated(parent):
-        free = shutil.disk_usage(parent).free
+        free = space_of(parent).free_bytes
         if free < needed_bytes:
             raise CapacityError(
                 f"the checkpoint has {human_bytes(needed_bytes)}, {human_bytes(free)} are free under {parent}",
@@ -170,7 +169,7 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
         try:
             yield directory
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory, ignore_errors=True)
 
 
 def _remove_dead(parent: Path) -> None:
@@ -179,7 +178,7 @@ def _remove_dead(parent: Path) -> None:
         if left.is_dir() and _lock_of(left).exists():  # without a lock file it is not known to be ours
             with try_lock(_lock_of(left), remove=True) as dead:
                 if dead:
-                    shutil.rmtree(left, ignore_errors=True)
+                    remove_tree(left, ignore_errors=True)
                     log.info("removed %s, which a killed drill had left", left)
 
 

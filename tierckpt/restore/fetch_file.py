@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ..cache.entry import CacheEntry
 from ..cache.file_set import FileSet, wanted_of
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
-from ..disk.durable import make_dirs, publish, translated
+from ..disk.durable import make_dirs, publish, remove_tree, translated
 from ..disk.file_lock import lock_async
 from ..disk.temporary_names import beside
 from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
@@ -83,7 +82,7 @@ def _put(place: Path, entry: FileEntry, path: Path) -> None:
     """Give the file its name. It is durable already."""
     with translated(path, is_above=True):
         publish(place / entry.path, path)
-        shutil.rmtree(place, ignore_errors=True)
+        remove_tree(place, ignore_errors=True)
 
 
 async def adopt(checkpoint: Checkpoint) -> None:

@@ -48,18 +48,17 @@ class SourceFile:
     size_bytes: int
     modified_ns: int
     changed_ns: int
-    identity: tuple[int, int]
 
 
 def identity(directory: Path) -> str | None:
-    """What all who see one directory say of it, once all have written: its inode, last changed at one moment.
+    """What all that see one directory say of it, once all have written: its names, last changed at one moment.
 
-    None where it has no file: a framework may make it on nodes that write nothing.
+    No inode number: a FUSE server may give each node another. None where it has no file: a framework may make it on
+    nodes that write nothing.
     """
-    if not any(files for _, _, files in os.walk(directory)):
-        return None
-    status = directory.stat()
-    return f"{status.st_ino}-{status.st_mtime_ns}"
+    walk = os.walk(directory)
+    names = sorted(os.path.relpath(Path(folder, name), directory) for folder, _, found in walk for name in found)
+    return digest_of(os.fsencode(f"{directory.stat().st_mtime_ns} {names}")) if names else None
 
 
 @contextmanager
@@ -115,8 +114,7 @@ def _walk(top: Path, place: Path, below: str, above: tuple[Path, ...]) -> Iterat
         elif not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{top}/{path!r} is no file that a store can hold", hint="Remove it from the directory")
         else:
-            identity = (status.st_dev, status.st_ino)
-            yield path, SourceFile(real, status.st_size, status.st_mtime_ns, status.st_ctime_ns, identity)
+            yield path, SourceFile(real, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _followed(top: Path, link: Path, path: str) -> Path:
@@ -152,7 +150,7 @@ def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -
 
 def _seen(file: SourceFile, links: bool) -> tuple[object, ...]:
     """A second name changes the inode's own time, and no byte."""
-    return (file.size_bytes, file.modified_ns, file.identity, None if links else file.changed_ns)
+    return (file.size_bytes, file.modified_ns, None if links else file.changed_ns)
 
 
 def _still_written(directory: Path, path: str) -> CheckpointError:

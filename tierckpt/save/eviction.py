@@ -23,10 +23,11 @@ from typing import NamedTuple
 from ..cache.pool import Pool
 from ..checkpoint import local_commit, marks
 from ..checkpoint.journal import READY, Journal
-from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, nearest_existing, protect
+from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, protect
 from ..checkpoint.select import age_of
 from ..config import Settings
 from ..disk import read_lease
+from ..disk.durable import space_of
 from ..errors import CapacityError, TierckptError
 from ..format.layout import PRIVATE_DIR, local_dir, step_of
 from ..format.manifest import Manifest
@@ -128,12 +129,8 @@ class _Waits:
 def _lack(
     settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, exact: bool = False
 ) -> Shortfall:
-    try:
-        disk = os.statvfs(directory)
-    except FileNotFoundError:
-        disk = os.statvfs(nearest_existing(directory))
-    free = disk.f_bavail * disk.f_frsize + reserved_bytes
-    used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize - reserved_bytes
+    space = space_of(directory)
+    free, used = space.free_bytes + reserved_bytes, space.used_bytes - reserved_bytes
     margin = min(FREE_BYTES_MARGIN_MAX, int((used + free) * FREE_FRACTION_MARGIN))
     hard = needed_bytes + margin - free
     mark = used + needed_bytes - int(settings.local_high_water * (used + free))
@@ -248,7 +245,7 @@ def _own_bytes(directory: Path, manifest: Manifest) -> int:
             status = (directory / entry.key).stat()
         except OSError:
             continue
-        total += _allocated(status) if status.st_nlink == 1 else 0
+        total += _allocated(status) if status.st_nlink <= 1 else 0
     return total
 
 
@@ -328,7 +325,7 @@ def _count(path: str) -> _Counted:
             except FileNotFoundError:
                 continue  # removed meanwhile, and the rest is there
             newest = max(newest, status.st_mtime_ns)
-            size_bytes += _allocated(status) if status.st_nlink == 1 else 0
+            size_bytes += _allocated(status) if status.st_nlink <= 1 else 0
     return _Counted(changed, size_bytes, below, newest)
 
 
@@ -342,4 +339,5 @@ def space_counter(local_root: Path) -> SpaceCounter:
 
 
 def _allocated(status: os.stat_result) -> int:
-    return status.st_blocks * 512
+    """The bytes that a file takes on the disk; its size where the file system counts no blocks."""
+    return status.st_blocks * 512 or status.st_size

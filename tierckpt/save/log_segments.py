@@ -27,7 +27,6 @@ import math
 import mmap
 import os
 import secrets
-import shutil
 import struct
 import time
 from collections import deque
@@ -39,16 +38,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ..disk.durable import (
-    durable_link,
-    fsync_dir,
-    fsync_file,
-    make_dirs,
-    matching,
-    publish,
-    temporary_beside,
-    translated,
-)
+from ..disk.durable import fsync_dir, is_same_file, link_or_copy, make_dirs, matching, translated
 from ..disk.file_io import DirectFile, address_of, open_file, pread_all
 from ..errors import IntegrityError, TierckptError
 from ..quantities import round_up
@@ -365,14 +355,10 @@ def adopt(copy: Path, directory: Path) -> None:
     make_dirs(directory)
     found = paths_in(copy)
     for path in paths_in(directory):
-        if path.name not in {one.name for one in found} or not path.samefile(copy / path.name):
+        if path.name not in {one.name for one in found} or not is_same_file(path, copy / path.name):
             path.unlink(missing_ok=True)
     for path in found:
-        if not durable_link(path, directory / path.name):
-            with temporary_beside(directory / path.name) as temporary:
-                shutil.copyfile(path, temporary)
-                fsync_file(temporary)
-                publish(temporary, directory / path.name)
+        link_or_copy(path, directory / path.name)
 
 
 def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:

@@ -5,64 +5,91 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import errno
-import fcntl
 import os
-import shutil
+import secrets
 import stat
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from ..disk.durable import (
-    _CANNOT_LINK,
+    CANNOT_LINK,
     create_file,
     durable_link,
     durable_write,
     fsync_dir,
     make_dirs,
+    name_new,
     publish,
+    remove_tree,
     temporary_beside,
     translated,
     write_all,
     write_new,
 )
-from ..disk.file_io import pread_all
-from ..disk.temporary_names import is_temporary
+from ..disk.file_io import pread_all, version_of
+from ..disk.temporary_names import is_temporary, stem_of
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
-# What flock() answers on a mount without locks.
-_CANNOT_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 LOCK_SECONDS = 10.0
+"""A holder that shows no other mark for so long has ended: each change takes milliseconds."""
+TICK_NS = 2_000_000_000
+"""The coarsest clock of a file system: vfat."""
 
 
-def _lock(file: int, path: Path) -> None:
-    """Lock an open file that others change in milliseconds. Raises StoreUnavailableError when one of them hangs."""
-    for _ in Poll(LOCK_SECONDS, BRIEF):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            continue
-        except OSError as error:
-            if error.errno in _CANNOT_LOCK:
-                return
-            raise
-    raise StoreUnavailableError(f"{path} is locked by another process", path=path)
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold ``path`` against other changes, also of other hosts: a mark beside it, made by an exclusive create.
 
+    No flock: on NFS with ``nolock``, Lustre with ``localflock`` and most FUSE servers it holds within one host only.
+    The mark of a holder that has ended is removed after ``LOCK_SECONDS`` by this host's clock. Only then, and only
+    when two remove it in the same instant, can two hold ``path``.
 
-def _etag(status: os.stat_result) -> str:
-    return f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}"
-
-
-def _etag_at(path: Path) -> str:
+    Raises StoreUnavailableError: others hold it all the time.
+    """
+    mark, own = path.with_name(f".{stem_of(path.name)}.{'0' * 8}.tmp"), secrets.token_bytes(8)
+    seen, since = b"", time.monotonic()
+    for _ in Poll(3 * LOCK_SECONDS, BRIEF):
+        with contextlib.suppress(FileExistsError):
+            file = create_file(mark)
+            break
+        holder = _mark_of(mark)
+        if holder != seen:
+            seen, since = holder, time.monotonic()
+        elif time.monotonic() - since > LOCK_SECONDS and _mark_of(mark) == seen:
+            mark.unlink(missing_ok=True)
+    else:
+        raise StoreUnavailableError(f"{path} is locked by other processes", hint="Try again later", path=path)
     try:
-        return _etag(path.stat())
-    except FileNotFoundError:
-        return ""
+        try:
+            write_all(file, own)
+        finally:
+            os.close(file)
+        if _mark_of(mark) != own:
+            raise StoreUnavailableError(f"{path} is locked by another process", hint="Try again later", path=path)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if _mark_of(mark) in (own, b""):
+                mark.unlink()
+
+
+def _mark_of(mark: Path) -> bytes:
+    try:
+        return mark.read_bytes()
+    except OSError:
+        return b""
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
 
 
 class LocalStore:
@@ -80,7 +107,7 @@ class LocalStore:
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         status = await asyncio.to_thread(self._stat, path)
-        return ObjectInfo(key, status.st_size, _etag(status))
+        return ObjectInfo(key, status.st_size, version_of(status))
 
     def _stat(self, path: Path) -> os.stat_result:
         with translated(path, self.tier):
@@ -111,7 +138,7 @@ class LocalStore:
                 if len(data) < byte_range.size_bytes:
                     raise short_answer(self.uri, key, byte_range, len(data))
                 # After the read: an etag that still matches now was the file's etag while it was read.
-                if if_match is not None and _etag(os.fstat(file)) != if_match:
+                if if_match is not None and version_of(os.fstat(file)) != if_match:
                     raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
             finally:
                 os.close(file)
@@ -123,7 +150,16 @@ class LocalStore:
 
     def _put_over(self, path: Path, data: Buffer) -> None:
         make_dirs(path.parent, tier=self.tier)
+        self._write(path, data)
+
+    def _write(self, path: Path, data: Buffer) -> None:
+        """Replace ``path``. It is later than what it replaces, also within one tick of a coarse clock: no two versions
+        have one etag."""
+        before = _modified_ns(path)
         durable_write(path, data, tier=self.tier)
+        with contextlib.suppress(OSError):  # a mount that sets no times is no vfat; what is gone has no version
+            if path.stat().st_mtime_ns <= before:
+                os.utime(path, ns=(before + TICK_NS, before + TICK_NS))
 
     def _put_new(self, path: Path, data: Buffer) -> None:
         make_dirs(path.parent, tier=self.tier)
@@ -133,26 +169,27 @@ class LocalStore:
             fsync_dir(path.parent)
 
     def _claim(self, temporary: Path, path: Path) -> None:
-        """Publish ``temporary`` as ``path`` unless it exists. link() decides between racing callers, also over NFS."""
+        """Publish ``temporary`` as ``path`` unless it exists: by the lock where no system call decides that."""
         exists = PreconditionFailedError(f"{path} exists", path=path, tier=self.tier)
         try:
-            os.link(temporary, path)
+            name_new(temporary, path)
         except FileExistsError:
             # An NFS server that answered twice says "exists" about our own link: then the file has two names.
             if temporary.stat().st_nlink != 2:
                 raise exists from None
         except OSError as error:
-            if error.errno not in _CANNOT_LINK:
+            if error.errno not in CANNOT_LINK:
                 raise
-            self.has_put_if_absent = False  # no hard links on this mount: check, then put, and say so
-            if path.exists():
-                raise exists from None
-            temporary.replace(path)
+            self.has_put_if_absent = False  # check, then put, and say so
+            with _locked(path):
+                if path.exists():
+                    raise exists from None
+                temporary.replace(path)
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         path = self._path(key)
         try:
-            write = partial(durable_write, path, data, tier=self.tier)
+            write = partial(self._write, path, data)
             await to_completion(asyncio.to_thread(self._change, path, etag, write))
         except ObjectNotFoundError:
             raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
@@ -167,18 +204,14 @@ class LocalStore:
     def _change(self, path: Path, etag: str, change: Callable[[], None]) -> None:
         """Do ``change`` while ``path`` is the file of ``etag``, and nobody else can ``replace`` or ``remove`` it.
 
-        The lock is on the very file that goes: who comes second finds another file under the name, or none. A crash
-        gives it up. On a mount that has no locks two may both find it as they saw it.
+        Raises ObjectNotFoundError, PreconditionFailedError.
         """
         with translated(path, self.tier):
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                _lock(file, path)
-                if {_etag(os.fstat(file)), _etag_at(path)} != {etag}:
+            path.stat()  # a directory that is not there has no lock either
+            with _locked(path):
+                if version_of(path.stat()) != etag:
                     raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
                 change()
-            finally:
-                os.close(file)
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         path = self._path(key)
@@ -239,7 +272,7 @@ class LocalStore:
             elif entry.is_file() and not is_temporary(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
-                    infos.append(ObjectInfo(key, status.st_size, _etag(status)))
+                    infos.append(ObjectInfo(key, status.st_size, version_of(status)))
         return infos, directories
 
     def _entries(self, prefix: str) -> builtins.list[os.DirEntry[str]]:
@@ -280,7 +313,7 @@ class LocalStore:
     def _delete_dir(self, path: Path) -> None:
         try:
             with translated(path, self.tier):
-                shutil.rmtree(path)
+                remove_tree(path)
                 fsync_dir(path.parent)
         except ObjectNotFoundError:
             pass
