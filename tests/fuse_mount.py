@@ -75,10 +75,17 @@ class FuseMount:
 
     def __init__(self, base: Path, control: dict[str, Any]) -> None:
         self.path, self.backing = base / "mount", base / "backing"
+        self.server: subprocess.Popen[str] | None = None
         self._control, self._said = base / "control.json", control
         self.path.mkdir()
         self.backing.mkdir()
         self.set()
+
+    def kill(self) -> None:
+        """The server dies: every call fails with ENOTCONN."""
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
 
     def set(self, **control: Any) -> None:
         """Lack something else from the next call on."""
@@ -94,7 +101,7 @@ def mounted(base: Path, **control: Any) -> Iterator[FuseMount]:
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
     mount = FuseMount(base, control)
-    server = subprocess.Popen(
+    mount.server = server = subprocess.Popen(
         [sys.executable, __file__, str(base)], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
     )
     try:
