@@ -22,6 +22,7 @@ import tierckpt
 from tests.compat.worker import launch
 from tests.states import same, save, small_state
 from tierckpt.client import close_all
+from tierckpt.disk.processes import pid_namespace
 from tierckpt.errors import (
     CapacityError,
     CheckpointNotFoundError,
@@ -210,7 +211,8 @@ def test_a_directory_in_use_is_refused_and_untouched(file_uri: str, tmp_path: Pa
 
 def test_what_a_killed_export_left_is_replaced(file_uri: str, tmp_path: Path) -> None:
     save(f"{file_uri}/step-1", {"w": torch.ones(3)})
-    leftover = tmp_path / ".out.exporting"
+    ended = f"{pid_namespace():08x}{0x7FFFFFFF:08x}{1:016x}{0:08x}"  # no process has this number
+    leftover = tmp_path / f".out.exporting.{ended}.tmp"
     leftover.mkdir()
     (leftover / "model-00001-of-00009.safetensors").write_bytes(b"half")
     export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
@@ -237,7 +239,7 @@ def test_a_kill_between_two_files_shows_no_directory(file_uri: str, tmp_path: Pa
     save(f"{file_uri}/step-1", state)
     done = subprocess.run([sys.executable, "-c", KILLED, f"{file_uri}/step-1", str(tmp_path / "out")], timeout=60)
     assert done.returncode == -9
-    assert (tmp_path / ".out.exporting/model-00001-of-00002.safetensors").exists()
+    assert list(tmp_path.glob(".out.exporting.*.tmp/model-00001-of-00002.safetensors"))
     assert not (tmp_path / "out").exists()
     export_safetensors(f"{file_uri}/step-1", tmp_path / "out", shard_size_bytes_max=1000)
     assert same(tierckpt.load_safetensors(tmp_path / "out"), state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -21,21 +22,24 @@ from ..disk.durable import (
     durable_write,
     fsync_dir,
     make_dirs,
+    matching,
     publish,
     remove_tree,
     space_of,
     translated,
 )
 from ..disk.file_lock import try_lock
-from ..disk.temporary_names import beside
-from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError
+from ..disk.temporary_names import beside, is_abandoned, stem_of, temporary_of_this_process
+from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, StoreError
 from ..format.layout import local_dir
 from ..format.uris import local_path
 from ..quantities import human_bytes
-from ..telemetry import ignore_progress
+from ..telemetry import ignore_progress, logger
 from ..types import Json, Progress, ProgressListener
 from .dtypes import name_of
 from .export_file import Item, in_file_order, write_file
+
+log = logger("export")
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -240,16 +244,20 @@ def _check_target(target: Path) -> None:
 def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     """Yield a directory beside ``target`` that takes its name when the block ends well, and goes when it does not.
 
-    One process exports to a target at a time. What a killed export left is removed by the next one.
+    One process of a node exports to a target at a time; of several nodes each has a directory of its own, and the first
+    one wins. What a killed export left is removed by the next one of its node.
     """
-    directory = beside(target, ".exporting")
+    stem = f"{target.name}.exporting"
+    directory = target.with_name(temporary_of_this_process(stem))
     with translated(target):
         make_dirs(target.parent)
         check_room(target.parent, size_bytes)
-        with try_lock(directory.with_name(f"{directory.name}.lock"), remove=True) as held:
+        with _held_where_locks_are(beside(target, ".exporting.lock")) as held:
             if not held:
                 raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
-            remove_tree(directory, ignore_errors=True)
+            for left in matching(target.parent, f".{glob.escape(stem_of(stem))}.*.tmp"):
+                if is_abandoned(left.name):
+                    remove_tree(left, ignore_errors=True)
             directory.mkdir()
             try:
                 yield directory
@@ -258,6 +266,19 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
             except BaseException:
                 remove_tree(directory, ignore_errors=True)
                 raise
+
+
+@contextlib.contextmanager
+def _held_where_locks_are(path: Path) -> Iterator[bool]:
+    """``try_lock``; True without a lock on a file system that has none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            held = bool(stack.enter_context(try_lock(path, remove=True)))
+        except StoreError as error:
+            log.info("%s", error.message)
+            path.unlink(missing_ok=True)
+            held = True
+        yield held
 
 
 def check_room(parent: Path, size_bytes: int) -> None:
