@@ -23,7 +23,9 @@ import fsspec
 import pytest
 
 import tierckpt
+from tests.fuse_mount import mounted
 from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub, oid
+from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.errors import (
     ConfigError,
@@ -492,6 +494,25 @@ def test_what_was_fetched_and_not_published_is_published_by_the_next(hub: FakeHu
     before = hub.sent.total()
     assert snapshot_holds(tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True), files)
     assert hub.sent.total() == before
+
+
+@pytest.mark.parametrize("no", [["link"], ["symlink"], ["symlink", "link"]])
+def test_that_cache_where_the_file_system_has_no_links(hub: FakeHub, tmp_path: Path, no: list[str]) -> None:
+    """SMB, exFAT: a snapshot holds the files themselves, as those libraries write it there; nothing is kept twice."""
+    files = published(hub)
+    (tmp_path / "fuse").mkdir()
+    with mounted(tmp_path / "fuse", no=no) as mount:
+        cache = mount.path / "cache"
+        snapshot, before = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True), hub.sent.total()
+        paths = [path for path in snapshot.rglob("*") if not path.is_dir()]
+        assert {str(path.relative_to(snapshot)): path.read_bytes() for path in paths} == files
+        assert any(path.is_symlink() for path in paths) == ("symlink" not in no)
+        assert tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True) == snapshot
+        assert hub.sent.total() == before, "it is all there"
+        root = cache / "models--org--model-1.5B"
+        assert any((root / "blobs").iterdir()) == (len(no) < 2)
+        assert {path.name for path in root.iterdir()} == {"blobs", "refs", "snapshots"}
+        close_all()
 
 
 def test_a_part_of_a_repository_and_only_some_files(hub: FakeHub, tmp_path: Path) -> None:

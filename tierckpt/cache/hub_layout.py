@@ -32,6 +32,7 @@ from ..disk.durable import (
     CANNOT_LINK,
     durable_write,
     fsync_dir,
+    hard_link,
     link_or_copy,
     make_dirs,
     matching,
@@ -137,7 +138,7 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
     temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")  # as those libraries name theirs
     try:
         try:
-            os.link(source, temporary)
+            hard_link(source, temporary)
         except OSError as error:
             if error.errno not in CANNOT_LINK:
                 raise

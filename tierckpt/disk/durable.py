@@ -198,7 +198,7 @@ def matching(directory: Path, pattern: str) -> list[Path]:
         names = os.listdir(directory)  # noqa: PTH208  # a third of the time
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
+            raise translate_os_error(error, directory, Tier.LOCAL) from error
         return []
     return [directory / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
@@ -307,6 +307,18 @@ def replace_file(new: Path, path: Path) -> None:
         new.replace(path)
 
 
+def hard_link(source: Path, target: Path) -> None:
+    """``os.link``. Raises OSError: one of ``CANNOT_LINK`` where no hard link can be made."""
+    try:
+        with requests.asking():
+            os.link(source, target)
+    except FileNotFoundError as error:
+        if source.lstat().st_nlink:
+            raise
+        # The file system counts no links; the kernel takes the file for a removed one.
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(source)) from error
+
+
 def rename_new(new: Path, path: Path) -> None:
     """Rename ``new`` to ``path``, unless that exists. Raises FileExistsError; OSError where there is no such call."""
     if not hasattr(_libc, "renameat2"):
@@ -327,8 +339,7 @@ def name_new(new: Path, path: Path) -> None:
         OSError: one of ``CANNOT_LINK`` where the file system has neither.
     """
     try:
-        with requests.asking():
-            os.link(new, path)
+        hard_link(new, path)
     except FileExistsError:
         raise
     except OSError as error:
@@ -396,7 +407,7 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
     """
     with translated(target, tier):
         try:
-            os.link(source, target)
+            hard_link(source, target)
         except FileExistsError:
             if not is_same_file(source, target):
                 raise PreconditionFailedError(f"{target} exists and is another file", path=target, tier=tier) from None
