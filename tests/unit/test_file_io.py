@@ -7,12 +7,14 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.fuse_mount import mounted
 from tierckpt.disk import file_io
-from tierckpt.disk.file_io import DirectFile, open_direct, read_direct, read_into
+from tierckpt.disk.file_io import DirectFile, open_direct, read_direct, read_into, stat_version
 from tierckpt.quantities import DISK_BLOCK_BYTES
 
 SIZE = 5 * DISK_BLOCK_BYTES + 777
@@ -150,3 +152,33 @@ def test_an_error_ends_a_direct_read_with_what_there_was(
     file = os.open(path, os.O_RDONLY)
     assert read_direct(file, memory[PADDED:], 0) == DISK_BLOCK_BYTES
     os.close(file)
+
+
+def test_direct_io_that_is_refused_at_the_first_write_or_read(tmp_path: Path, memory: memoryview) -> None:
+    """ZFS before 2.3, some FUSE servers: the open goes well. Several threads write to the same descriptor."""
+    with mounted(tmp_path, no=["direct_io"]) as mount:
+        path, file = mount.path / "file", DirectFile()
+        file.create(path)
+        assert file.direct
+        starts = range(0, PADDED, DISK_BLOCK_BYTES)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda start: file.write(memory[start : start + DISK_BLOCK_BYTES], start), starts))
+        assert not file.direct and not os.get_inheritable(file.fd)
+        file.cut(SIZE, durable=True)
+        file.close()
+        assert path.read_bytes() == memory[:SIZE]
+        direct = open_direct(path, os.O_RDONLY)
+        assert direct is not None
+        assert read_direct(direct, memory[PADDED : PADDED + DISK_BLOCK_BYTES], 0) == 0
+        os.close(direct)
+
+
+def test_a_version_is_the_size_and_the_time_of_the_last_write(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"data")
+    before = stat_version(path.stat())
+    os.link(path, tmp_path / "other")
+    path.chmod(0o600)
+    assert stat_version(path.stat()) == before
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert stat_version(path.stat()) != before

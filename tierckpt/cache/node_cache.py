@@ -29,6 +29,7 @@ from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse
 from ..format.manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..poll import SHARED, Poll
 from ..stores.base import Store
+from ..stores.local import LocalStore, young_seconds
 from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
@@ -154,6 +155,9 @@ class NodeCache:
         store, name = self.store_at(location.parent), location.name
         if info is None:
             info = await store.head(name)
+            if isinstance(store, LocalStore) and (seconds := young_seconds([info.etag])):  # as ``from_listing``
+                await asyncio.sleep(seconds)
+                info = await store.head(name)
         path = name if is_safe_path(name) else digest_of(name.encode(errors="replace"))  # no file has such a name here
         wanted = FileSpec(path, name, info.size_bytes, info.etag)
         return ResolvedUri(location, store, self._frozen(location, [wanted]), only=wanted)

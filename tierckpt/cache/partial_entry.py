@@ -58,7 +58,7 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
 from .content_digest import check_content
 from .direct_write import write_at
-from .file_set import FileSet, Receipt, decode
+from .file_set import FileSet, FileSpec, Receipt, decode
 
 log = logger("cache")
 
@@ -402,6 +402,7 @@ class PartialEntry:
                     self.append_line(f"!{index}.")
             except FileExistsError:
                 file = open_regular(path, os.O_RDWR)
+                self._check_own_name(path, item)
             try:
                 status = os.fstat(file)
                 if self.preallocate and item.size_bytes > status.st_blocks * 512:
@@ -412,6 +413,17 @@ class PartialEntry:
                 os.close(file)
         self._prepared.add(index)
         return path
+
+    def _check_own_name(self, path: Path, item: FileSpec) -> None:
+        """Raise StoreError when ``path`` is another file here, whose name differs by case only (vfat, exFAT, SMB)."""
+        twins = [other.path for other in self.frozen.files if other.path.casefold() == item.path.casefold()]
+        if len(twins) > 1 and path.name not in os.listdir(path.parent):  # noqa: PTH208
+            raise StoreError(
+                f"the file system of {self.directory} takes {' and '.join(twins)} for one name",
+                hint="Choose a directory on a file system that tells them apart, or leave one out (--exclude)",
+                path=path,
+                tier=Tier.LOCAL,
+            )
 
     def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
         """Copy a range whose chunks have all landed; False when one has not (after a look), or the file is elsewhere

@@ -24,6 +24,7 @@ from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path
 from ..quantities import human_bytes
 from ..stores.base import RangeSource, Store
+from ..stores.local import LocalStore, young_seconds
 from ..telemetry import logger
 from ..types import Json, ProgressListener, Tier
 from .entry import CacheEntry
@@ -78,10 +79,25 @@ class PrefetchResult(FetchStats):
 async def from_listing(store: Store, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[FileSpec]:
     """Freeze every file under the store's root, except our own private ones.
 
+    A file that was written a moment ago, on a file system with coarse times, is looked at again when its time can no
+    longer be that of another write: else the cache would serve it for what another write makes of it.
+
     Raises:
         ObjectNotFoundError: there is nothing there.
         ConfigError: a key that ``select`` would choose and that cannot be a file name below the target directory.
     """
+    wanted = await _listed(store)
+    if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
+        await asyncio.sleep(seconds)
+        wanted = await _listed(store)
+    if not wanted:
+        raise ObjectNotFoundError(
+            f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
+        )
+    return sorted(wanted, key=lambda item: item.path)
+
+
+async def _listed(store: Store) -> list[FileSpec]:
     wanted = []
     async for info in store.list():
         if info.key.startswith(f"{PRIVATE_DIR}/") or info.key.endswith("/"):
@@ -100,11 +116,7 @@ async def from_listing(store: Store, include: Sequence[str] = (), exclude: Seque
                 hint="Leave it out with --exclude; a name has 255 bytes at most, and is neither empty nor '..'",
             )
         wanted.append(FileSpec(info.key, info.key, info.size_bytes, info.etag))
-    if not wanted:
-        raise ObjectNotFoundError(
-            f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
-        )
-    return sorted(wanted, key=lambda item: item.path)
+    return wanted
 
 
 def select(files: Sequence[FileSpec], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[FileSpec]:

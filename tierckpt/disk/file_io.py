@@ -67,11 +67,12 @@ class DirectFile:
         Where direct I/O is refused only now, or wants more alignment than there is, the page cache is used.
         """
         while view:
+            was_direct = self.direct  # another thread may leave direct I/O meanwhile
             try:
                 with requests.asking():
                     count = os.pwrite(self.fd, view, offset)
             except OSError as error:
-                if not self.direct or error.errno not in DIRECT_REFUSED:
+                if not was_direct or error.errno not in DIRECT_REFUSED:
                     raise
                 self._leave_direct()
                 continue
@@ -134,7 +135,7 @@ def read_into(file: int, into: memoryview, offset: int) -> int:
     return done
 
 
-def version_of(status: os.stat_result) -> str:
+def stat_version(status: os.stat_result) -> str:
     """The version of a file, as far as its status tells: the time of the last write, and the size.
 
     No inode number: FUSE servers give one file another at each look, and a copy of a tree has others. No ctime: a hard

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from ..disk.file_io import version_of
+from ..disk.file_io import stat_version
 from ..disk.io_tuner import MODEL_WAYS, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
@@ -81,7 +81,7 @@ class Directory:
             return None
         if not stat.S_ISREG(found.st_mode):
             return None
-        return ObjectInfo(name, found.st_size, version_of(found))
+        return ObjectInfo(name, found.st_size, stat_version(found))
 
     def open(self, name: str) -> LocalCopy:
         return LocalCopy(self.path / name, Tier.LOCAL, self.tuner)

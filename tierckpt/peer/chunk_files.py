@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from ..cache.file_set import FileSet, decode, from_manifest
 from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog, is_being_filled
 from ..disk.claims import holder_of, is_live
-from ..disk.file_io import read_into
+from ..disk.file_io import read_into, stat_version
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError
 from ..format.layout import MANIFEST
@@ -384,9 +384,8 @@ def read_beneath(directory: Path, relative: str) -> bytes:
         return stream.read(MANIFEST_BYTES_MAX)
 
 
-def _seen(path: Path) -> tuple[int, ...]:
-    status = path.lstat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _seen(path: Path) -> str:
+    return stat_version(path.lstat())
 
 
 def _size(path: Path) -> int:

@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ..disk.durable import (
     write_all,
     write_new,
 )
-from ..disk.file_io import pread_all, version_of
+from ..disk.file_io import pread_all, stat_version
 from ..disk.temporary_names import is_temporary, stem_of
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
@@ -85,6 +85,17 @@ def _mark_of(mark: Path) -> bytes:
         return b""
 
 
+def young_seconds(etags: Iterable[str | None]) -> float:
+    """Seconds until none of these etags of a ``LocalStore`` can be that of a later write as well: 0 mostly.
+
+    On a file system whose clock ticks in seconds (vfat, some NFS servers) a write within the tick of the one before,
+    and of the same size, gives the file the etag that it had.
+    """
+    times = (int(etag.partition("-")[0], 16) for etag in etags if etag)
+    left = (time_ns + TICK_NS - time.time_ns() for time_ns in times if time_ns % 1_000_000_000 == 0)
+    return min(max(0, *left, 0), TICK_NS) / 1e9
+
+
 def _modified_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
@@ -107,7 +118,7 @@ class LocalStore:
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         status = await asyncio.to_thread(self._stat, path)
-        return ObjectInfo(key, status.st_size, version_of(status))
+        return ObjectInfo(key, status.st_size, stat_version(status))
 
     def _stat(self, path: Path) -> os.stat_result:
         with translated(path, self.tier):
@@ -138,7 +149,7 @@ class LocalStore:
                 if len(data) < byte_range.size_bytes:
                     raise short_answer(self.uri, key, byte_range, len(data))
                 # After the read: an etag that still matches now was the file's etag while it was read.
-                if if_match is not None and version_of(os.fstat(file)) != if_match:
+                if if_match is not None and stat_version(os.fstat(file)) != if_match:
                     raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
             finally:
                 os.close(file)
@@ -209,7 +220,7 @@ class LocalStore:
         with translated(path, self.tier):
             path.stat()  # a directory that is not there has no lock either
             with _locked(path):
-                if version_of(path.stat()) != etag:
+                if stat_version(path.stat()) != etag:
                     raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
                 change()
 
@@ -272,7 +283,7 @@ class LocalStore:
             elif entry.is_file() and not is_temporary(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
-                    infos.append(ObjectInfo(key, status.st_size, version_of(status)))
+                    infos.append(ObjectInfo(key, status.st_size, stat_version(status)))
         return infos, directories
 
     def _entries(self, prefix: str) -> builtins.list[os.DirEntry[str]]:
