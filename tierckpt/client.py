@@ -28,6 +28,7 @@ from .cache.prefetch import PrefetchResult
 from .checkpoint import epoch, in_flight
 from .checkpoint.journal import Entry
 from .config import Settings
+from .disk.durable import translate_os_error
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .format.layout import Location, parse_uri, step_of
 from .format.uris import local_path
@@ -88,6 +89,11 @@ class Client:
             raise
         try:
             return future.result()
+        except OSError as error:
+            if isinstance(error, TierckptError) or error.errno is None:
+                raise
+            path = Path(os.fsdecode(error.filename)) if error.filename else self.mover.settings.local_root
+            raise translate_os_error(error, path, Tier.LOCAL) from error
         except BaseException:
             if not future.done():  # interrupted: the caller closes what the work uses, so first the work ends
                 future.cancel()

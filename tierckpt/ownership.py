@@ -193,7 +193,7 @@ def _refused(path: Path, fault: str) -> PermissionDeniedError:
         f"{what} {fault}",
         hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory of your own that nobody else can write to, "
         "or to a new one below it, which is made for you alone. If this one is yours and you know all that is in it: "
-        "`chmod -R go-w` it",
+        "`chmod -R go-w` it; where modes cannot be changed (SMB, vfat), mount it with your uid and umask=077",
         path=path,
         tier=Tier.LOCAL,
     )

@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.fuse_mount import mounted
 from tierckpt.disk import claims as owner
-from tierckpt.disk.claims import Claims, Heartbeat, Owner, is_live
+from tierckpt.disk.claims import Claims, Heartbeat, Owner, holder_of, is_live
 
 
 @pytest.fixture
@@ -220,3 +223,58 @@ def test_names_that_are_no_owners_hold_nothing(folder: Path, beats: Path) -> Non
     mine, _ = holder(folder, beats)
     (folder / "chunk").symlink_to("anything at all")
     assert mine.take("chunk")
+
+
+# --- where a claim cannot be a symbolic link ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_links(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path, no=["symlink", "link", "utime"]) as mount:
+        (mount.path / "claims").mkdir()
+        yield mount.path
+
+
+def test_one_of_many_gets_a_claim_where_there_are_no_links(without_links: Path) -> None:
+    folder, beats = without_links / "claims", without_links / "owners"
+    everyone = [holder(folder, beats)[0] for _ in range(6)]
+    with ThreadPoolExecutor(len(everyone)) as pool:
+        for name in ("one", "two"):
+            won = list(pool.map(lambda claims, name=name: claims.take(name), everyone))
+            assert won.count(True) == 1 and all(claims.is_held(name) for claims in everyone)
+            assert everyone[0].count() == 1
+            winner = everyone[won.index(True)]
+            assert holder_of(folder / name) == winner.holder(name)
+            winner.release(name)
+            assert not winner.is_held(name) and everyone[0].take(name)
+            everyone[0].release(name)
+
+
+def test_a_dead_holders_claim_is_taken_where_there_are_no_links(without_links: Path) -> None:
+    mine, _ = holder(without_links / "claims", without_links / "owners")
+    (without_links / "claims/chunk").write_text("1-1-1-dead")
+    assert not mine.is_held("chunk") and mine.take("chunk") and mine.taken_over == 1
+
+
+def test_a_claim_that_is_being_made_is_left_alone(without_links: Path) -> None:
+    """Between the create and the write of its name; a holder that ended there holds it for ``SILENT_SECONDS``."""
+    mine, _ = holder(without_links / "claims", without_links / "owners")
+    path = without_links / "claims/chunk"
+    path.touch()
+    assert not mine.take("chunk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, "SILENT_SECONDS", -1.0)
+        assert mine.take("chunk")
+    assert mine.is_held("chunk")
+
+
+def test_a_heart_beats_where_no_times_can_be_set(without_links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
+    _, presence = holder(without_links / "claims", without_links / "owners")
+    path = without_links / "owners" / presence.name
+    first = path.stat().st_mtime_ns
+    deadline = time.monotonic() + 30
+    while path.stat().st_mtime_ns == first:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    presence.end()

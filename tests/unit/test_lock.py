@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuse_mount import mounted
 from tierckpt.disk.file_lock import lock, try_lock
-from tierckpt.errors import OperationTimeoutError
+from tierckpt.errors import OperationTimeoutError, StoreError
 
 
 def test_who_is_refused_does_not_remove_the_lock_of_who_holds_it(tmp_path: Path) -> None:
@@ -103,3 +104,24 @@ def test_a_lock_let_go_of_in_order_is_not_inherited(tmp_path: Path) -> None:  # 
         assert next_holder
         with try_lock(path, inherited=inherited) as late:
             assert not late
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, number: int) -> None:
+    with mounted(tmp_path, no=["flock"], numbers={"flock": number}) as mount:
+        with pytest.raises(StoreError, match="no file locks") as caught, try_lock(mount.path / "lock"):
+            raise AssertionError("there is no lock")
+        assert str(mount.path) in caught.value.message and "TIERCKPT_LOCAL_ROOT" in caught.value.hint
+
+
+def test_a_lock_holds_where_inode_numbers_change_at_each_look(tmp_path: Path) -> None:
+    with mounted(tmp_path, inodes="changing") as mount:
+        path = mount.path / "lock"
+        with try_lock(path, remove=True) as first, try_lock(path) as second:
+            assert first and not second
+        assert not path.exists()
+        with try_lock(path) as first:
+            assert first
+            path.unlink()
+            with try_lock(path) as second:
+                assert second  # K3

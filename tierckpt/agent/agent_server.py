@@ -23,7 +23,7 @@ from ..disk import priority
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
 from ..disk.quarantine import set_aside
-from ..errors import ConfigError, PartialTransferError, TierckptError
+from ..errors import ConfigError, PartialTransferError, StoreError, TierckptError
 from ..ipc.agent_breaker import LOCK
 from ..ipc.agent_client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
 from ..mover import Mover
@@ -32,7 +32,7 @@ from ..process_start import END_SECONDS, end_later
 from ..quantities import human_bytes
 from ..replication.replicator import Replicator
 from ..telemetry import emit_rows, logger
-from ..types import Json, Progress
+from ..types import Json, Progress, Tier
 from .connection import Connection, close_all
 from .handoffs import Handoffs
 from .log_file import LogFile
@@ -196,8 +196,17 @@ class Agent:
         if not (socket_file.is_dir() and set_aside(socket_file)):
             socket_file.unlink(missing_ok=True)  # we hold the lock: nobody listens there any more
         with socket_path(self._directory) as path:
-            listener.bind(path)
-        (self._directory / SOCKET).chmod(0o600)
+            try:
+                listener.bind(path)
+            except OSError as error:
+                raise StoreError(
+                    f"no Unix socket can be made in {self._directory}: {error.strerror}",
+                    hint="Set TIERCKPT_LOCAL_ROOT to a directory on a disk of this node; until then each process "
+                    "drains what it saves itself",
+                    tier=Tier.LOCAL,
+                ) from error
+        with contextlib.suppress(PermissionError):  # it sets no modes; nobody else enters the directory
+            (self._directory / SOCKET).chmod(0o600)
         listener.listen(128)
         return listener
 

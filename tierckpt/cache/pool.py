@@ -111,11 +111,10 @@ class Pool:
         pool moves the rest.
         """
         former = self.root / ".book"
-        for left in matching(former, "*"):
-            with contextlib.suppress(OSError, TierckptError):
+        with contextlib.suppress(OSError, TierckptError):
+            for left in matching(former, "*"):
                 make_dirs(self.state_dir(left.name).parent)
                 left.rename(self.state_dir(left.name))
-        with contextlib.suppress(OSError):
             former.rmdir()
 
     def directory(self, name: str) -> Path:
