@@ -6,7 +6,6 @@ import asyncio
 import builtins
 import contextlib
 import os
-import secrets
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -29,7 +28,8 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import pread_all, stat_version
-from ..disk.temporary_names import is_temporary, stem_of
+from ..disk.processes import boot_id
+from ..disk.temporary_names import is_abandoned, is_temporary, stem_of, temporary_of_this_process
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
@@ -46,43 +46,58 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold ``path`` against other changes, also of other hosts: a mark beside it, made by an exclusive create.
 
     No flock: on NFS with ``nolock``, Lustre with ``localflock`` and most FUSE servers it holds within one host only.
-    The mark of a holder that has ended is removed after ``LOCK_SECONDS`` by this host's clock. Only then, and only
-    when two remove it in the same instant, can two hold ``path``.
+    The mark of a process of this machine that has ended is removed at once, another after ``LOCK_SECONDS`` by this
+    host's clock. Only then, and only when two remove it in the same instant, can two hold ``path``.
 
     Raises StoreUnavailableError: others hold it all the time.
     """
-    mark, own = path.with_name(f".{stem_of(path.name)}.{'0' * 8}.tmp"), secrets.token_bytes(8)
-    seen, since = b"", time.monotonic()
+    mark = path.with_name(f".{stem_of(path.name)}.{'0' * 8}.tmp")
+    boot, name = boot_id(), temporary_of_this_process("lock")
+    seen, since, own = "", time.monotonic(), f"{boot} {name}"
     for _ in Poll(3 * LOCK_SECONDS, BRIEF):
         with contextlib.suppress(FileExistsError):
-            file = create_file(mark)
+            _put_mark(mark, own)
             break
         holder = _mark_of(mark)
         if holder != seen:
             seen, since = holder, time.monotonic()
-        elif time.monotonic() - since > LOCK_SECONDS and _mark_of(mark) == seen:
+        has_ended = holder.startswith(f"{boot} ") and is_abandoned(holder)
+        if (has_ended or time.monotonic() - since > LOCK_SECONDS) and _mark_of(mark) == seen:
             mark.unlink(missing_ok=True)
     else:
         raise StoreUnavailableError(f"{path} is locked by other processes", hint="Try again later", path=path)
     try:
-        try:
-            write_all(file, own)
-        finally:
-            os.close(file)
         if _mark_of(mark) != own:
             raise StoreUnavailableError(f"{path} is locked by another process", hint="Try again later", path=path)
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _mark_of(mark) in (own, b""):
+            if _mark_of(mark) == own:
                 mark.unlink()
 
 
-def _mark_of(mark: Path) -> bytes:
+def _put_mark(mark: Path, own: str) -> None:
+    """Make the mark, whole where the file system can. Raises FileExistsError."""
+    if mark.exists():
+        raise FileExistsError(mark)
+    with temporary_beside(mark) as temporary:
+        write_new(temporary, own.encode(), is_durable=False)
+        try:
+            name_new(temporary, mark)
+        except FileExistsError:
+            if _mark_of(mark) != own:  # else an NFS server has answered twice
+                raise
+        except OSError as error:
+            if error.errno not in CANNOT_LINK:
+                raise
+            write_new(mark, own.encode(), is_durable=False)
+
+
+def _mark_of(mark: Path) -> str:
     try:
-        return mark.read_bytes()
+        return mark.read_text(errors="replace")
     except OSError:
-        return b""
+        return ""
 
 
 def young_seconds(etags: Iterable[str | None]) -> float:
