@@ -81,7 +81,7 @@ def _put_mark(mark: Path, own: str) -> None:
     if mark.exists():
         raise FileExistsError(mark)
     with temporary_beside(mark) as temporary:
-        write_new(temporary, own.encode(), is_durable=False)
+        write_new(temporary, own.encode())
         try:
             name_new(temporary, mark)
         except FileExistsError:
@@ -90,7 +90,7 @@ def _put_mark(mark: Path, own: str) -> None:
         except OSError as error:
             if error.errno not in CANNOT_LINK:
                 raise
-            write_new(mark, own.encode(), is_durable=False)
+            write_new(mark, own.encode())
 
 
 def _mark_of(mark: Path) -> str:
