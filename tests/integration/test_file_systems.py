@@ -204,8 +204,9 @@ def of_the_kernel(kind: str, base: Path) -> Iterator[Path]:
                 pytest.skip(f"no {kind} here: {error}")
         yield mount
     finally:
+        close_all()  # drains go on in the background, and hold files open
         for path in (mount, base / "disk"):
-            subprocess.run(["umount", str(path)], check=False, capture_output=True)
+            subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
 
 
 @pytest.mark.slow
