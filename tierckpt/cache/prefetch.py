@@ -86,10 +86,10 @@ async def from_listing(store: Store, include: Sequence[str] = (), exclude: Seque
         ObjectNotFoundError: there is nothing there.
         ConfigError: a key that ``select`` would choose and that cannot be a file name below the target directory.
     """
-    wanted = await _listed(store)
+    wanted = await _listed(store, include, exclude)
     if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
         await asyncio.sleep(seconds)
-        wanted = await _listed(store)
+        wanted = await _listed(store, include, exclude)
     if not wanted:
         raise ObjectNotFoundError(
             f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
@@ -97,7 +97,7 @@ async def from_listing(store: Store, include: Sequence[str] = (), exclude: Seque
     return sorted(wanted, key=lambda item: item.path)
 
 
-async def _listed(store: Store) -> list[FileSpec]:
+async def _listed(store: Store, include: Sequence[str], exclude: Sequence[str]) -> list[FileSpec]:
     wanted = []
     async for info in store.list():
         if info.key.startswith(f"{PRIVATE_DIR}/") or info.key.endswith("/"):
