@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite check lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
+.PHONY: help test test-all azurite check lock matrix newest-torch lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
   bench-fanout bench-fanout-simulation bench-gpu bench-hosts bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve clean
 
 PYTHON ?= python3
@@ -13,16 +13,29 @@ PYTEST_WORKERS ?= 3
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# torch is of the one version that constraints.txt names. Files are compiled when they are imported: most never are. An
-# environment that is there already is kept and brought up to date.
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tierckpt needs Python 3.11 or newer; set PYTHON=" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch -e '.[dev]'
+# The versions are those of requirements/, which `make lock` writes. An existing environment is updated in place.
+# `make demo` alone needs two thirds of the packages.
+LOCK := pyproject.toml $(addprefix requirements/,torch.toml demo.txt dev.txt)
+DEMO := .venv/.installed-demo
+
+$(STAMP): $(LOCK)
+	$(PYTHON) tools/environments.py .venv demo dev
+	@touch $@ $(DEMO)
+
+$(DEMO): $(LOCK)
+	$(PYTHON) tools/environments.py .venv demo
 	@touch $@
 
 .venv: $(STAMP) ## build the virtual environment
+
+lock: ## write requirements/*.txt after a change of pyproject.toml; LOCK_ARGS=--upgrade for the newest of everything
+	$(PYTHON) tools/lock.py $(LOCK_ARGS)
+
+matrix: ## the tests that touch torch, with each torch and each Python (1 hour, 25 GB); JOBS="3.11/2.15.0" for some
+	$(PYTHON) tools/matrix.py $(JOBS)
+
+newest-torch: ## the same with the newest torch of the lock, and a look for a newer one (6 minutes)
+	$(PYTHON) tools/matrix.py --newest-torch
 
 # Azurite comes along where npm is there; where it is not, or has no network, its tests are skipped with the reason.
 azurite:
@@ -54,22 +67,22 @@ layers: $(STAMP)
 check: lint types layers test-all ## what CI runs: lint, types, layers, every test
 
 docs: $(STAMP) ## build the documentation site into site/
-	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PYTHON) tools/environments.py .venv demo dev docs
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 package: $(STAMP) ## build the wheel and try it with each extra, each in a bare environment; EXTRAS="cli torch" for some
 	$(BIN)/python tools/check_package.py $(EXTRAS)
 
-demo: $(STAMP) ## train, kill, lose the node, resume from S3, export, prefetch, generate
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO)) ## train, kill, lose the node, resume from S3, export, prefetch, generate
 	$(BIN)/python examples/demo/run.py
 
-# In an environment of their own: what frameworks want of each other's versions is not what constraints.txt says.
+# In an environment of their own: frameworks need other versions than those of the lock. torch is the same.
 FRAMEWORKS := transformers accelerate lightning deepspeed 'ray[train]' torchtitan
 WHEELS := torchtitan verl vllm sglang
 compat-frameworks: ## install every framework that has an adapter, in .venv-frameworks, and run its tests; none may be skipped
-	@test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt torch
-	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(FRAMEWORKS)
+	$(PYTHON) tools/environments.py .venv-frameworks demo dev
+	version=$$(.venv-frameworks/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))') && \
+	  .venv-frameworks/bin/python -m pip install --quiet "torch==$$version" -e '.[dev]' $(FRAMEWORKS)
 	TIERCKPT_TEST_REQUIRE_FRAMEWORKS=1 .venv-frameworks/bin/python -m pytest \
 	  tests/compat/test_adapters.py tests/compat/test_frameworks.py $(WHEELS:%=tests/integration/test_%.py) $(PYTEST_ARGS)
 
@@ -169,5 +182,5 @@ bench-fanout-simulation: $(STAMP) ## the same placement and schedule under a vir
 	$(BIN)/python bench/fanout_simulation.py $(BENCH_ARGS)
 
 clean: ## remove what builds and tests leave, the environment included
-	rm -rf .venv .venv-frameworks .services .demo build dist site bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-frameworks .venv-matrix .services .demo build dist site bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

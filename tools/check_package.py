@@ -15,7 +15,7 @@ import time
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from environments import ROOT, TORCH, read
 
 IMPORT = "import tierckpt, sys; assert 'torch' not in sys.modules; tierckpt.Settings()"
 SAVE = """
@@ -72,6 +72,11 @@ def main(extras: list[str]) -> int:
         pip = [here / "pip/bin/python", "-m", "pip"]
         run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, ROOT], here)
         (wheel,) = here.glob("tierckpt-*.whl")
+        # The wheel says what it needs, so pip resolves, within the versions of the lock. Their hashes are not checked:
+        # pip would want one of the wheel, too.
+        parts = ["demo", "dev", "docs", f"torch-{TORCH['default']}"]
+        lock = [requirement for part in parts for requirement in read(part)]
+        (here / "constraints.txt").write_text("".join(line.splitlines()[0].rstrip("\\") + "\n" for line in lock))
         for extra in extras or CHECKS:
             begun = time.monotonic()
             error = try_extra(pip, wheel, extra, here / extra)
@@ -85,7 +90,8 @@ def try_extra(pip: list[object], wheel: Path, extra: str, directory: Path) -> st
     """Install ``wheel`` with ``extra`` into an environment of its own and try it. Returns what is wrong."""
     venv.create(directory / "env")
     python = directory / "env/bin/python"
-    install = [*pip, "--python", python, "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt"]
+    lock = directory.parent / "constraints.txt"
+    install = [*pip, "--python", python, "install", "--quiet", "--no-compile", "-c", lock]
     try:
         run([*install, wheel if extra == "bare" else f"{wheel}[{extra}]"], directory)
         for number, check in enumerate(CHECKS[extra]):
