@@ -301,6 +301,7 @@ def _globals() -> dict[tuple[str, str], Any]:
         (_METADATA, "_MEM_FORMAT_ENCODING"): _Members(MemoryFormatEncoding),
         (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _Members(OldMemoryFormatEncoding),
         ("builtins", "getattr"): Function(_member),
+        ("__builtin__", "getattr"): Function(_member),  # its name in protocols below 3
         ("torch", "Size"): Function(_size),
         ("torch.serialization", "_get_layout"): Function(_layout),
     }
