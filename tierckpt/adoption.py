@@ -33,7 +33,7 @@ from .format.manifest import RANKS_MAX, FileEntry, Manifest, is_token
 from .format.uris import local_path
 from .save import adopted_directory as source
 from .save import eviction
-from .stores.schemes import check_location, check_target
+from .stores.schemes import check_location, check_mirrored_target
 from .telemetry import COMMITS, ignore_progress, logger
 from .tracebacks import short_traceback
 from .types import Progress, ProgressListener, Tier
@@ -126,7 +126,7 @@ def adopt(
     configured = Settings.load(settings, **overrides)
     use_local_root(configured)  # makes nothing yet: the arguments may be wrong
     location, place = check_location(parse_uri(uri)), local_path(directory, "directory")
-    check_target(location, configured.local_root)
+    check_mirrored_target(location, configured.local_root)
     if place.resolve().is_relative_to(configured.local_root):
         raise ConfigError(f"{place} lies inside local_root", hint="It belongs to tierckpt already")
     client = get_client(configured)

@@ -18,6 +18,7 @@ from tests.states import save, small_state
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
+from tierckpt.disk.durable import Space
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.restore import drill as drills
 from tierckpt.restore.drill import PREFIX
@@ -190,14 +191,10 @@ def test_no_room_is_said_before_the_first_byte(
         raise AssertionError("a byte was fetched")
 
     monkeypatch.setattr(drills, "fetch", never)
-    monkeypatch.setattr(drills.shutil, "disk_usage", lambda _: _Usage())
+    monkeypatch.setattr(drills, "space_of", lambda _: Space(2000, 1000, 1000))
     found = drill(file_uri)
     assert (found.code, found.error["error"]) == (1, "CapacityError")
     assert left_in(local_root) == []
-
-
-class _Usage:
-    free = 1000
 
 
 def test_a_store_that_is_away_says_nothing_about_the_files(

@@ -252,7 +252,7 @@ def test_one_of_many_gets_a_claim_where_there_are_no_links(without_links: Path) 
 
 def test_a_dead_holders_claim_is_taken_where_there_are_no_links(without_links: Path) -> None:
     mine, _ = holder(without_links / "claims", without_links / "owners")
-    (without_links / "claims/chunk").write_text("1-1-1-dead")
+    (without_links / "claims/chunk").write_text("1-1-1-1-dead")
     assert not mine.is_held("chunk") and mine.take("chunk") and mine.taken_over == 1
 
 

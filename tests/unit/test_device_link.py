@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tierckpt import torch_internals
 from tierckpt.dcp import staging_copy
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.pinned import PinnedMemory
@@ -77,7 +78,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current[-1])
         monkeypatch.setattr(torch.cuda, "stream", self.entered)
-        real = torch._foreach_copy_
+        real = torch_internals.foreach_copy
 
         def copy(targets: Any, sources: Any, non_blocking: bool = False) -> None:
             if any(isinstance(one, OnDevice) for one in sources):
@@ -85,7 +86,7 @@ class Device:
                 self.current[-1].does("copies")
             real(targets, [one.as_subclass(torch.Tensor) for one in sources])
 
-        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+        monkeypatch.setattr(torch_internals, "foreach_copy", copy)
 
     def stream(self, device: torch.device, priority: int = 0) -> Stream:
         self.streams.append(Stream(device, priority))

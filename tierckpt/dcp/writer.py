@@ -43,7 +43,7 @@ from ..format.layout import (
 )
 from ..poll import wait_while
 from ..save.shard_plan import Shard
-from ..stores.schemes import check_target
+from ..stores.schemes import check_mirrored_target
 from ..telemetry import logger
 from ..torch_internals import StorageInfo, StorageWriterTransforms
 from ..tracebacks import short_traceback
@@ -551,7 +551,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         super()._point_to(uri)
-        check_target(self.location, self.settings.local_root)
+        check_mirrored_target(self.location, self.settings.local_root)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles for process-based async saves: everything but a save in progress."""

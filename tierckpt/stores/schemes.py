@@ -70,7 +70,12 @@ def check_target(location: Location, local_root: Path) -> None:
         )
     if location.scheme == "file":
         check_names(Path(location.path))
-    check_names(local_dir(local_root, location))  # the local tier mirrors the name
+
+
+def check_mirrored_target(location: Location, local_root: Path) -> None:
+    """``check_target`` for a checkpoint, whose name the local tier mirrors: it must fit there, too."""
+    check_target(location, local_root)
+    check_names(local_dir(local_root, location))
 
 
 def check_read_as(location: Location, path: str) -> None:

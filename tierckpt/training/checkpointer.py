@@ -44,7 +44,7 @@ from ..format.layout import Location, parse_uri, step_name, step_of
 from ..planning.interval_tuning import Goal
 from ..planning.optimal_interval import OVERHEAD_MAX
 from ..replay.redo import Exact
-from ..stores.schemes import check_location, check_target
+from ..stores.schemes import check_location, check_mirrored_target
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
@@ -155,7 +155,7 @@ class Checkpointer:
         self._overwrite = overwrite
         mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
         self._pacer = IntervalController(interval, Goal.of(overhead_max, mtbf), DrainDecider(self.settings))
-        check_target(self.location, self.settings.local_root)
+        check_mirrored_target(self.location, self.settings.local_root)
         self._mode, self._exact = check_mode(mode, window_steps, exact), exact
         self._job = agree_on_name(self.location.uri)
         self._step_log = StepLog(gradient_log, self.location, self.settings, self._job)
