@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 from ...errors import UnsafeCheckpointError, UnsupportedTorchError
 from ...torch_internals import MemoryFormatEncoding, StorageInfo
 from ..gc_pause import gc_paused
-from ..metadata_pickle import encode
 from . import machine
 from .machine import Class, Function, Record, Refused
 
@@ -82,38 +81,6 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
         raise refusal(message, error.wanted, is_hostile=error.is_hostile, file=where) from None
     except Exception as error:  # whatever else strange values lead to: nothing was kept of them
         raise refusal(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
-
-
-_verified: tuple[dict[str, Any], Any] = {}, None
-"""Entries and planner data of the newest metadata that was read back whole: the very objects, which a plan that is
-remembered gives to each save."""
-
-
-def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = False) -> None:
-    """Raise what ``load_metadata`` would raise for ``data``, the encoding of ``metadata``.
-
-    Entries that are the objects of the last call have been read; of such a save only the others and the places are.
-    Cost: that of ``load_metadata`` for a new structure; 1.5 microseconds for each tensor of the last one.
-    """
-    global _verified
-    entries, planner = metadata.state_dict_metadata, metadata.planner_data
-    known, known_planner = _verified
-    new = {fqn: entry for fqn, entry in entries.items() if known.get(fqn) is not entry}
-    has_further = _HAS_FURTHER or not FIELDS[Metadata].issuperset(vars(metadata))
-    if partial or has_further or planner is not known_planner or 2 * len(new) > len(entries):
-        load_metadata(data, where=where, partial=partial)
-        if not partial:
-            _verified = dict(entries), planner
-        return
-    if new:
-        load_metadata(encode(Metadata(new)), where=where)
-    try:
-        with gc_paused():
-            places = MetadataBuilder(len(data), partial).places(_dict(metadata.storage_data, "storage_data"))
-            check_stored(entries, places)
-    except Refused as error:
-        raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
-    _verified = dict(entries), planner
 
 
 def refusal(message: str, wanted: str = "", *, is_hostile: bool = False, **context: Any) -> UnsafeCheckpointError:
@@ -168,7 +135,7 @@ def _index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
     fqn = _text(fqn, "a name")
     if offset is not None and type(offset) is not torch.Size:
         raise Refused(f"the offset of {fqn:.200} is no size")
-    if _HAS_FURTHER:  # with the default of what a later torch has added
+    if HAS_FURTHER:  # with the default of what a later torch has added
         return MetadataIndex(fqn, offset, _optional(index, int, "an index"))
     made = _new_index(MetadataIndex)
     made.__dict__.update(fqn=fqn, offset=offset, index=_optional(index, int, "an index"))  # frozen, and shares its size
@@ -333,7 +300,7 @@ _PROPERTIES_TAKEN = {kind: len(cast(Any, kind)().__getstate__()) for kind in (Te
 """How much of a state the class takes in the torch that runs: one that a later torch wrote may be longer."""
 _HAS_STRIDES = {kind: "strides" in {field.name for field in dataclasses.fields(kind)} for kind in _PROPERTIES_TAKEN}
 
-_HAS_FURTHER = any(
+HAS_FURTHER = any(
     {field.name for field in dataclasses.fields(kind)} - FIELDS[kind] for kind in (MetadataIndex, StorageInfo)
 )
 """Whether places hold more than this module checks by name."""
