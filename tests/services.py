@@ -56,6 +56,12 @@ def unavailable(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def needs(tool: str) -> None:
+    """Skip the test where ``tool`` is not installed; fail it where CI has to have it."""
+    if shutil.which(tool) is None and not Path("/usr/sbin", tool).exists():
+        unavailable(f"{tool} is not installed")
+
+
 def pid_namespace() -> list[str]:
     """Return what goes before a command to make it process 1 of a namespace."""
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import os
+import pathlib
 import pickle
 import struct
 import warnings
@@ -109,6 +110,9 @@ def laughs(levels: int = 60) -> Any:
     return value
 
 
+PATHLIB = "pathlib" if hasattr(pathlib, "os") else "pathlib._local"
+"""A module that Python's own paths are pickled with, and that holds ``os``."""
+
 LANGUAGE = [
     Attack(
         "os.system in planner_data", in_planner_data(lambda canary: Call(os.system, shell(canary))), "system", "runs"
@@ -119,7 +123,7 @@ LANGUAGE = [
     Attack("GLOBAL os.system", raw(called("os", "system")), "'os.system'", "runs"),
     Attack("STACK_GLOBAL os.system", raw(stack_global("os", "system")), "'os.system'", "runs"),
     Attack("dotted name through torch", raw(stack_global("torch", "os.system")), "'torch.os.system'", "runs"),
-    Attack("dotted name through an allowed module", raw(stack_global("pathlib", "os.system")), "os.system", "runs"),
+    Attack("dotted name through an allowed module", raw(stack_global(PATHLIB, "os.system")), "os.system", "runs"),
     Attack(
         "getattr of a module", raw(text("builtins") + text("getattr") + b"\x93" + global_("torch", "hub")), "torch.hub"
     ),

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
 from tests.fault.flush_children import ACTS, SEEDED, TRACED
-from tests.services import REPOSITORY
+from tests.services import REPOSITORY, needs
 from tests.states import load, raises_ours, same, zeros_like
 from tierckpt.arena import slots
 from tierckpt.checkpoint.journal import Journal
@@ -309,6 +309,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     place, image = tmp_path / "small", tmp_path / "small.img"
 
     def mount(*options: str) -> Path:
+        needs("mkfs.ext4")
         place.mkdir()
         with image.open("wb") as file:
             file.truncate(8 * MiB)

@@ -22,6 +22,7 @@ import pytest
 from tests.fault.sweep.bugs import FOUND_BY, KILLS, TRIED_IN_A_PART
 from tests.fault.sweep.phases import PHASES
 from tests.fault.sweep.races import BUGS as RACE_BUGS
+from tests.services import needs
 
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
 FULL = LENGTH == "full"
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.timeout(SECONDS_MAX + 100)
 
 def sweep(what: str, folder: Path) -> list[dict[str, Any]]:
     """The outcomes of ``what``, of all processes that shared it."""
+    needs("strace")
     processes = []
     for share in range(PROCESSES):
         own = folder / f"{what}-{share}"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tierckpt
-from tests.services import unavailable
+from tests.services import needs, unavailable
 from tests.states import load, save
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
@@ -41,6 +41,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "tmpfs":
         command = ["mount", "-t", "tmpfs", "-o", "size=40m,mode=700", "tmpfs", str(place)]
     else:
+        needs("mkfs.ext4")
         image = tmp_path / "image"
         with image.open("wb") as file:
             file.truncate(40 * MiB)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.open_files import open_files
-from tests.services import shared_memory_alone
+from tests.services import shared_memory_alone, unavailable
 from tierckpt.arena import capacity, numa, pages, pinning
 from tierckpt.arena import memory as memory_module
 from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory, collapses
@@ -146,6 +146,8 @@ def test_unless_told_private_memory_is_private_and_shared_memory_is_not() -> Non
 def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
     if memory.kind is Kind.HUGETLB:
         assert memory.huge
+    if not Path("/sys/kernel/mm").exists():
+        unavailable("/sys is not mounted, where the kernel says which pages it gives")
     if memory.kind is Kind.PRIVATE and not pages.private_is_huge():
         assert not memory.huge
     if memory.kind is Kind.SHM:
@@ -516,6 +518,8 @@ def pages_by_node(address: int, size_bytes: int) -> dict[int, int]:
 
 
 def test_pages_lie_on_the_node_asked_for(memory: Memory) -> None:
+    if not Path("/sys/devices/system/node").exists():
+        unavailable("/sys is not mounted, where the kernel says which nodes have memory")
     node = numa.existing_nodes()[-1]
     with Memory.allocate(16 * MiB, kind=memory.kind, numa_nodes=[node]) as on:
         assert pages_by_node(on.address, on.size_bytes) == {node: 16 * MiB}

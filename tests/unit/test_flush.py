@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.open_files import open_files
-from tests.services import REPOSITORY
+from tests.services import REPOSITORY, needs
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
 from tierckpt.disk import file_io, priority
@@ -399,6 +399,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         place = tmp_path / f"mount-{len(made)}"
         place.mkdir()
         if kind == "ext4":
+            needs("mkfs.ext4")
             image = tmp_path / f"disk-{len(made)}"
             with image.open("wb") as file:
                 file.truncate(size_bytes)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.services import ENVIRONMENT, REPOSITORY, init_of, pid_namespace
+from tests.services import ENVIRONMENT, REPOSITORY, init_of, pid_namespace, unavailable
 
 RUN = """
 import json, sys
@@ -166,7 +166,10 @@ def test_tables_of_any_names_on_any_terminal(
 ) -> None:
     to = ["prefetch", "{source}", "--to", "{base}/to"]
     commands = [*SHOWN, to, [*to, "--check", "--json"], ["prefetch", "{source}"], ["prefetch", "--check"], *REFUSED]
-    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    try:
+        ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    except OSError as error:
+        unavailable(f"no terminal can be opened: {error}")
     options = {"stdout": theirs, "stderr": theirs, "stdin": theirs if is_terminal else subprocess.DEVNULL}
     reader = subprocess.Popen(["cat"], stdin=ours, stdout=(tmp_path / "shown").open("wb"), stderr=subprocess.DEVNULL)
     os.close(ours)
