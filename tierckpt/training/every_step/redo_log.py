@@ -157,11 +157,13 @@ def make_checkpoint(
     Raises what ``fold`` raises, on all ranks, and what ``write`` and the save raise.
     """
     window = parse_uri(reader.path)
-    collected, notes = same_outcome(lambda: fold(reader, state, exact))
-    record = SaveRecord(
-        step_of(window.name) or 0, window.parent.parent.child(window.name).uri, notes=notes,
-        base=str(reader.notes().get(BASE_NOTE, "")),
-    )  # fmt: skip
+    try:
+        collected, notes = same_outcome(lambda: fold(reader, state, exact))
+        base = str(reader.notes().get(BASE_NOTE, ""))
+    finally:
+        reader.reset()  # retention removes no log that a reader holds
+    uri = window.parent.parent.child(window.name).uri
+    record = SaveRecord(step_of(window.name) or 0, uri, notes=notes, base=base)
     write(record, state, collected).result()
     log.info("%s was made of its redo log, %s", record.uri, "bit for bit" if notes["exact"] else notes)
     return record.uri
