@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,7 +123,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def problems(metadata: Metadata, world_size: int) -> list[str]:
     """Chunks out of bounds, overlaps and gaps, as DCP's own validation finds them."""
-    return _validate_global_plan([SavePlan([])] * max(world_size, 2), metadata)
+    found: Any = _validate_global_plan([SavePlan([])] * max(world_size, 2), metadata)
+    if type(found) is bool:  # torch before 2.13 says whether all is good, and logs the rest
+        return [] if found else ["refused by torch"]
+    return cast(list[str], found)
 
 
 def identity_of(plans: list[SavePlan]) -> list[list[tuple[Any, ...]]]:
