@@ -110,8 +110,8 @@ def secret_file(folder: Path, secret: str = SECRET, mode: int = 0o600) -> Path:
 
 
 def settings_of(root: Path, **changed: Any) -> Settings:
-    """Settings of a node whose secret lies beside its local root."""
-    given = {"local_root": root, "peer_listen": "127.0.0.1:0", **changed}
+    """Settings of a node whose secret lies beside its local root. Its cache keeps files however full the disk is."""
+    given = {"local_root": root, "peer_listen": "127.0.0.1:0", "local_high_water": 1.0, **changed}
     if "peer_secret_file" not in given:
         given["peer_secret_file"] = secret_file(root.with_name(f"{root.name}-secrets"))
     return Settings.load(**given)

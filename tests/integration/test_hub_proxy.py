@@ -53,7 +53,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def endpoint(hub: FakeHub, tmp_path: Path) -> Iterator[str]:
-    proxy = HubProxy(Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB))
+    settings = Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB, local_high_water=1.0)
+    proxy = HubProxy(settings)  # how full the disk of a test machine is must not matter: the cache keeps what came
     port = proxy.serve(0)
     yield f"http://127.0.0.1:{port}"
     proxy.close()
@@ -335,7 +336,10 @@ def test_the_hub_sends_each_byte_to_one_node_once(seed: int, hub: FakeHub, tmp_p
             assert hubs.get(3, "model-00000.safetensors") == files["model-00000.safetensors"]
         hubs.all_get(range(4), files, seed)
         assert dict(hub.sent) == sizes(files)
-        assert hub.calls["tree"] == 4 and hub.calls["resolve"] <= 3 * 4 + 2, "each owner of a chunk asks for its URL"
+        starts = {name: range(0, len(data), 64 * KIB) for name, data in files.items()}
+        asking = sum(len({owner(hub, name, start, 4) for start in starts[name]}) for name in files)
+        assert hub.calls["tree"] == 4
+        assert hub.calls["resolve"] <= asking, "each owner of a chunk asks for its URL once"
 
 
 def test_nodes_that_come_later_have_it_from_those_that_are_there(hub: FakeHub, tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ class Echo(BaseHTTPRequestHandler):
         told = "".join(f"<{name}>{value}</{name}>" for name, value in self.headers.items())
         token = self.headers.get("x-amz-security-token", "")
         body = (
-            f"<?xml version='1.0'?><Error><Code>InvalidArgument</Code><Message>{token} is not {self.path}</Message><Token-0>{token}</Token-0>{told}"
+            f"<?xml version='1.0'?><Error><Code>InvalidArgument</Code>"
+            f"<Message>{token} is not {self.path}</Message><Token-0>{token}</Token-0>{told}"
             f"<Resource>{self.path}</Resource></Error>"
         ).encode()
         self.send_response(400)

@@ -20,6 +20,7 @@ from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import Pool, Row
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Heartbeat
+from tierckpt.disk.durable import Space
 from tierckpt.errors import CapacityError, ConfigError
 from tierckpt.quantities import human_bytes
 from tierckpt.save.eviction import make_room
@@ -211,6 +212,18 @@ def test_the_cache_gives_way_to_a_save(pool: Pool) -> None:
     assert pool.make_room(SIZE + 1) == 2 * SIZE
     assert there(pool) == {"a"}
     assert pool.make_room(SIZE) == 0
+
+
+def test_blocks_that_no_user_gets_are_not_taken_for_used_ones(
+    pool: Pool, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with 20 in use, 20 free, and 60 kept for root or by the host is half full, as df has it."""
+    fill(pool, model("a"))
+    monkeypatch.setattr(module, "space_of", lambda _: Space(100 * SIZE, 20 * SIZE, 20 * SIZE))
+    fill(Pool(Settings.load(local_root=local_root, local_high_water=0.7)), model("b"))
+    assert there(pool) == {"a", "b"}
+    fill(Pool(Settings.load(local_root=local_root, local_high_water=0.4)), model("c"))
+    assert there(pool) == {"c"}
 
 
 def test_a_save_that_finds_the_disk_full_takes_room_from_the_cache(pool: Pool, local_root: Path) -> None:

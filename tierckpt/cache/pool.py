@@ -301,16 +301,18 @@ class Pool:
         """Choose what has to go so that ``needed_bytes`` more fit. Quota and disk are hard, the marks soft."""
         rows = [row for row in self.rows() if row.name != own]
         mine = self._reserved(own)
-        total, free, _ = space_of(self.root)
-        free -= sum(self._outstanding(row) for row in rows if row.state == "partial")
-        margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
+        _, free, used = space_of(self.root)
+        room_bytes = used + free  # as df counts it: blocks that are kept for root, or by the host, are neither
+        outstanding = sum(self._outstanding(row) for row in rows if row.state == "partial")
+        free, used = free - outstanding, used + outstanding
+        margin = min(MARGIN_BYTES_MAX, int(room_bytes * MARGIN_FRACTION))
         held = sum(row.reserved_bytes for row in rows) + mine
         quota = self.settings.cache_bytes_max
         room_of_quota = quota - held if quota is not None else free
         hard = max(needed_bytes + margin - free, needed_bytes - room_of_quota)
-        above = needed_bytes + (total - free) - int(self.settings.local_high_water * total)
+        above = needed_bytes + used - int(self.settings.local_high_water * room_bytes)
         low = max(0.0, self.settings.local_high_water - EVICTED_FRACTION)
-        soft = needed_bytes + (total - free) - int(low * total) if above > 0 else 0
+        soft = needed_bytes + used - int(low * room_bytes) if above > 0 else 0
         room = AdmissionPlan(needed_bytes, max(0, min(free - margin, room_of_quota)))
         going = 0
         for row in self._order(rows):
