@@ -129,7 +129,7 @@ def is_quiet(root: Path) -> bool:
 def settle(root: Path, job: Job) -> None:
     """Wait until the agent has done all that is to do."""
     try:
-        until(lambda: is_quiet(root), 60, "the agent to finish")
+        until(lambda: is_quiet(root), 170, "the agent to finish")
     except AssertionError as error:
         now = f"{status(root) if runs(root) else 'no agent'} {Journal(root).entries()}"
         raise AssertionError(f"{error}\n{now}\n{log_of(root)}\n{job.output()}") from None

@@ -35,13 +35,20 @@ def agent(local_root: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
     log_file = tmp_path / "log"
     with log_file.open("wb") as log:
         command = [sys.executable, "-m", "tierckpt", "agent"]
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, preexec_fn=hear_hang_ups
+        )
     try:
         says(log_file, "is ready")
         yield process, log_file
     finally:
         process.kill()
         process.wait()
+
+
+def hear_hang_ups() -> None:
+    """Undo a ``nohup`` that the tests themselves run under: an agent honours it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def says(log_file: Path, text: str) -> None:
