@@ -191,7 +191,7 @@ def test_no_room_is_said_before_the_first_byte(
         raise AssertionError("a byte was fetched")
 
     monkeypatch.setattr(drills, "fetch", never)
-    monkeypatch.setattr(drills, "space_of", lambda _: Space(2000, 1000, 1000))
+    monkeypatch.setattr(drills, "space_of", lambda _: Space(1000, 1000))
     found = drill(file_uri)
     assert (found.code, found.error["error"]) == (1, "CapacityError")
     assert left_in(local_root) == []

@@ -20,7 +20,6 @@ from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import Pool, Row
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Heartbeat
-from tierckpt.disk.durable import Space
 from tierckpt.errors import CapacityError, ConfigError
 from tierckpt.quantities import human_bytes
 from tierckpt.save.eviction import make_room
@@ -219,7 +218,8 @@ def test_blocks_that_no_user_gets_are_not_taken_for_used_ones(
 ) -> None:
     """A disk with 20 in use, 20 free, and 60 kept for root or by the host is half full, as df has it."""
     fill(pool, model("a"))
-    monkeypatch.setattr(module, "space_of", lambda _: Space(100 * SIZE, 20 * SIZE, 20 * SIZE))
+    status = os.statvfs_result((SIZE, SIZE, 100, 80, 20, 1000, 1000, 1000, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
     fill(Pool(Settings.load(local_root=local_root, local_high_water=0.7)), model("b"))
     assert there(pool) == {"a", "b"}
     fill(Pool(Settings.load(local_root=local_root, local_high_water=0.4)), model("c"))

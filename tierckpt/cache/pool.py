@@ -301,7 +301,7 @@ class Pool:
         """Choose what has to go so that ``needed_bytes`` more fit. Quota and disk are hard, the marks soft."""
         rows = [row for row in self.rows() if row.name != own]
         mine = self._reserved(own)
-        _, free, used = space_of(self.root)
+        free, used = space_of(self.root)
         room_bytes = used + free  # as df counts it: blocks that are kept for root, or by the host, are neither
         outstanding = sum(self._outstanding(row) for row in rows if row.state == "partial")
         free, used = free - outstanding, used + outstanding

@@ -58,7 +58,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Space(NamedTuple):
-    total_bytes: int
     free_bytes: int
     used_bytes: int
 
@@ -124,9 +123,9 @@ def space_of(path: Path) -> Space:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             disk = os.statvfs(candidate)
             if not disk.f_blocks:
-                return Space(UNKNOWN_BYTES, UNKNOWN_BYTES, 0)
+                return Space(UNKNOWN_BYTES, 0)
             size = disk.f_frsize
-            return Space(disk.f_blocks * size, disk.f_bavail * size, (disk.f_blocks - disk.f_bfree) * size)
+            return Space(disk.f_bavail * size, (disk.f_blocks - disk.f_bfree) * size)
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
