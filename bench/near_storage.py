@@ -3,11 +3,10 @@
     python bench/near_storage.py [--parameters-m 16] [--steps 12] [--workers 2] [--directory DIR]
 
 AdamW (fused), bfloat16 parameters and gradients. "in the trainer": float32 masters and an ordinary optimizer; a
-checkpoint copies all of it (14 bytes a parameter). "shadow": the same, and a process that makes its steps again.
-"offload": the process alone has masters and moments. Each runs in a process of its own. Memory is what that process has
-more of after its steps than before it had parameters, anonymous and shared, but for the gradients; of a file that it
-has mapped nothing is counted. CPU is that of all processes. The link is what is copied between the trainer's tensors
-and others. Prints the table, and writes bench/out/near_storage.json.
+checkpoint copies all of it (14 bytes a parameter). "near storage": a process has masters and moments. Each runs in a
+process of its own. Memory is what that process has more of after its steps than before it had parameters, anonymous and
+shared, but for the gradients; of a file that it has mapped nothing is counted. CPU is that of all processes. The link
+is what is copied between the trainer's tensors and others. Prints the table, and writes bench/out/near_storage.json.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 OUT = Path(__file__).parent / "out" / "near_storage.json"
-MODES = ("in the trainer", "shadow", "offload")
+MODES = ("in the trainer", "near storage")
 TENSORS = 16
 
 
@@ -51,17 +50,14 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
     before = memory_bytes()
     weights = [torch.nn.Parameter(torch.randn(count).bfloat16()) for _ in range(TENSORS)]
     gradients = [torch.randn(count).bfloat16() for _ in range(TENSORS)]
-    masters = [] if mode == "offload" else [torch.nn.Parameter(one.detach().float()) for one in weights]
+    is_near = mode == "near storage"
+    masters = [] if is_near else [torch.nn.Parameter(one.detach().float()) for one in weights]
     options: dict[str, Any] = {"lr": 1e-3, "fused": True}
     near: NearStorageOptimizer | None = None
-    where: dict[str, Any] = {"directory": directory / "near", "workers": given.workers}
-    if mode == "offload":
-        near = NearStorageOptimizer(weights, torch.optim.AdamW, **options, **where)
-        optimizer: torch.optim.Optimizer = near
-    else:
-        optimizer = torch.optim.AdamW(masters, **options)
-        if mode == "shadow":
-            near = NearStorageOptimizer(optimizer, mode="shadow", **where)
+    if is_near:
+        options |= {"directory": directory / "near", "workers": given.workers}
+        near = NearStorageOptimizer(weights, torch.optim.AdamW, **options)
+    optimizer = near or torch.optim.AdamW(masters, **options)
     pid = near.process_id if near is not None else 0
 
     def spent() -> float:
@@ -77,7 +73,7 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
         for weight, master in zip(weights, masters, strict=False):
             assert weight.grad is not None
             master.grad = weight.grad.float()
-        (near or optimizer).step()
+        optimizer.step()
         with torch.no_grad():
             for weight, master in zip(weights, masters, strict=False):
                 weight.copy_(master)
@@ -92,12 +88,10 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
         had = near.moved_bytes
         with Checkpointer(directory / "run") as checkpointer:
             begun = time.perf_counter()
-            saved = checkpointer.save(1, {"model": torch.nn.ParameterList(masters or weights), "optimizer": near})
+            saved = checkpointer.save(1, {"model": torch.nn.ParameterList(weights), "optimizer": near})
             asked = time.perf_counter() - begun
             saved.result(300)
-        commit = near.moved_bytes - had
-        if mode == "offload":  # a save copies the trainer's parameters, which in shadow lie on the host
-            commit += sum(weight.nbytes for weight in weights)
+        commit = near.moved_bytes - had + sum(weight.nbytes for weight in weights)
         near.close()
     else:
         asked = 0.0

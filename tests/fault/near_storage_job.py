@@ -1,6 +1,6 @@
 """A job whose optimizer's state lies on the SSD, and which is killed, or the process of its optimizer is.
 
-``python -m tests.fault.near_storage_job DIRECTORY MODE [BUG]`` resumes at the newest step, says "step N" when that is
+``python -m tests.fault.near_storage_job DIRECTORY [BUG]`` resumes at the newest step, says "step N" when that is
 made and "process N" when there is a new one, and ends with checksums when there is a file DIRECTORY/stop.
 """
 
@@ -27,10 +27,10 @@ PERSIST_EVERY = 2
 class Job:
     """The training, with whatever steps it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(5)
         self.model = nn.Sequential(nn.Linear(24, 512), nn.Tanh(), nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 8))
-        self.model.to(dtype)
+        self.model.to(torch.bfloat16)
         self.step = 0
 
     def backward(self) -> None:
@@ -38,7 +38,7 @@ class Job:
         for one in self.model.parameters():
             one.grad = None
         inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.step))
-        self.model(inputs.to(next(self.model.parameters()).dtype)).float().square().mean().backward()
+        self.model(inputs.bfloat16()).float().square().mean().backward()
 
     def rate(self) -> float:
         return 0.01 * 0.999**self.step
@@ -50,8 +50,8 @@ class Job:
 class Reference(Job):
     """The same job with an ordinary optimizer."""
 
-    def __init__(self, mode: str) -> None:
-        super().__init__(torch.bfloat16 if mode == "offload" else torch.float32)
+    def __init__(self) -> None:
+        super().__init__()
         self.masters = [one.detach().float().requires_grad_() for one in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=0.01)
 
@@ -70,11 +70,11 @@ class Reference(Job):
 
 
 class NearJob(Job):
-    def __init__(self, directory: Path, mode: Any, **options: Any) -> None:
-        super().__init__(torch.bfloat16 if mode == "offload" else torch.float32)
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__()
         self.optimizer = NearStorageOptimizer(
-            self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=directory, mode=mode,
-            persist_every=PERSIST_EVERY, **options,
+            self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=directory, persist_every=PERSIST_EVERY,
+            **options,
         )  # fmt: skip
         self.step = self.optimizer.resume()
 
@@ -96,9 +96,9 @@ def with_bug(name: str, made: Path) -> None:
     if name == "a record says a later step":
         record = StateFile.record
 
-        def record_later(self: StateFile, block: Any, version: int, step: int) -> None:
+        def record_later(self: StateFile, block: Any, version: int, step: int, digest: bytes) -> None:
             made.touch()
-            record(self, block, version, step + 1)
+            record(self, block, version, step + 1, digest)
 
         StateFile.record = record_later  # type: ignore[method-assign]
     if name == "a frame is written after its step is said to be made":
@@ -130,20 +130,18 @@ def main() -> None:
         with_bug(sys.argv[2], Path(sys.argv[3]))
         updater.main()
         return
-    directory, mode = Path(sys.argv[1]), sys.argv[2]
-    if len(sys.argv) > 3:
-        start_with_bug(sys.argv[3], directory / "bug")
-    job = NearJob(directory, mode)
+    directory = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        start_with_bug(sys.argv[2], directory / "bug")
+    job = NearJob(directory)
     print(f"resumed {job.step}", flush=True)
-    pid, logged = -1, job.step
+    pid = -1
     while not (directory / "stop").exists():
         if job.optimizer.process_id != pid:
             pid = job.optimizer.process_id
             print(f"process {pid}", flush=True)
         job.train()
-        logged = max(logged, job.optimizer.logged_steps)
-        print(f"step {logged}", flush=True)
-    print(f"step {job.step}", flush=True)
+        print(f"step {job.step}", flush=True)
     print("sums", *job.checksum(), flush=True)
     job.optimizer.close()
 

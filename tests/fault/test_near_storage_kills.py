@@ -57,10 +57,10 @@ class Running:
         return self.step
 
 
-def run(directory: Path, mode: str, kills: int, *bug: str, seed: int = 0) -> None:
+def run(directory: Path, kills: int, *bug: str, seed: int = 0) -> None:
     """Kill trainers and processes in turns, and compare at the end."""
-    chosen, reference, said = random.Random(seed), Reference(mode), 0
-    job = Running(directory, mode, *bug)
+    chosen, reference, said = random.Random(seed), Reference(), 0
+    job = Running(directory, *bug)
     try:
         for number in range(kills):
             job.until("process")
@@ -69,7 +69,7 @@ def run(directory: Path, mode: str, kills: int, *bug: str, seed: int = 0) -> Non
             time.sleep(chosen.uniform(0.0, 0.2))
             if number % 3 == 2:
                 said = job.kill()
-                job = Running(directory, mode, *bug)
+                job = Running(directory, *bug)
                 (resumed,) = job.until("resumed")
                 assert resumed >= said, "a step that was made is lost"
             else:
@@ -86,9 +86,8 @@ def run(directory: Path, mode: str, kills: int, *bug: str, seed: int = 0) -> Non
             job.child.wait()
 
 
-@pytest.mark.parametrize("mode", ["offload", "shadow"] if KILLS > 2 else ["offload"])  # else: test_ill_updater.py
-def test_kills_lose_no_step_and_no_bit(mode: str, tmp_path: Path) -> None:
-    run(tmp_path, mode, KILLS)
+def test_kills_lose_no_step_and_no_bit(tmp_path: Path) -> None:
+    run(tmp_path, KILLS)
 
 
 @pytest.mark.slow
@@ -101,5 +100,5 @@ def test_kills_lose_no_step_and_no_bit(mode: str, tmp_path: Path) -> None:
 )
 def test_a_seeded_bug_is_found(bug: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        run(tmp_path, "offload", 40, bug)
+        run(tmp_path, 40, bug)
     assert (tmp_path / "bug").exists(), "it was never made"

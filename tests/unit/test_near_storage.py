@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import shutil
 import signal
-import threading
+import struct
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,19 @@ from tierckpt.errors import (
     CheckpointError,
     ConfigError,
     IntegrityError,
+    ManifestError,
     PreconditionFailedError,
     StateMismatchError,
     UpdaterLostError,
 )
-from tierckpt.near_storage import blocks, step_channel, updater_process
-from tierckpt.near_storage.blocks import Member, Slots
+from tierckpt.near_storage import updater_process
+from tierckpt.near_storage.blocks import Member, layout_of
 from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
+from tierckpt.near_storage.mapped_state import Hold
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
-from tierckpt.near_storage.shadow_channel import ShadowChannel
+from tierckpt.near_storage.state_file import StateFile
+from tierckpt.near_storage.states import begin_state, current_state
+from tierckpt.near_storage.updater import LiveBlock, Updater
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame
 from tierckpt.save import log_segments
@@ -174,7 +181,7 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bo
         *in_full([name for name in KINDS if name not in ("AdamW", "Adam, amsgrad and decay", "SGD, Nesterov, fused")]),
     ],
 )
-def test_offload_has_the_bits_of_the_optimizer_over_masters(kind: str, tmp_path: Path) -> None:
+def test_steps_have_the_bits_of_the_optimizer_over_masters(kind: str, tmp_path: Path) -> None:
     reference, trainer = Reference(KINDS[kind]()), Trainer(tmp_path / "near", KINDS[kind](), persist_every=3)
     with trainer.optimizer as optimizer:
         for number in range(1, STEPS + 1):
@@ -188,7 +195,7 @@ def test_offload_has_the_bits_of_the_optimizer_over_masters(kind: str, tmp_path:
         optimizer.step()
 
 
-class TestOffload:
+class TestTraining:
     @pytest.fixture
     def trainer(self, tmp_path: Path) -> Iterator[Trainer]:
         trainer = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
@@ -425,193 +432,230 @@ def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
         build(model.parameters(), torch.optim.LBFGS)
     with pytest.raises(ConfigError, match="meta"):
         build(nn.Linear(2, 2, dtype=torch.bfloat16, device="meta").parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match=r"float32.*shadow"):  # the parameters of autocast and a GradScaler
+    with pytest.raises(ConfigError, match=r"is float32.*gradient_log"):  # the parameters of autocast and a GradScaler
         build(nn.Linear(2, 2).parameters(), torch.optim.AdamW)
     model.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"kept in float32"):
         build(model.parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match="neither"):
-        build(model.parameters(), torch.optim.AdamW, mode="both")
+    for given in ((torch.optim.AdamW(model.parameters()),), (model.parameters(), torch.optim.AdamW)):
+        with pytest.raises(ConfigError, match=r"no mode but offload.*gradient_log"):
+            build(*given, mode="shadow")
     with pytest.raises(ConfigError, match="in the trainer"):
-        build(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ConfigError, match="has its class and options"):
-        build(torch.optim.AdamW(nn.Linear(2, 2).parameters()), lr=1.0, mode="shadow")
+        build(torch.optim.AdamW(model.parameters()), mode="offload")
     for unknown in (None, "AdamW", nn.Linear):
         with pytest.raises(ConfigError, match="which optimizer"):
             build(model.parameters(), unknown)
     for options in ({"workers": 0}, {"workers": "two"}, {"persist_every": 1.5}):
         with pytest.raises(ConfigError, match="whole numbers above 0"):
             build(model.parameters(), torch.optim.AdamW, **options)
-    with pytest.raises(ConfigError, match="not contiguous"):
-        build(torch.optim.AdamW([nn.Parameter(torch.ones(2, 3).t())], fused=True), mode="shadow")
     assert not list(tmp_path.iterdir())
 
 
-class Shadowed:
-    """Ordinary training, with a shadow."""
-
-    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        self.model = Model(dtype)
-        self.inner = torch.optim.AdamW(self.model.groups(), lr=0.01)
-        self.near = NearStorageOptimizer(self.inner, directory=directory, mode="shadow", **options)
-
-    def train(self, number: int) -> None:
-        train(self.model, number, self.near.step)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for name, one in self.model.named_parameters():
-            found |= {f"optimizer.state.{name}.{key}": value.clone() for key, value in self.inner.state[one].items()}
-            found[f"model.{name}"] = one.detach().clone()
-        return found
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
 
 
-class TestShadow:
+class TestDamage:
+    """Bits that flip on the disk are neither stepped from nor saved, and where a good copy is left it is used."""
+
     @pytest.fixture
-    def job(self, tmp_path: Path) -> Iterator[Shadowed]:
-        job = Shadowed(tmp_path / "near", persist_every=4)
-        yield job
-        job.near.close()
+    def file(self, tmp_path: Path) -> StateFile:
+        layout = layout_of(torch.optim.AdamW, [Member("0.0", "weight", (3000,), "bfloat16")], [{"lr": 0.1}])
+        begin_state(tmp_path, layout, {"0.0": {"": torch.ones(3000)}}, 0)
+        found = current_state(tmp_path, layout)
+        assert found is not None
+        return StateFile(found, layout)
 
-    def test_a_checkpoint_is_the_state_of_its_step_and_moves_nothing(
-        self, job: Shadowed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("steps", [0, 1, 2, 3])
+    @pytest.mark.parametrize("is_counted", [True, False])
+    def test_a_block_is_compared_with_what_was_written_before_each_step(
+        self, file: StateFile, steps: int, is_counted: bool
     ) -> None:
-        staged, stage = list[Any](), near_state.stage
-        monkeypatch.setattr(near_state, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
-        wanted = {}
-        with tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
-            for number in range(1, STEPS + 1):
-                job.train(number)
-                if number % 8 == 0:
-                    checkpointer.save(number, {"model": job.model, "optimizer": job.near})
-                    wanted[number] = job.state()
-        for (number, state), one in zip(wanted.items(), staged, strict=True):
-            assert equal(stock(tmp_path / f"run/step-{number}"), state)
-            assert {index.fqn for index in one.in_files} == {name for name in state if name.startswith("optimizer")}
+        """Recorded behind the second step, so that behind it each version has a state; the other is written over."""
 
-    def test_a_new_trainer_resumes_at_the_newest_step(self, job: Shadowed, tmp_path: Path) -> None:
-        for number in range(1, 8):
-            job.train(number)
-        wanted = job.state()
-        job.near.close()
-        again = Shadowed(tmp_path / "near", persist_every=4)
-        with again.near as near:
-            with pytest.raises(ConfigError, match="resume"):
-                near.step()
-            assert near.resume() == 6
-            assert equal(again.state(), wanted)
-            again.train(8)
-            job.inner.zero_grad()
-            job.model.backward(8)
-            torch.nn.utils.clip_grad_norm_(job.model.parameters(), 0.5)
-            job.inner.step()
-            assert equal(again.state(), job.state())
-            assert equal(save_step(tmp_path / "run", 8, again.model, near), job.state())
+        def apply() -> None:
+            step = Step(live.step + 1, [{"lr": 0.1}], {"0.0": torch.ones(3000)})
+            live.apply(step, step.gradients)
+
+        with ThreadPoolExecutor(1) as worker:
+            [block] = file.layout.blocks
+            live = LiveBlock(file, block, torch.optim.AdamW, worker)
+            for number in range(steps):
+                apply()
+                if number == 1:
+                    live.record()
+            is_recorded = steps in (0, 2)
+            changed = live.counts if is_counted else 1 - live.counts
+            had = file.digest(block, 1 - changed)
+            flip(file.directory / "state", changed * file.layout.size_bytes + 4096)
+            if is_counted == is_recorded:
+                with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* is not what was written"):
+                    apply()
+                assert file.digest(block, 1 - changed) == had, "the other version is what is left"
+            else:
+                apply()
+                assert live.step == steps + 1
+            if is_counted:
+                with pytest.raises(UpdaterLostError, match="block 0 of"):
+                    live.check()  # as a save does that has read it
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def trained(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[torch.Tensor]]:
+        """The directory of step 8, at which the first block was recorded; what its process was told; the masters."""
+        directory = tmp_path_factory.mktemp("trained") / "near"
+        trainer = Trainer(directory, KINDS["AdamW"](), persist_every=4)
+        for number in (1, 2, 3, 5, 6, 7, 8, 9):
+            trainer.train(number)
+        order = trainer.optimizer._process.order  # private: a process of another directory is told the same
+        trainer.optimizer.close()
+        memory = Memory.allocate(1 << 22, shared=True)
+        order |= {"last_step": None, "memory": [memory.fd, str(memory.kind)], "keep": memory}
+        step, masters = cls.opened(order, directory)
+        assert step == 8
+        return directory, order, masters
+
+    @staticmethod
+    def opened(order: dict[str, Any], directory: Path) -> tuple[int, list[torch.Tensor]]:
+        """Open a directory as its process does."""
+        updater = Updater({**order, "directory": str(directory)}, Pipe()[0])
+        found = [one.clone() for live in updater._blocks for one in live.masters().values()]  # private: nobody asks
+        return updater.step, found
+
+    @pytest.mark.parametrize(
+        ("damage", "outcome"),
+        [
+            ("the newest version of a block", "whole"),
+            ("both versions of a block", IntegrityError),
+            ("blocks in each other's place", IntegrityError),
+            ("blocks and records in each other's place", IntegrityError),
+            ("the versions of a block swapped", IntegrityError),
+            ("no records", IntegrityError),
+            ("records cut short", IntegrityError),
+            ("a record that says a later step", "whole"),
+            ("the state cut short", IntegrityError),
+            ("a gradient", IntegrityError),
+            ("the head of the gradient file", IntegrityError),
+            ("no gradient files", IntegrityError),
+            ("current.json", ManifestError),
+            ("the token", ManifestError),
+        ],
+    )
+    def test_a_directory_gives_the_newest_step_or_an_error(
+        self, damage: str, outcome: Any, trained: tuple[Path, dict[str, Any], list[torch.Tensor]], tmp_path: Path
+    ) -> None:
+        origin, order, masters = trained
+        directory = Path(shutil.copytree(origin, tmp_path / "near"))
+        [state], [records] = directory.glob("*/state"), directory.glob("*/records")
+        logs = log_segments.paths_in(state.parent)
+        data, kept = bytearray(state.read_bytes()), bytearray(records.read_bytes())
+        members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
+        layout = layout_of(torch.optim.AdamW, members, [{"lr": 0.1}, {"lr": 0.1}])
+        blocks, half = layout.blocks, layout.size_bytes
+        assert len(blocks) > 1
+        first, second = (struct.unpack_from("<q", kept, 64 * version * len(blocks) + 8)[0] for version in (0, 1))
+        newest = int(second > first)
+
+        def swap(into: bytearray, one: int, other: int, count: int) -> None:
+            into[one : one + count], into[other : other + count] = into[other : other + count], into[one : one + count]
+
+        match damage:
+            case "the newest version of a block":
+                data[newest * half + 200] ^= 1
+            case "both versions of a block":
+                for version in (0, 1):
+                    data[version * half + 200] ^= 1
+            case "blocks in each other's place" | "blocks and records in each other's place":
+                for version in (0, 1):
+                    swap(data, version * half, version * half + blocks[1].offset, 8192)
+                    if "records" in damage:
+                        swap(kept, 64 * version * len(blocks), 64 * (version * len(blocks) + 1), 64)
+            case "the versions of a block swapped":
+                swap(data, 0, half, blocks[0].size_bytes)
+            case "no records":
+                kept[:] = bytes(len(kept))
+            case "records cut short":
+                del kept[10:]
+            case "a record that says a later step":
+                kept[64 * newest * len(blocks) + 8] += 1
+            case "the state cut short":
+                del data[half:]
+            case "a gradient":
+                [log] = [one for one in logs if log_segments.step_of_path(one) == 4]
+                flip(log, log.stat().st_size // 2)
+            case "the head of the gradient file":
+                for log in logs:
+                    flip(log, 30)
+            case "no gradient files":
+                for log in logs:
+                    log.unlink()
+            case "current.json":
+                (directory / "current.json").write_text("[]")
+            case "the token":
+                flip(directory / "current.json", 14)
+        state.write_bytes(data)
+        records.write_bytes(kept)
+        if isinstance(outcome, type):
+            with pytest.raises(outcome) as caught:
+                self.opened(order, directory)
+            assert str(directory) in caught.value.message and caught.value.hint
+        else:
+            step, found = self.opened(order, directory)
+            assert step == 8 and equal_all(found, masters)
 
     @pytest.mark.slow
-    def test_an_edit_beside_the_optimizer_is_found(self, job: Shadowed, tmp_path: Path) -> None:
-        job.train(1)
-        with torch.no_grad():
-            job.model.large[17] += 1
-        with pytest.raises(StateMismatchError, match="large was changed"):
-            save_step(tmp_path / "run", 1, job.model, job.near)
-        job.near.load_state_dict(job.inner.state_dict())
-        job.train(2)
-        assert equal(save_step(tmp_path / "run", 2, job.model, job.near), job.state())
+    def test_training_and_saves_go_on_from_the_good_version(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between steps, and while a save reads. Where no version is left, step says which call goes on."""
+        reference, trainer = Reference(KINDS["AdamW"]()), Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        wait, [path] = Hold.wait, list((tmp_path / "near").glob("*/state"))
 
-    @pytest.mark.slow
-    def test_gradients_of_16_bits_move_in_2_bytes(self, job: Shadowed) -> None:
-        """A seventh of parameters of 2 and 4 bytes and two moments."""
-        count = sum(one.numel() for one in job.model.parameters())
-        before = job.near.moved_bytes
-        for one in job.model.parameters():
-            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
-        job.near.step()
-        assert job.near.moved_bytes - before == 2 * count
+        def counted() -> int:
+            data = path.with_name("records").read_bytes()
+            first, second = (struct.unpack_from("<q", data, at + 8)[0] for at in (0, len(data) // 2))
+            return int(second > first)
 
+        def wait_and_flip(hold: Hold, seconds: float) -> None:
+            wait(hold, seconds)
+            flip(path, counted() * path.stat().st_size // 2 + 4096)
 
-@pytest.mark.slow
-def test_a_shadow_may_join_an_optimizer_that_has_a_state(tmp_path: Path) -> None:
-    job = Shadowed(tmp_path / "first")
-    with job.near:
-        for number in (1, 2, 3):
-            job.train(number)
-    with NearStorageOptimizer(job.inner, directory=tmp_path / "second", mode="shadow") as near:
-        for number in (5, 6):
-            train(job.model, number, near.step)
-        assert equal(save_step(tmp_path / "run", 6, job.model, near), job.state())
-
-
-@pytest.mark.slow
-def test_damage_of_the_state_is_found(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=2)
-    for number in range(1, 10):
-        trainer.train(number)
-    trainer.optimizer.close()
-    (state,) = (tmp_path / "near").glob("*/state")
-    data = bytearray(state.read_bytes())
-    for at in range(0, len(data), 4096):
-        data[at + 100] ^= 1
-    state.write_bytes(data)
-    with pytest.raises(IntegrityError, match="damaged"):
-        Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=2)
-
-
-def test_threads_that_look_at_a_slot_at_once_see_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = [Member(f"0.{number}", f"{number}", (4,), "float32") for number in range(3)]
-    memory = Memory.allocate(blocks.slot_bytes(members))
-    slots, view_of, seen = Slots(members, [memory]), blocks.view_of, list[set[str]]()
-
-    def interrupted(*given: Any) -> torch.Tensor:
-        if not seen:
-            seen.append(set())
-            seen.append(set(slots.tensors(0)))  # another one, in the middle of this one
-        return view_of(*given)
-
-    monkeypatch.setattr(blocks, "view_of", interrupted)
-    assert set(slots.tensors(0)) == seen[-1] == {"0.0", "0.1", "0.2"}
-    slots.forget()
-    memory.close()
-
-
-class Dying:
-    """Stands for ``UpdaterProcess``: the first has ended when it is heard, the second makes what it is sent."""
-
-    def __init__(self, order: dict[str, Any], *_: Any) -> None:
-        self.order, self.changed = dict(order), threading.Condition()
-        self.step, self.starts, self.pid, self.is_alive = 0, 0, -1, False
-
-    def start(self) -> None:
-        self.starts, self.is_alive = self.starts + 1, True
-
-    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        with self.changed:
-            self.step += message["op"] == "end_step" and self.starts > 1
-            self.changed.notify_all()
-
-    def end(self) -> None:
-        with self.changed:
-            self.is_alive = False
-            self.changed.notify_all()
-
-    def close(self) -> None: ...
-
-
-def test_a_shadow_that_is_closed_has_the_steps_that_its_process_died_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_channel, "UpdaterProcess", Dying)
-    parameter, members = nn.Parameter(torch.ones(4)), [Member("0.0", "weight", (4,), "float32")]
-    layout = blocks.layout_of(torch.optim.SGD, members, [{"lr": 0.1}], master_dtype=None)
-    order = {"directory": str(tmp_path)}
-    channel = ShadowChannel(members, layout, {"0.0": parameter}, order, numa_nodes=(), timeout_seconds=1.0)
-    process: Any = channel.process
-    process.start()
-    channel.copy(1, {"0.0": torch.ones(4)})
-    channel.end(b"", is_skipped=False)
-    threading.Timer(0.3, process.end).start()
-    channel.close()
-    assert (process.step, process.starts) == (1, 2)
+        with trainer.optimizer as optimizer, tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
+            for number in (1, 2, 3, 5, 6):
+                trainer.train(number)
+                reference.train(number)
+            state = {"model": trainer.model, "optimizer": optimizer}
+            monkeypatch.setattr(Hold, "wait", wait_and_flip)
+            checkpointer.save(6, state)
+            with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* is not what was written"):
+                checkpointer.wait("local")
+            monkeypatch.undo()
+            checkpointer.save(6, state).result()
+            assert equal(stock(tmp_path / "run/step-6"), reference.state())
+            pid, at = optimizer.process_id, path.stat().st_size // 2 + 4096
+            for one in (4096, at):  # the one that counts, whichever it is, is stepped from
+                flip(path, one)
+                flip(path, one)
+            versions = path.read_bytes()[4096], path.read_bytes()[at]
+            trainer.train(7)
+            reference.train(7)
+            assert optimizer.process_id == pid and versions
+            live = at if path.read_bytes()[at] != versions[1] else 4096
+            flip(path, live)
+            trainer.train(8)
+            reference.train(8)
+            assert optimizer.process_id != pid
+            assert equal_all(trainer.model.parameters(), reference.model.parameters())
+            checkpointer.save(8, state).result()
+            for one in (4096, at):
+                flip(path, one)
+            with pytest.raises(IntegrityError, match=r"block 0 of .*/state is damaged, in both versions") as caught:
+                trainer.train(9)
+            assert "restore the newest checkpoint" in caught.value.hint
 
 
 def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path) -> None:

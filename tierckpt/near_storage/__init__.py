@@ -25,6 +25,10 @@ Invariants (a block is a run of parameters with all that belongs to them; a step
     N6  A disk that cannot be read is SIGBUS in a process that reads a mapping. The trainer maps files to say where what
         is saved lies, and to fill a new state, of which the disk has nothing to give back: it reads with pread, which
         fails. The process reads its mapping: it ends, and the trainer is told why (``UpdaterProcess``).
+    N7  Bytes of a block are compared with the digest that they had when they were written: before each step of it (the
+        digest of the step before, in the process), before a version is copied over the other, and when a save has read
+        the version that counts. Where they differ the process ends, having changed nothing; the next one begins at the
+        version whose digest fits its record, and makes the steps since from the frames, which are checked as well.
 
 Sources: SK hynix's checkpoint-offloading SSD (the optimizer's state at the storage); Smart-Infinity (updates there).
 """

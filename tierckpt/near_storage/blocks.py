@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from ..arena.memory import Memory
 from ..errors import ConfigError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..replay.frame import DTYPES, dtype_name
@@ -20,6 +19,7 @@ from ..replay.frame import DTYPES, dtype_name
 BLOCK_BYTES = 4 << 20
 """A block has whole parameters, and as many of them as make up this: its record and msync are then a small part."""
 ALIGNMENT = 64
+MASTER_DTYPE = torch.float32
 MASTER = ""
 """The name of the parameter itself among its tensors."""
 
@@ -67,7 +67,6 @@ class Layout:
     """All blocks of an optimizer."""
 
     kind: str
-    master_dtypes: Mapping[str, str]
     blocks: tuple[Block, ...]
     size_bytes: int
     """Of one version of all blocks."""
@@ -81,86 +80,55 @@ def layout_of(
     kind: type[torch.optim.Optimizer],
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
-    *,
-    master_dtype: torch.dtype | None,
 ) -> Layout:
     """Lay out the state of ``members``. What a step makes is found by a step of one element.
 
     Args:
         groups: hyperparameters of each.
-        master_dtype: of all parameters here; None: as the trainer has them.
     """
-    masters = {one.key: master_dtype or DTYPES[one.dtype] for one in members}
-    made: dict[tuple[int, torch.dtype], dict[str, tuple[torch.dtype, bool]]] = {}
+    made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
     runs: list[list[Member]] = []
     held = BLOCK_BYTES
     for one in members:
-        dtype = masters[one.key]
-        if (one.group, dtype) not in made:
-            made[one.group, dtype] = {MASTER: (dtype, True)} | _state_of(kind, groups[one.group], dtype)
+        if one.group not in made:
+            made[one.group] = {MASTER: (MASTER_DTYPE, True)} | _state_of(kind, groups[one.group])
         if held >= BLOCK_BYTES:
             runs.append([])
             held = 0
         runs[-1].append(one)
-        held += math.prod(one.shape) * sum(kept.itemsize for kept, _ in made[one.group, dtype].values())
+        held += math.prod(one.shape) * sum(kept.itemsize for kept, _ in made[one.group].values())
     blocks: list[Block] = []
     offset = 0
     for run in runs:
         places: list[TensorPlace] = []
-        at = round_up(sum(len(made[one.group, masters[one.key]]) for one in run), ALIGNMENT)
+        at = round_up(sum(len(made[one.group]) for one in run), ALIGNMENT)
         for one in run:
-            for name, (kept, is_whole) in made[one.group, masters[one.key]].items():
+            for name, (kept, is_whole) in made[one.group].items():
                 shape = one.shape if is_whole else ()
                 places.append(TensorPlace(one.key, name, dtype_name(kept), shape, at, len(places)))
                 at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
         blocks.append(Block(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
         offset += size_bytes
-    return Layout(kind.__name__, {key: dtype_name(one) for key, one in masters.items()}, tuple(blocks), offset)
+    return Layout(kind.__name__, tuple(blocks), offset)
 
 
-def slot_bytes(members: Sequence[Member]) -> int:
+def shared_bytes(members: Sequence[Member]) -> int:
     """Return how much shared memory the gradients of a step take."""
-    return max(ALIGNMENT, sum(_slot_bytes(one) for one in members))
+    return max(ALIGNMENT, sum(_shared_bytes(one) for one in members))
 
 
-def _slot_bytes(one: Member) -> int:
+def shared_tensors(members: Sequence[Member], memory: memoryview) -> dict[str, torch.Tensor]:
+    """Return where the gradient of each parameter lies in ``memory``, by key. Trainer and process go by the same."""
+    found, at = {}, 0
+    for one in members:
+        found[one.key] = view_of(memory, at, one)
+        at += _shared_bytes(one)
+    return found
+
+
+def _shared_bytes(one: Member) -> int:
     return round_up(math.prod(one.shape) * DTYPES[one.dtype].itemsize, ALIGNMENT)
-
-
-class Slots:
-    """Gradients of several steps in shared memory, each step's in a slot. Both ends count the slots alike."""
-
-    def __init__(self, members: Sequence[Member], memories: Sequence[Memory]) -> None:
-        self._members, self._size_bytes = members, slot_bytes(members)
-        self._memories = [(one.view, one.size_bytes // self._size_bytes) for one in memories]
-        self.count = sum(count for _, count in self._memories)
-        self.first_of_second = self._memories[0][1]
-        """The first slot that is not in the first memory."""
-        self._tensors: dict[int, dict[str, torch.Tensor]] = {}
-
-    def tensors(self, slot: int) -> Mapping[str, torch.Tensor]:
-        """Return where the gradient of each parameter lies, by key."""
-        if slot not in self._tensors:
-            view, at = self._place(slot)
-            found = {}
-            for one in self._members:
-                found[one.key] = view_of(view, at, one)
-                at += _slot_bytes(one)
-            self._tensors[slot] = found  # whole: several threads may be the first
-        return self._tensors[slot]
-
-    def _place(self, slot: int) -> tuple[memoryview, int]:
-        for view, count in self._memories:
-            if slot < count:
-                return view, slot * self._size_bytes
-            slot -= count
-        raise IndexError(slot)
-
-    def forget(self) -> None:
-        """Let go of the memory."""
-        self._memories.clear()
-        self._tensors.clear()
 
 
 def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch.Tensor:
@@ -172,11 +140,11 @@ def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch
 
 
 def _state_of(
-    kind: type[torch.optim.Optimizer], group: Mapping[str, Any], dtype: torch.dtype
+    kind: type[torch.optim.Optimizer], group: Mapping[str, Any]
 ) -> dict[str, tuple[torch.dtype, bool]]:
     """Return the type of each tensor that a step keeps, and whether it has an element for each of the parameter's."""
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-    parameter.grad = torch.zeros(2, dtype=dtype)
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=MASTER_DTYPE))
+    parameter.grad = torch.zeros(2, dtype=MASTER_DTYPE)
     optimizer = cast(Any, kind)([{**group, "params": [parameter]}])
     optimizer.step()
     found = {}

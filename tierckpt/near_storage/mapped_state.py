@@ -6,6 +6,7 @@ it; until the save has read it the process leaves it alone (``Hold``).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ..replay.optimizers import Parameter, local, sharded
 from ..save.shard_plan import Fetch
 from .blocks import MASTER, Layout
 from .state_file import StateFile, Tensors
-from .states import NewState, begin_state, current_state, directory_lock
+from .states import END_SECONDS, NewState, begin_state, current_state, directory_lock
 from .updater_process import UpdaterProcess
 
 SAVED_MASTER = "master"
@@ -62,39 +63,19 @@ class MappedState:
         found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
         self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
 
-    @torch.no_grad()
-    def copy_into(self, state: Any, versions: Sequence[int]) -> None:
-        """Give the trainer's parameters and its optimizer's ``state`` what the versions that count have."""
-        file = self._opened()
-        for block, version in zip(self._layout.blocks, versions, strict=True):
-            for key, tensors in file.read(block, version).items():
-                parameter = self._tensors[key]
-                local(parameter.detach()).copy_(tensors.pop(MASTER))
-                state[parameter] = {name: sharded(one.clone(), parameter) for name, one in tensors.items()}
-
     @contextmanager
-    def to_save(self, parameters: Iterable[Parameter], present: State | None) -> Iterator[None]:
-        """Within, ``view`` has what is to be saved.
-
-        Args:
-            present: the trainer's state, where it has one: as much is saved, and no masters.
-        """
-
-        def is_saved(key: str, name: str) -> bool:
-            if present is not None:
-                return name in present.get(self._tensors[key], ())
-            return name == MASTER or key in self.stepped
-
+    def to_save(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """Within, ``view`` has what is to be saved."""
         self.saved = self._opened()
-        with self._viewed(self.saved, parameters, is_saved):
+        with self._viewed(self.saved, parameters, lambda key, name: name == MASTER or key in self.stepped):
             yield
 
     @contextmanager
-    def to_load(self, parameters: Iterable[Parameter], *, has_masters: bool) -> Iterator[None]:
+    def to_load(self, parameters: Iterable[Parameter]) -> Iterator[None]:
         """Within, ``view`` has the tensors of a new state, which ``commit`` makes the one that counts."""
         self.discard()
         self._new = NewState(self._directory, self._layout)
-        with self._viewed(self._new.file, parameters, lambda _, name: has_masters or name != MASTER):
+        with self._viewed(self._new.file, parameters, lambda *_: True):
             yield
 
     @contextmanager
@@ -151,6 +132,7 @@ class Hold:
         self._file, self._process, self._answer = file, process, answer
         self._lock = threading.Lock()
         self._is_released = False
+        self._timeout_seconds = END_SECONDS
 
     def has(self, tensor: torch.Tensor) -> bool:
         return self._file.owns(tensor)
@@ -159,41 +141,45 @@ class Hold:
         """Return when the state is recorded.
 
         Raises:
-            StateMismatchError: something beside the optimizer has changed a parameter (shadow). UpdaterLostError.
+            UpdaterLostError: the process has ended.
         """
-        try:
-            self._answer.result(timeout_seconds)
-        except TimeoutError as error:
-            if isinstance(error, TierckptError):
-                raise
-            raise OperationTimeoutError(
-                f"the state in {self._file.directory} was not recorded",
-                hint="Look for a disk that hangs below it",
-                waited_seconds=timeout_seconds,
-            ) from None
+        self._timeout_seconds = timeout_seconds
+        self._result(self._answer, "recorded")
 
     def reader(self, tensor: torch.Tensor) -> Fetch:
         return self._file.reader(tensor, self._answer.result(0)["versions"])
 
     def release(self) -> None:
-        """Raises UpdaterLostError: another process has been begun meanwhile, and may have written over it."""
+        """Raises UpdaterLostError: the state is not what was recorded; or another process has been begun meanwhile, and
+        may have written over it."""
         with self._lock:
             if self._is_released:
                 return
             self._is_released = True
         if not self._answer.done():  # it is given up, and let go as soon as it is there
-            self._answer.add_done_callback(lambda _: self._let_go())
+            self._answer.add_done_callback(self._give_up)
         elif self._answer.exception() is None:
-            self._let_go()
-            if self._answer.result()["pid"] != self._process.pid:
+            held = self._answer.result()
+            answer = self._process.ask({"op": "release", "hold": held["number"]})
+            if self._result(answer, "checked")["pid"] != held["pid"]:
                 raise UpdaterLostError(
                     f"the process of the optimizer in {self._file.directory} has ended while its state was saved",
                     hint="It has been begun again. Save again",
                     directory=str(self._file.directory),
                 )
 
-    def _let_go(self) -> None:
+    def _result(self, answer: Future[dict[str, Any]], what: str) -> dict[str, Any]:
         try:
-            self._process.send({"op": "release", "hold": self._answer.result()["number"]})
-        except TierckptError:
-            pass  # what it held ended with it
+            return answer.result(self._timeout_seconds)
+        except TimeoutError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise OperationTimeoutError(
+                f"the state in {self._file.directory} was not {what}",
+                hint="Look for a disk that hangs below it",
+                waited_seconds=self._timeout_seconds,
+            ) from None
+
+    def _give_up(self, answer: Future[dict[str, Any]]) -> None:
+        with contextlib.suppress(TierckptError):  # what it held ended with it
+            self._process.ask({"op": "release", "hold": answer.result()["number"]})

@@ -16,13 +16,18 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def build_optimizer(
-    params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any], *, is_offload: bool
+    params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Return the optimizer whose groups, options and first state these are."""
+    if isinstance(params, torch.optim.Optimizer):
+        raise ConfigError(
+            "an optimizer that exists has its state in the trainer",
+            hint="Give parameters and its class; or keep it, and use Checkpointer(gradient_log=True)",
+        )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(f"which optimizer? {kind!r} is none: give a class of torch.optim after the parameters")
     made = cast(Any, kind)(params, **options)
-    if is_offload and made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
+    if made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
         one = torch.zeros(1)
         begun = cast(Any, kind)([one], **options).state[one]
         for parameter in parameters_of(made):
@@ -31,37 +36,26 @@ def build_optimizer(
     return cast(torch.optim.Optimizer, made)
 
 
-def check_parameter(member: Member, tensor: torch.Tensor, *, is_offload: bool, is_fused: bool) -> None:
+def check_parameter(member: Member, tensor: torch.Tensor) -> None:
     """Raise ConfigError for a parameter that cannot be stepped near storage."""
-    if not is_offload and is_fused and not local(tensor).is_contiguous():
+    if tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad"):
         raise ConfigError(
-            f"parameter {member.name} is not contiguous: a fused step of it has other last bits than of a copy",
-            hint="Use fused=False, or .contiguous() parameters (no memory_format=torch.channels_last)",
-        )
-    if is_offload and (tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad")):
-        raise ConfigError(
-            f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; offload "
-            "has parameters and gradients of 16 bits in the trainer, and the float32 ones in its process",
+            f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; the trainer "
+            "has parameters and gradients of 16 bits, and the process has the float32 ones",
             hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
-            'mode="shadow", which keeps your optimizer and its precision',
-        )
-    if not is_offload and tensor.device.type != "cpu":
-        raise ConfigError(
-            f"parameter {member.name} is on {tensor.device}, where a step rounds otherwise than on the CPU",
-            hint='Use mode="offload": the state is stepped in one place only, then',
+            "Checkpointer(gradient_log=True), which keeps your optimizer and its precision",
         )
 
 
 def check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a gradient that offload cannot take."""
+    """Raise ConfigError for a gradient that cannot be taken."""
     for one in parameters_of(optimizer):
         gradient = one.tensor.grad
         if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
             raise ConfigError(
                 f"the gradient of parameter {one.name} is {gradient.dtype} ({gradient.layout}), and the parameter "
                 f"{one.tensor.dtype}",
-                hint="Offload takes dense gradients of the parameter's precision: accumulate in that, or use "
-                'mode="shadow"',
+                hint="An optimizer near storage takes dense gradients of the parameter's precision: accumulate in that",
             )
 
 

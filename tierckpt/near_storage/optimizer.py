@@ -8,23 +8,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, ConfigError, StateMismatchError
-from ..replay.capture import Capture, Step, hyperparameters_of
-from ..replay.checksum import Fingerprint
+from ..replay.capture import Step, hyperparameters_of
 from ..replay.frame import Frame, encode
 from ..replay.optimizers import base_of, check_replayable, local, parameters_of, writes_of
 from .blocks import MASTER, Layout, layout_of
 from .mapped_state import Hold, MappedState
 from .members import build_optimizer, check_gradients, check_parameter, members_of
-from .shadow_channel import ShadowChannel
 from .state_file import Tensors
 from .states import directory_lock
-from .step_channel import OffloadChannel, StepChannel
+from .step_channel import StepChannel
 
 PERSIST_EVERY = 8
 """Steps: a state of 12 bytes a parameter is written once in so many, and the log of 2 is at most so long."""
@@ -34,34 +32,23 @@ STEPS = "near_storage_steps"
 class NearStorageOptimizer(torch.optim.Optimizer):
     """An optimizer whose state lies in files on the SSD of this node and is stepped there, by a process of its own.
 
-    ``mode="offload"``: ``params`` are bfloat16 (or float16); they and their gradients are all that the trainer has. The
-    process has float32 master parameters and the optimizer's state, steps them with the same class of ``torch.optim``
-    from the gradients in float32, and ``step`` returns with the new parameters, rounded. Steps have the bits of that
-    optimizer over float32 masters in the trainer. Gradients are clipped by whoever calls ``step``, schedules change
-    ``param_groups``, a ``GradScaler`` may skip steps.
+    ``params`` are bfloat16 (or float16); they and their gradients are all that the trainer has. The process has float32
+    master parameters and the optimizer's state, steps them with the same class of ``torch.optim`` from the gradients in
+    float32, and ``step`` returns with the new parameters, rounded. Steps have the bits of that optimizer over float32
+    masters in the trainer. Gradients are clipped by whoever calls ``step``, schedules change ``param_groups``, a
+    ``GradScaler`` may skip steps. A step is on the SSD when ``step`` returns, and ``resume`` continues at the newest.
 
-    ``mode="shadow"``: the trainer steps an optimizer of its own, on the CPU, and the process makes each step again
-    from its gradients: the same bits, a moment later.
-
-    Either way each step is on the SSD, and ``resume`` continues at the newest one: in offload when ``step`` returns, in
-    shadow two steps later at most, while the process works. One that has ended, or does nothing, has the steps since in
-    memory behind it, as many as fit into 1 GiB or the bytes of the state, whichever is more; a trainer that is killed
-    before that process, or the next, has them loses them. ``logged_steps`` says how far it is.
-
-    In the state of a ``Checkpointer`` a
-    save is written from what is there, the shards of all ranks into one checkpoint: nothing of it crosses the link
-    between accelerator and host. A process that does nothing (stopped, its disk hangs) costs training in shadow 0.4 s
-    once; a shadow that has missed too many steps is given up, and begins again at the next checkpoint.
+    In the state of a ``Checkpointer`` a save is written from these files, the shards of all ranks into one checkpoint:
+    nothing of it crosses the link between accelerator and host.
 
     Args:
-        params: parameters or groups, as ``torch.optim`` takes them; names of ``named_parameters`` are kept. With
-            ``mode="shadow"`` an optimizer that exists, and no ``kind``.
+        params: parameters or groups, as ``torch.optim`` takes them; names of ``named_parameters`` are kept.
         kind: a class of ``torch.optim`` that works element by element; ``options`` are its.
         directory: on this node's SSD, of one trainer at a time; a rank of several has its own below it. It takes 24
             bytes a parameter (Adam).
         workers: threads of the process, which is the CPU time it may take. A parameter is one thread's.
         persist_every: steps after which a block is written to the SSD again; in between its gradients are.
-        timeout_seconds: how long a step of offload waits for a process that does nothing.
+        timeout_seconds: how long a step waits for a process that does nothing.
         numa_nodes: where the memory shared with the process lies.
 
     Raises:
@@ -70,7 +57,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         StateMismatchError: ``directory`` has another optimizer's state.
         UpdaterLostError: from ``step``, when the process has ended twice in it. Nothing is lost: call it again.
     Cost: of the trainer, 4 bytes a parameter and its gradient (16 for AdamW over masters). Of each step, 2 bytes a
-        parameter up and (offload) down.
+        parameter up and down.
     Source: SK hynix's checkpoint-offloading SSD; Smart-Infinity.
 
     Example:
@@ -89,93 +76,64 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         kind: type[torch.optim.Optimizer] | None = None,
         *,
         directory: str | os.PathLike[str],
-        mode: Literal["offload", "shadow"] = "offload",
         workers: int = 2,
         persist_every: int = PERSIST_EVERY,
         timeout_seconds: float = 600.0,
         numa_nodes: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        if mode not in ("offload", "shadow"):
-            raise ConfigError(f"mode={mode!r} is neither 'offload' nor 'shadow'")
+        if (mode := options.pop("mode", "offload")) != "offload":  # scripts give it
+            raise ConfigError(
+                f"mode={mode!r}: an optimizer near storage has no mode but offload",
+                hint="To have each step of an optimizer in the trainer on the SSD, use Checkpointer(gradient_log=True)",
+            )
         if not (isinstance(workers, int) and isinstance(persist_every, int) and min(workers, persist_every) > 0):
             raise ConfigError(
                 f"workers={workers!r} and persist_every={persist_every!r} are to be whole numbers above 0"
             )
-        self.is_offload = mode == "offload"
-        inner = (
-            params
-            if isinstance(params, torch.optim.Optimizer)
-            else build_optimizer(params, kind, options, is_offload=self.is_offload)
-        )
-        if inner is params and self.is_offload:
-            raise ConfigError(
-                "an optimizer that exists has its state in the trainer",
-                hint='Give parameters and its class, or mode="shadow"',
-            )
-        if inner is params and (kind is not None or options):
-            raise ConfigError(
-                "an optimizer that exists has its class and options already",
-                hint="Give the optimizer alone, or parameters, a class and its options",
-            )
-        check_replayable(inner)
+        built = build_optimizer(params, kind, options)
+        check_replayable(built)
         self._is_open = False
-        self.inner = None if self.is_offload else inner
-        super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups = inner.param_groups
-        self._tensors = {one.key: one.tensor for one in parameters_of(inner)}
-        self._members = members_of(inner)
+        super().__init__(built.param_groups, built.defaults)
+        self.param_groups = built.param_groups
+        self._tensors = {one.key: one.tensor for one in parameters_of(built)}
+        self._members = members_of(built)
         for one in self._members:
-            is_fused = bool(self.param_groups[one.group].get("fused"))
-            check_parameter(one, self._tensors[one.key], is_offload=self.is_offload, is_fused=is_fused)
-        self._kind = base_of(type(inner))
-        self._layout: Layout = layout_of(
-            self._kind, self._members, self._hyperparameters(), master_dtype=torch.float32 if self.is_offload else None
-        )
+            check_parameter(one, self._tensors[one.key])
+        self._kind = base_of(type(built))
+        self._layout: Layout = layout_of(self._kind, self._members, self._hyperparameters())
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.directory = Path(directory).absolute() / (f"rank-{dist.get_rank()}" if is_distributed else "")
         order = {
             "directory": str(self.directory),
             "kind": self._kind.__name__,
-            "mode": mode,
             "groups": self._head(0).hex(),
             "workers": workers,
             "persist_every": persist_every,
         }
-        more: Any = {"numa_nodes": numa_nodes, "timeout_seconds": timeout_seconds}
-        self._offload = self._shadow = None
-        self._channel: StepChannel
-        if self.inner is None:
-            self._channel = self._offload = OffloadChannel(self._members, self._layout, self._tensors, order, **more)
-        else:
-            self._channel = self._shadow = ShadowChannel(self._members, self._layout, self._tensors, order, **more)
+        self._channel = StepChannel(
+            self._members, self._layout, self._tensors, order, numa_nodes=numa_nodes, timeout_seconds=timeout_seconds
+        )
         self._close = weakref.finalize(self, _close, os.getpid(), self._channel)
         self._process = self._channel.process
         self._steps = 0
         self._written = writes_of(self)
-        self._capture: Capture | None = None
         self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
         with directory_lock(self.directory, os.getpid()):  # another trainer's is told from one of another optimizer
             self._must_resume = self._files.exists()
         if not self._must_resume:
-            self._files.begin(self._values(inner.state), 0)
+            self._files.begin(self._values(built.state), 0)
         self._process.start()
-        if self.inner is not None:
-            self._counting = self.inner.register_step_post_hook(self._count)
-            if not self._must_resume:
-                self._follow(self.inner)
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """In shadow the optimizer's. In offload nothing of each parameter.
+        """Nothing of each parameter: what there is lies in files.
 
         It is never empty: ``get_optimizer_state_dict`` makes a step of an optimizer that has no state.
         """
         if self._is_open and self._files.view is not None:
             return defaultdict(dict, self._files.view)
-        if self.inner is not None:
-            return self.inner.state
         return defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
 
     @state.setter
@@ -185,7 +143,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step. In offload it returns with the new parameters, and the gradients are in a file by then.
+        """Make a step. It returns with the new parameters, and the gradients are in a file by then.
 
         A process that has ended is begun again, once, and the step is made from the gradients that it had.
 
@@ -193,7 +151,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             UpdaterLostError: the process has ended again. Call ``step`` again: it makes the same step, from the same
                 gradients, and then training goes on, with the same bits.
             ConfigError: ``directory`` has steps already: ``resume`` is to be called first.
-            StateMismatchError: in offload, something else has written to a parameter since the first step.
+            StateMismatchError: something else has written to a parameter since the first step.
             CapacityError, OperationTimeoutError, ...: what the process met. The same holds.
         """
         if self._must_resume:
@@ -202,18 +160,15 @@ class NearStorageOptimizer(torch.optim.Optimizer):
                 hint="Call resume(), which continues there, or give an empty directory",
             )
         self._files.discard()  # of a restore that has failed
-        if self.inner is not None:
-            return self.inner.step(closure)
-        assert self._offload is not None
         self._check_groups()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._offload.is_interrupted:
+        if not self._channel.is_interrupted:
             check_gradients(self)
-            self._check_parameters(self._offload)
-        self._files.stepped |= self._offload.make(self._steps + 1, self._head(self._steps + 1))
+            self._check_parameters()
+        self._files.stepped |= self._channel.make(self._steps + 1, self._head(self._steps + 1))
         self._steps += 1
         self._written = writes_of(self)
         return loss
@@ -224,41 +179,27 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self._steps
 
     @property
-    def logged_steps(self) -> int:
-        """How many of them ``resume`` would find, should the trainer and the process be killed now. In shadow ``steps``
-        is two more at most, and further ahead while the process has ended or does nothing."""
-        return max(self._process.step, 0)
-
-    @property
     def process_id(self) -> int:
         """Of the process that has the state."""
         return self._process.pid
-
-    @property
-    def failure(self) -> str:
-        """Why a shadow has no steps any more, until the next save. '' while it has, and in offload."""
-        if self._shadow is None:
-            return ""
-        return self._shadow.failure or (self._capture.broken if self._capture is not None else "")
 
     @property
     def moved_bytes(self) -> int:
         """Between the trainer's tensors and the memory that it shares with the process, so far."""
         return self._channel.moved_bytes
 
-    def _check_parameters(self, channel: OffloadChannel) -> None:
+    def _check_parameters(self) -> None:
         """The masters have nothing of what is written to parameters beside the optimizer: a step would undo it."""
         if writes_of(self) == self._written:
             return
         if not self._steps:  # weights were loaded
             self._replace({})
-        elif changed := channel.others():
+        elif changed := self._channel.others():
             name = next(one.name for one in self._members if one.key == changed[0])
             raise StateMismatchError(
                 f"parameter {name} was changed by something beside the optimizer, and its float32 values in "
                 f"{self.directory} were not",
-                hint="Call resume() to have those back, or restore a checkpoint with the optimizer in its state; where "
-                'parameters are to be changed, use mode="shadow"',
+                hint="Call resume() to have those back, or restore a checkpoint with the optimizer in its state",
             )
 
     def _check_groups(self) -> None:
@@ -276,42 +217,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.pop(STEPS, None)
 
-    def _follow(self, inner: torch.optim.Optimizer) -> None:
-        """In shadow: record the steps of the trainer's optimizer, from here on."""
-        if self._capture is not None:
-            self._capture.close()
-        self._capture = Capture(inner, self._on_step, copy=self._on_gradients, version=self._steps)
-
-    def _count(self, *_: Any) -> None:
-        self._steps += 1  # with a record of it, or without
-
-    def _on_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert self._shadow is not None and self._capture is not None
-        self._shadow.copy(self._capture.version + 1, gradients)
-        return {}
-
-    def _on_step(self, step: Step) -> None:
-        assert self._shadow is not None
-        self._shadow.end(encode(Frame(step, ""))[0], is_skipped=step.is_skipped)  # gradients went before
-
-    def _follows_again(self) -> bool:
-        """Whether the shadow had been given up. It goes on from the state of now, then: from a copy, as a save makes
-        it, and in the background."""
-        assert self._shadow is not None and self.inner is not None
-        if not self.failure:
-            return False
-        there = {one.key: id(one.tensor) for one in parameters_of(self.inner)}
-        if there != {key: id(one) for key, one in self._tensors.items()}:
-            raise CheckpointError(
-                "the shadow was given up: the optimizer has other parameters now",
-                hint="Build it again over an empty directory",
-            )
-        values = self._values(self.inner.state)
-        copied = {key: {name: one.clone() for name, one in found.items()} for key, found in values.items()}
-        self._shadow.begin(copied, self._steps)
-        self._follow(self.inner)
-        return True
-
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def resume(self, last_step: int | None = None) -> int:
@@ -320,14 +225,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         Ranks that were killed may be a step apart: all but the first then go back to ``last_step``, the least of what
         they returned.
 
-        Parameters are replaced (2 bytes each in offload); in shadow the optimizer's state is, too. ``param_groups`` are
-        as they were built: schedules are resumed by whoever has them.
+        Parameters are replaced. ``param_groups`` are as they were built: schedules are resumed by whoever has them.
 
         Raises:
             IntegrityError: the state is damaged, or has been at later steps for too long to go back.
             UpdaterLostError: the process has ended.
         """
-        self._channel.settle()
         if self._process.is_alive and last_step is not None and last_step < self._process.step:
             self._process.close()
         if not self._process.is_alive:
@@ -336,28 +239,20 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._steps, self._must_resume = answer["step"], False
         self._files.look(answer["versions"])
         self._forget_steps()
-        if self._offload is not None:
-            self._offload.forget()
-            self._offload.take_parameters()
-            self._written = writes_of(self)
-        if self.inner is not None:
-            self._files.copy_into(self.inner.state, answer["versions"])
-            self._follow(self.inner)
+        self._channel.forget()
+        self._channel.take_parameters()
+        self._written = writes_of(self)
         return self._steps
 
     def _replace(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Begin another state at this step, and the process again over it."""
-        if self._capture is not None:
-            self._capture.close()
-        self._channel.settle()
         self._process.close()
         self._files.begin(self._values(state), self._steps)
         self._start_anew()
 
     def _start_anew(self) -> None:
         """The process over another state than before."""
-        if self._offload is not None:
-            self._offload.forget()
+        self._channel.forget()
         self._process.start()
         self._steps, self._must_resume, self._written = self._process.step, False, writes_of(self)
 
@@ -367,42 +262,28 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def mapped(self) -> Iterator[None]:
         """Within, ``state_dict`` has what is to be saved: tensors in the files, and float32 parameters as "master".
 
-        In a shadow that is behind they are the trainer's; one that was given up begins again from them.
-
         Raises:
             CheckpointError: the state is not that of the trainer.
         """
-        if self._must_resume or (self._offload is not None and self._offload.is_interrupted):
+        if self._must_resume or self._channel.is_interrupted:
             raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
-        self._files.saved = None
-        if self._shadow is not None and (self._follows_again() or self._shadow.is_behind):
-            yield
-            return
-        with self._files.to_save(parameters_of(self), self.inner.state if self.inner is not None else None):
+        with self._files.to_save(parameters_of(self)):
             yield
 
     def lies_in_files(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one that ``mapped`` has given last."""
         return self._files.saved is not None and self._files.saved.owns(tensor)
 
-    def hold(self) -> Hold | None:
-        """Have the state that ``mapped`` has given last be kept for a save, as it is now. None: it gave the trainer's.
-
-        Cost: a message; in shadow a pass over the parameters.
-        """
-        if self._files.saved is None:
-            return None
-        masters = self._tensors if self.inner is not None else {}  # in shadow they are to be the trainer's
-        prints = {key: Fingerprint.of(local(one.detach())).number for key, one in masters.items()}
-        answer = self._channel.ask({"op": "hold", "fingerprints": prints}, self._steps)
-        return Hold(self._files.saved, self._process, answer)
+    def hold(self) -> Hold:
+        """Have the state that ``mapped`` has given last be kept for a save, as it is now. Cost: a message."""
+        assert self._files.saved is not None
+        return Hold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
 
     @contextmanager
     def mapped_anew(self) -> Iterator[None]:
         """Within, ``state_dict`` has what is to be loaded: tensors of a new state, for ``put_back``."""
-        self._channel.settle()
         self._process.close()
-        with self._files.to_load(parameters_of(self), has_masters=self.is_offload):
+        with self._files.to_load(parameters_of(self)):
             yield
 
     def put_back(self, loaded: Mapping[str, Any]) -> int:
@@ -418,13 +299,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """In offload ``param_groups`` alone, which say at which step they are: the state stays where it is, and a
-        directory at another step refuses them. In shadow the optimizer's.
+        """``param_groups`` alone, which say at which step they are: the state stays where it is, and a directory at
+        another step refuses them.
 
         Raises nothing.
         """
-        if self.inner is not None and self._files.view is None:
-            return self.inner.state_dict()
         made = super().state_dict()
         for group in made["param_groups"]:  # where each way to save an optimizer keeps it
             group[STEPS] = self._steps
@@ -433,18 +312,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` gave, or the state of the same class of ``torch.optim`` over the same parameters.
 
-        In offload such a state replaces that of ``directory``, with masters that are the parameters of now; without
-        one the steps must be those that ``directory`` has made.
+        Such a state replaces that of ``directory``, with masters that are the parameters of now; without one the steps
+        must be those that ``directory`` has made.
 
         Raises:
             StateMismatchError: they are not. ``step`` raises it too, where something has loaded groups past this.
         """
-        if self.inner is not None:
-            self.inner.load_state_dict(dict(state_dict))
-            self.param_groups = self.inner.param_groups
-            self._replace(self.inner.state)
-            self._follow(self.inner)
-            return
         found = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
         if not any(found.values()):
@@ -473,10 +346,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """End the process when it has done what it was given. Raises nothing; idempotent."""
-        if self._capture is not None:
-            self._capture.close()
-        if self.inner is not None:
-            self._counting.remove()
         self._files.discard()
         self._close()
 

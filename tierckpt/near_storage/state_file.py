@@ -16,9 +16,12 @@ import xxhash
 
 from ..disk.durable import fsync_dir, make_dirs, translated
 from ..disk.file_io import address_of, allocate, libc, read_into
-from ..errors import IntegrityError
+from ..errors import IntegrityError, UpdaterLostError
 from ..save.shard_plan import Fetch
+from ..telemetry import logger
 from .blocks import Block, Layout, view_of
+
+log = logger("replay")
 
 STATE, RECORDS = "state", "records"
 RECORD_BYTES = 64
@@ -75,10 +78,6 @@ class StateFile:
     def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
         """Return the tensors of a block that are there, by key and name. They share its memory."""
         return _tensors_in(self.bytes_of(block, version), block, all_of_them=all_of_them)
-
-    def read(self, block: Block, version: int) -> Tensors:
-        """As ``tensors``, in memory of their own (N6)."""
-        return _tensors_in(self._read_block(block, version), block)
 
     def present(self, block: Block, version: int) -> dict[str, set[str]]:
         """Return which tensors are there, by key (N6)."""
@@ -148,10 +147,23 @@ class StateFile:
         into.copy_(of)
         return 1 - source
 
-    def record(self, block: Block, version: int, step: int, *, is_trainers: bool = False) -> None:
-        """Make a version of a block durable, then the record that it counts, at ``step`` (N1). ``is_trainers``: N6."""
-        data = self._read_block(block, version) if is_trainers else self.bytes_of(block, version)
-        digest = xxhash.xxh3_128_digest(data)
+    def digest(self, block: Block, version: int, *, is_trainers: bool = False) -> bytes:
+        """Return the digest of a version of a block. ``is_trainers``: N6."""
+        digest = xxhash.xxh3_128()
+        digest.update(self._read_block(block, version) if is_trainers else self.bytes_of(block, version))
+        return digest.digest()
+
+    def check(self, block: Block, version: int, digest: bytes) -> None:
+        """Raise UpdaterLostError where a version of a block is not what was written (N7). Cost: one pass over it."""
+        if self.digest(block, version) != digest:
+            raise UpdaterLostError(
+                f"block {block.index} of {self.directory / STATE} (version {version}) is not what was written",
+                hint=f"Save again, or call step(): it goes on from the other version and the gradients since. {DMESG}",
+                path=self.directory / STATE,
+            )
+
+    def record(self, block: Block, version: int, step: int, digest: bytes) -> None:
+        """Make a version of a block durable, then the record that it counts, at ``step``, with ``digest`` (N1)."""
         with translated(self.directory / STATE):
             begin = self._address + self._begin_of(block, version)
             if libc.msync(begin, block.size_bytes, _MS_SYNC):
@@ -162,8 +174,8 @@ class StateFile:
             os.pwrite(self._records, head + xxhash.xxh3_128_digest(head), self._record_at(block, version))
             os.fdatasync(self._records)
 
-    def newest(self, block: Block, last_step: int | None = None) -> tuple[int, int]:
-        """Return the version of a block that counts, and its step; of no later step than ``last_step``.
+    def newest(self, block: Block, last_step: int | None = None) -> tuple[int, int, bytes]:
+        """Return the version of a block that counts, its step and digest; of no later step than ``last_step``.
 
         Raises:
             IntegrityError: neither does.
@@ -178,10 +190,11 @@ class StateFile:
                 if index == block.index and (last_step is None or step <= last_step):
                     found.append((step, version, digest))
         for step, version, digest in sorted(found, reverse=True):
-            if xxhash.xxh3_128_digest(self.bytes_of(block, version)) == digest:
-                return version, step
+            if self.digest(block, version) == digest:
+                return version, step, digest
+            log.warning("block %d of %s is damaged at step %d", block.index, self.directory / STATE, step)
         raise IntegrityError(
-            f"block {block.index} of the optimizer's state in {self.directory} is damaged, in both versions"
+            f"block {block.index} of {self.directory / STATE} is damaged, in both versions"
             + (f", or of later steps than {last_step}" if last_step is not None else ""),
             hint=LOST,
             path=self.directory / STATE,

@@ -20,7 +20,7 @@ from ..errors import (
 )
 from ..poll import LOCAL, Poll
 from .blocks import Layout
-from .state_file import StateFile, Tensors
+from .state_file import LOST, StateFile, Tensors
 
 LOCK, CURRENT = "lock", "current.json"
 CURRENT_BYTES_MAX = 1 << 16
@@ -69,17 +69,24 @@ def current_state(directory: Path, layout: Layout) -> Path | None:
     """
     try:
         found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
+        token, made_of, kind = (str(found[name]) for name in ("token", "layout", "kind"))
     except ObjectNotFoundError:
         return None
-    except ValueError as error:
-        raise ManifestError(f"{directory / CURRENT}: {error}", path=directory) from None
-    if found["layout"] != layout.digest:
+    except (ValueError, LookupError, TypeError) as error:
+        raise _damaged(directory / CURRENT, repr(error)) from None
+    if made_of != layout.digest:
         raise StateMismatchError(
-            f"the optimizer's state in {directory} is of {found['kind']} with other parameters, types or options",
+            f"the optimizer's state in {directory} is of {kind} with other parameters, types or options",
             hint="Build the optimizer as it was, or give it an empty directory",
             path=directory,
         )
-    return directory / str(found["token"])
+    if not (directory / token).is_dir():
+        raise _damaged(directory / CURRENT, f"the state {token} that it names is not there")
+    return directory / token
+
+
+def _damaged(path: Path, problem: str) -> ManifestError:
+    return ManifestError(f"{path} is damaged: {problem}", hint=LOST, path=path)
 
 
 class NewState:
@@ -102,7 +109,7 @@ class NewState:
         layout = self.file.layout
         for block in layout.blocks:
             self.file.mark(block, 0, present)
-            self.file.record(block, 0, step, is_trainers=True)
+            self.file.record(block, 0, step, self.file.digest(block, 0, is_trainers=True))
         found = {"token": self._token, "layout": layout.digest, "kind": layout.kind}
         durable_write(self._directory / CURRENT, json.dumps(found).encode())
         for other in self._directory.iterdir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,11 +12,8 @@ import torch
 from ..arena.memory import Memory
 from ..errors import IntegrityError, UpdaterLostError
 from ..replay.optimizers import local
-from .blocks import Layout, Member, Slots, slot_bytes
+from .blocks import Layout, Member, shared_bytes, shared_tensors
 from .updater_process import UpdaterProcess
-
-Taken = tuple[list[str], list[str]]
-"""Of a block: whose gradients are in shared memory, and which of them in half of it."""
 
 
 @dataclass(slots=True)
@@ -24,15 +21,15 @@ class Sent:
     """A step that the process has not made yet, by what it said."""
 
     step: int
-    slot: int = 0
-    head: bytes = b""
-    gradients: list[Taken] = field(default_factory=list)
-    process: int = 0
-    """Which process it was sent to, by its number. 0: none yet; -1: one is to have it, and the next if that ends."""
+    head: bytes
+    gradients: list[list[str]] = field(default_factory=list)
+    """Of each block, the parameters whose gradients are in shared memory."""
+    is_whole: bool = False
+    """All gradients are there."""
 
 
 class StepChannel:
-    """Shared memory for the gradients of steps, and the process that they go to.
+    """Shared memory for the gradients of a step, and the process that they go to, which training waits for.
 
     Args:
         tensors: the trainer's parameters by key.
@@ -51,47 +48,23 @@ class StepChannel:
     ) -> None:
         self.moved_bytes = 0
         self._layout, self._tensors = layout, tensors
-        self._memories = self._allocated(slot_bytes(members), numa_nodes)
-        self._slots = Slots(members, self._memories)
+        self._memory = Memory.allocate(shared_bytes(members), shared=True, numa_nodes=numa_nodes)
+        self._shared = shared_tensors(members, self._memory.view)
+        descriptor = cast(int, self._memory.fd)
         told = {
             "members": [[one.key, one.name, one.shape, one.dtype] for one in members],
-            "memories": [[memory.fd, str(memory.kind)] for memory in self._memories],
+            "memory": [descriptor, str(self._memory.kind)],
         }
-        descriptors = tuple(cast(int, memory.fd) for memory in self._memories)
-        self.process = UpdaterProcess({**order, **told}, descriptors, timeout_seconds)
-
-    def _allocated(self, size_bytes: int, numa_nodes: tuple[int, ...]) -> list[Memory]:
-        return [Memory.allocate(size_bytes, shared=True, numa_nodes=numa_nodes)]
-
-    def settle(self) -> None:
-        """Return when the process is the caller's alone, and nothing is on its way but what it has been sent."""
-
-    def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
-        """Send ``message`` behind ``step``. The future is its answer."""
-        raise NotImplementedError
+        self.process = UpdaterProcess({**order, **told}, (descriptor,), timeout_seconds)
+        self._begun: Sent | None = None
+        """A step that was begun and not made."""
 
     def close(self) -> None:
         """End the process when it has done what it was given, and release the memory."""
         self.process.close()
         self.process.is_closed = True
-        self._slots.forget()
-        for memory in self._memories:
-            memory.close()
-
-    def _send(self, sent: Sent, gradients: Iterable[Taken] = ()) -> None:
-        """Send a step, with ``gradients`` as they come; without, those that are in shared memory."""
-        self.process.send({"op": "begin_step"}, sent.head)
-        for keys, narrow in gradients or sent.gradients:
-            self.process.send({"op": "take", "keys": keys, "narrow": narrow, "slot": sent.slot})
-        sent.process = self.process.starts
-        self.process.send({"op": "end_step"})
-
-
-class OffloadChannel(StepChannel):
-    """Training waits for each step: the process has the only state."""
-
-    _begun: Sent | None = None
-    """A step that was begun and not made."""
+        self._shared = {}
+        self._memory.close()
 
     @property
     def is_interrupted(self) -> bool:
@@ -111,6 +84,7 @@ class OffloadChannel(StepChannel):
             )
 
     def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
+        """Send ``message`` behind ``step``. The future is its answer."""
         if not self.process.is_alive:
             self.process.start()
             self.check_step(step)
@@ -121,7 +95,7 @@ class OffloadChannel(StepChannel):
 
         Returns the keys of parameters that had a gradient.
         """
-        sent = self._begun = self._begun or Sent(step, head=head)
+        sent = self._begun = self._begun or Sent(step, head)
         process = self.process
         for attempt in (0, 1):
             try:
@@ -129,7 +103,7 @@ class OffloadChannel(StepChannel):
                     process.start()
                 if process.step < step:
                     self.check_step(step - 1)
-                    self._send(sent, sent.gradients if sent.process else self._copied(sent))
+                    self._send(sent)
                     process.await_step(step)
                 else:  # it had the gradients when it ended
                     process.call({"op": "settle"})
@@ -142,31 +116,36 @@ class OffloadChannel(StepChannel):
                 raise
         self.take_parameters()
         self._begun = None
-        return {key for keys, _ in sent.gradients for key in keys}
+        return {key for keys in sent.gradients for key in keys}
 
     def others(self) -> list[str]:
         """Return the keys of parameters that are not what the process gave last (bit for bit: they may be NaN)."""
-        given = self._slots.tensors(0).items()
         bits = {key: local(one.detach()).view(torch.int16) for key, one in self._tensors.items()}
-        return [key for key, one in given if not torch.equal(one.view(torch.int16), bits[key])]
+        return [key for key, one in self._shared.items() if not torch.equal(one.view(torch.int16), bits[key])]
 
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Copy the parameters, which the process has put into shared memory, into the trainer's."""
-        for key, found in self._slots.tensors(0).items():
+        for key, found in self._shared.items():
             local(self._tensors[key].detach()).copy_(found)
             self.moved_bytes += found.nbytes
 
+    def _send(self, sent: Sent) -> None:
+        self.process.send({"op": "begin_step"}, sent.head)
+        for keys in sent.gradients if sent.is_whole else self._copied(sent):
+            self.process.send({"op": "take", "keys": keys})
+        self.process.send({"op": "end_step"})
+
     @torch.no_grad()
-    def _copied(self, sent: Sent) -> Iterator[Taken]:
+    def _copied(self, sent: Sent) -> Iterator[list[str]]:
         """Yield blocks as they are copied: one is stepped while the next is copied. What is copied stays (N4)."""
         sent.gradients.clear()
-        shared = self._slots.tensors(0)
         for block in self._layout.blocks:
             found = {key: local(one) for key in block.keys if (one := self._tensors[key].grad) is not None}
             for key, gradient in found.items():
-                shared[key].copy_(gradient)
+                self._shared[key].copy_(gradient)
                 self.moved_bytes += gradient.nbytes
             if found:
-                sent.gradients.append((list(found), []))
+                sent.gradients.append(list(found))
                 yield sent.gradients[-1]
+        sent.is_whole = True

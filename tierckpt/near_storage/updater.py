@@ -7,6 +7,7 @@ A step of the trainer's, on several threads:
     log         when all gradients of the step are there: the frame, to its file, and then to the disk
     finisher    when the frame is in its file and the blocks are at the step: has the workers put the new parameters
                 where the gradients were (N4), and the trainer hears of it
+    checker     when a save has read the blocks: compares them with their digests, and has them let go (N7)
     workers     every ``persist_every`` steps, other blocks each step: wait until the frame is on the disk, record the
                 block (N3), and go on in its other version
 
@@ -20,7 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -30,16 +31,15 @@ from typing import Any
 import torch
 
 from ..arena.memory import Kind, Memory
-from ..disk.priority import BACKGROUND_NICE, lower_this_thread
 from ..errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, StateMismatchError
 from ..process_start import begin_command
 from ..replay.apply import Replay
 from ..replay.capture import Step
-from ..replay.checksum import Fingerprint
-from ..replay.frame import DTYPES, Frame, decode
+from ..replay.frame import Frame, decode
 from ..replay.optimizers import BY_NAME
+from ..resources import ThreadPool
 from ..telemetry import log_to, logger
-from .blocks import MASTER, Block, Layout, Member, Slots, layout_of
+from .blocks import MASTER, MASTER_DTYPE, Block, Layout, Member, layout_of, shared_tensors
 from .gradient_files import GradientFiles, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
@@ -63,12 +63,14 @@ class LiveBlock:
     """A block, and the version of it that steps are applied to. Whatever is done with it, its ``worker`` does."""
 
     def __init__(
-        self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPoolExecutor
+        self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPool
     ) -> None:
         self.block, self.worker = block, worker
         self._file, self._kind = file, kind
-        self.counts, self.recorded = file.newest(block)
-        """The version that counts, and its step."""
+        self.counts, self.recorded, self._recorded_digest = file.newest(block)
+        """The version that counts, its step and digest."""
+        self._digest = self._recorded_digest
+        """Of what the next step is applied to (N7)."""
         self.recorded_before = self.recorded
         """The step of the other version, while that is left alone (N3)."""
         self._at, self._room = -1, Tensors()
@@ -84,27 +86,32 @@ class LiveBlock:
     def apply(self, step: Step, gradients: Mapping[str, torch.Tensor]) -> None:
         """Bring it from the step before to ``step``, in the version that does not count (N2)."""
         if self._replay is None:
+            self.check()  # before the other version, which may be needed, is written over
             self._at = self._file.copy(self.block, self.counts)
             self._room = self._file.tensors(self.block, self._at, all_of_them=True)
             self._replay = self._built(self.recorded)
+        self._file.check(self.block, self._at, self._digest)
         self._replay.apply(replace(step, gradients=gradients))
         self._place_new(self._replay)
+        self._digest = self._file.digest(self.block, self._at)
 
     def record(self) -> None:
         """From now on the version counts that steps were applied to (N1)."""
         if self._replay is not None:
-            self._file.record(self.block, self._at, self.step)
+            self._file.record(self.block, self._at, self.step, self._digest)
+            self._recorded_digest = self._digest
             self.recorded_before, self.recorded = self.recorded, self.step
             self.counts, self._replay = self._at, None
 
-    def recorded_tensors(self) -> Tensors:
-        return self._file.tensors(self.block, self.counts)
+    def check(self) -> None:
+        """Raise UpdaterLostError where the version that counts is not what was recorded."""
+        self._file.check(self.block, self.counts, self._recorded_digest)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Those of the newest step."""
         if self._replay is not None:
             return self._replay.parameters
-        return {key: found[MASTER] for key, found in self.recorded_tensors().items()}
+        return {key: found[MASTER] for key, found in self._file.tensors(self.block, self.counts).items()}
 
     def _built(self, step: int) -> Replay:
         tensors = self._file.tensors(self.block, self._at)
@@ -138,25 +145,20 @@ class Updater:
     def __init__(self, order: Mapping[str, Any], connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._is_offload = order["mode"] == "offload"
         self._persist_every = max(1, int(order["persist_every"]))
-        self._members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
+        members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
         self._kind = BY_NAME[order["kind"]]
         groups = _decoded(bytes.fromhex(order["groups"])).step.hyperparameters
-        dtype = torch.float32 if self._is_offload else None
-        layout = layout_of(self._kind, self._members, groups, master_dtype=dtype)
-        self._memories = [  # of the second, a backlog, pages come with their first use
-            Memory.from_fd(fd, Kind(kind), fill=not number) for number, (fd, kind) in enumerate(order["memories"])
-        ]
-        self._slots = Slots(self._members, self._memories)
+        layout = layout_of(self._kind, members, groups)
+        descriptor, kind = order["memory"]
+        self._memory = Memory.from_fd(descriptor, Kind(kind))
+        self._shared = shared_tensors(members, self._memory.view)
         count = max(1, int(order["workers"]))
-        self._workers = [ThreadPoolExecutor(1, f"tierckpt-update-{number}") for number in range(count)]
-        self._logger = ThreadPoolExecutor(1, "tierckpt-log")
-        self._finisher = ThreadPoolExecutor(1, "tierckpt-finish")
-        self._writer = ThreadPoolExecutor(1, "tierckpt-checkpoint")
-        if not self._is_offload:
-            for pool in (*self._workers, self._logger, self._finisher, self._writer):
-                pool.submit(lower_this_thread, BACKGROUND_NICE)
+        self._workers = [ThreadPool(1, f"tierckpt-update-{number}") for number in range(count)]
+        self._logger = ThreadPool(1, "tierckpt-log")
+        self._finisher = ThreadPool(1, "tierckpt-finish")
+        self._writer = ThreadPool(1, "tierckpt-checkpoint")
+        self._checker = ThreadPool(1, "tierckpt-check")  # blocks are recorded, for the next save, behind it
         self._open(Path(order["directory"]), layout, order["last_step"])
         self._begun: _Begun | None = None
         self._holds: dict[int, Future[None]] = {}
@@ -224,40 +226,30 @@ class Updater:
         """A step begins: its hyperparameters, and no gradient yet."""
         self._begun = _Begun(_decoded(payload).step)
 
-    def take(self, keys: Sequence[str], narrow: Sequence[str], slot: int) -> None:
+    def take(self, keys: Sequence[str]) -> None:
         """Gradients of some parameters, all of one block, are in shared memory."""
         assert self._begun is not None
-        begun, live = self._begun, self._block_of[keys[0]]
-        found = {}
-        for key in keys:
-            tensor = self._slots.tensors(slot)[key]
-            if key in narrow:
-                tensor = tensor.view(-1).view(torch.bfloat16)[: tensor.numel()].view(tensor.shape)
-            found[key] = tensor
+        begun, found = self._begun, {key: self._shared[key] for key in keys}
         begun.gradients |= found
-        if self._is_offload:
-            begun.work.append(self._update(live, begun.step, found))
+        begun.work.append(self._update(self._block_of[keys[0]], begun.step, found))
 
     def end_step(self) -> None:
-        """All gradients are there. In shadow blocks are updated from here on: whoever records one then knows that the
-        frame of its step is coming."""
+        """All gradients are there. Blocks without one are at the step too."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
         step = begun.step
         self.step = step.version
-        for live in self._blocks:
-            own = _of(live, begun.gradients)
-            if not own or not self._is_offload:
-                begun.work.append(self._update(live, step, own))
-        dtypes = {key: DTYPES[self._layout.master_dtypes[key]] for key in begun.gradients}
+        begun.work += [
+            self._update(live, step, {}) for live in self._blocks if begun.gradients.keys().isdisjoint(live.block.keys)
+        ]
+        dtypes = dict.fromkeys(begun.gradients, MASTER_DTYPE)
         whole = replace(step, gradients=begun.gradients)
         frame = Frame(whole, self._digest, number=step.version, dtypes=dtypes)
         self._do(self._logger, self._log, frame, begun.work)
 
     def _update(self, live: LiveBlock, step: Step, gradients: Mapping[str, torch.Tensor]) -> Future[None]:
         def update() -> None:
-            dtypes = self._layout.master_dtypes
-            live.apply(step, {key: one.to(DTYPES[dtypes[key]]) for key, one in gradients.items()})
+            live.apply(step, {key: one.to(MASTER_DTYPE) for key, one in gradients.items()})
 
         return self._do(live.worker, update)
 
@@ -275,9 +267,8 @@ class Updater:
     def _finish(self, step: int, work: list[Future[None]]) -> None:
         for one in work:
             one.result(WAIT_SECONDS)
-        if self._is_offload:
-            self._give_parameters()
-        for live in self._blocks:  # before the trainer hears of it: in offload the next step is behind it, then
+        self._give_parameters()
+        for live in self._blocks:  # before the trainer hears of it: the next step is behind it, then
             if step % self._persist_every == live.block.index % self._persist_every:
                 self._do(live.worker, self._record_unread, live)
         self.tell({"done": step})
@@ -287,7 +278,7 @@ class Updater:
 
         def give(live: LiveBlock) -> None:
             for key, master in live.masters().items():
-                self._slots.tensors(0)[key].copy_(master)
+                self._shared[key].copy_(master)
 
         for one in [self._do(live.worker, give, live) for live in self._blocks]:
             one.result(WAIT_SECONDS)
@@ -311,7 +302,7 @@ class Updater:
 
     # --- a save -----------------------------------------------------------------------------------------------------
 
-    def hold(self, number: int, fingerprints: Mapping[str, int]) -> None:
+    def hold(self, number: int) -> None:
         """Record every block at this step, and say where. They are left so until ``release``. Steps go on meanwhile."""
         released = self._holds[number] = Future()
 
@@ -325,31 +316,24 @@ class Updater:
         def answer_with_places() -> None:
             for one in recorded:
                 one.result(WAIT_SECONDS)
-            try:
-                self._check(fingerprints)
-                answer["versions"] = [live.counts for live in self._blocks]
-            except StateMismatchError as error:
-                self.release(number)
-                answer.update(to_message(error))
+            answer["versions"] = [live.counts for live in self._blocks]
             self.tell(answer)
 
         self._do(self._writer, answer_with_places)
 
-    def release(self, hold: int) -> None:
-        """The state that was held may be replaced. One that a process before this one has held is nobody's."""
-        if (released := self._holds.pop(hold, None)) is not None:
-            released.set_result(None)
+    def release(self, number: int, hold: int) -> None:
+        """The state that was held is read. Check that it is what was recorded, and answer: then it may be replaced. One
+        that a process before this one has held is nobody's."""
+        released = self._holds.pop(hold, None)
 
-    def _check(self, fingerprints: Mapping[str, int]) -> None:
-        for live in self._blocks if fingerprints else ():
-            for key, found in live.recorded_tensors().items():
-                if Fingerprint.of(found[MASTER]).number != fingerprints[key]:
-                    name = next(one.name for one in self._members if one.key == key)
-                    raise StateMismatchError(
-                        f"parameter {name} was changed by something beside the optimizer",
-                        hint="Save a whole checkpoint, or give its state to load_state_dict, from where the shadow "
-                        "goes on",
-                    )
+        def answer_when_checked() -> None:
+            if released is not None:
+                for live in self._blocks:
+                    live.check()
+                released.set_result(None)
+            self.tell({"number": number, "pid": os.getpid()})
+
+        self._do(self._checker, answer_when_checked)
 
     # --- the trainer ------------------------------------------------------------------------------------------------
 
@@ -377,15 +361,14 @@ class Updater:
         self._end()
 
     def _settle(self, number: int) -> None:
-        """Record every block at this step; in offload, give the parameters."""
+        """Record every block at this step, and give the parameters."""
         step = self.step
         waiting = [self._do(live.worker, self._record, live) for live in self._blocks]
 
         def end() -> None:
             for one in waiting:
                 one.result(WAIT_SECONDS)
-            if self._is_offload:
-                self._give_parameters()
+            self._give_parameters()
             versions = [live.counts for live in self._blocks]
             self.tell({"number": number, "step": step, "versions": versions})
 
@@ -395,11 +378,11 @@ class Updater:
         timer = threading.Timer(END_SECONDS, os._exit, [1])
         timer.daemon = True
         timer.start()
-        for pool in (self._logger, self._finisher, *self._workers, self._writer):
+        for pool in (self._logger, self._finisher, *self._workers, self._writer, self._checker):
             pool.shutdown(wait=True)
         self._files.close()
-        for memory in self._memories:
-            memory.close()
+        self._shared = {}
+        self._memory.close()
 
     def tell(self, message: Mapping[str, Any]) -> None:
         try:
@@ -408,7 +391,7 @@ class Updater:
         except OSError:  # the trainer is gone, and ``serve`` sees it
             pass
 
-    def _do(self, pool: ThreadPoolExecutor, call: Callable[..., None], *arguments: Any) -> Future[None]:
+    def _do(self, pool: ThreadPool, call: Callable[..., None], *arguments: Any) -> Future[None]:
         def run() -> None:
             try:
                 call(*arguments)

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import CheckpointError, IntegrityError, OperationTimeoutError, TierckptError, UpdaterLostError
 from ..ipc.child_process import start_python
+from ..resources import start_thread
 from ..telemetry import logger
 from .messages import receive, send, to_error
 from .state_file import DMESG, LOST
@@ -75,7 +76,6 @@ class UpdaterProcess:
         self.step = -1
         """The newest step that it has made, by what it said."""
         self.pid = -1
-        self.starts = 0
         self.is_closed = False
         self._descriptors = descriptors
         self._timeout_seconds = timeout_seconds
@@ -127,8 +127,9 @@ class UpdaterProcess:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
         with self.changed:
             self._connection, self._failure, self.step = Connection(ours.detach()), None, -1
-        self.pid, self.starts = self._process.pid, self.starts + 1
-        threading.Thread(target=self._hear, args=(self._connection,), name="tierckpt-updater", daemon=True).start()
+        self.pid = self._process.pid
+        hearing = threading.Thread(target=self._hear, args=(self._connection,), name="tierckpt-updater", daemon=True)
+        start_thread(hearing)
         self.await_step(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
@@ -195,12 +196,6 @@ class UpdaterProcess:
             waited_seconds=self._timeout_seconds,
         )
 
-    def kill(self) -> None:
-        """End it at once, and wait for nothing: whoever waits for it hears that."""
-        process = self._process
-        if process is not None:
-            process.kill()
-
     def close(self) -> None:
         """Let it finish what it was given, then end it."""
         try:
@@ -242,8 +237,6 @@ class UpdaterProcess:
                         self.step = message["done"]
                     elif "failed" in message:
                         failure = to_error(message["failed"])
-                    elif "error" in message:
-                        self._answers.pop(message["number"]).set_exception(to_error(message))
                     else:
                         self._answers.pop(message["number"]).set_result(message)
                     self.changed.notify_all()

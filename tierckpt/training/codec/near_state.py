@@ -21,11 +21,10 @@ def stage(stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: M
     def lies_in_files(tensor: torch.Tensor) -> bool:
         return any(one.lies_in_files(tensor) for one in near)
 
-    staged = stager.stage_items(plan.items, planner, lies_in_files=lies_in_files)
+    staged = stager.stage_items(plan.items, planner, lies_in_files=lies_in_files if near else None)
     try:
         for one in near:
-            if (hold := one.hold()) is not None:
-                staged.sources.append(hold)
+            staged.sources.append(one.hold())
     except TierckptError:
         staged.release()
         raise
