@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import random
-import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.agent.log_folds import due
-from tierckpt.checkpoint import local_commit
-from tierckpt.config import Settings
-from tierckpt.replay import log as logs
+from tierckpt.replay import guard
 from tierckpt.replay.optimizers import local
-from tierckpt.save import log_segments
-from tierckpt.training import log_fold
-from tierckpt.training.codec.attachment import Attached
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "torch.distributed.fsdp")
@@ -38,13 +27,15 @@ PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpo
 class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
-    def __init__(self, *, parallel: str = "", has_statistics: bool = True, near: str = "", folder: str = "") -> None:
+    def __init__(
+        self, *, parallel: str = "", has_statistics: bool = True, near: bool = False, folder: str = ""
+    ) -> None:
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
         if has_statistics and not parallel:  # each rank has statistics of its own, and a checkpoint those of one
             layers.insert(1, nn.BatchNorm1d(64))
-        self.model = nn.Sequential(*layers).to(torch.bfloat16 if near == "offload" else torch.float32)
+        self.model = nn.Sequential(*layers).to(torch.bfloat16 if near else torch.float32)
         if parallel == "FSDP2":
             mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
             for layer in self.model:
@@ -52,12 +43,11 @@ class Job:
                     fully_shard(layer, mesh=mesh)
         if parallel == "DDP":
             self.model = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if near:
-            given: Any = (self.model.parameters(), torch.optim.AdamW) if near == "offload" else (self.optimizer,)
-            options: Any = {"lr": 0.01} if near == "offload" else {}
-            directory = Path(folder) / "near"
-            self.optimizer = tierckpt.NearStorageOptimizer(*given, directory=directory, mode=near, **options)
+            self.optimizer = tierckpt.NearStorageOptimizer(
+                self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=Path(folder) / "near"
+            )
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -94,15 +84,12 @@ def train(
     steps: int = 10**9,
     bug: str = "",
     has_statistics: bool = True,
-    near: str = "",
+    near: bool = False,
     parallel: str = "FSDP2",
     **options: Any,
 ) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
     with_bug(bug)
-    if options.get("drain"):  # what is folded
-        logs.CHECK_SHARE = 1e9  # every step has a digest of the parameters, however slow the machine is
-        log_segments.FOLD_BYTES_MIN = 0  # a segment has one step, or two
     rank = dist.get_rank() if dist.is_initialized() else 0
     parallel = parallel if dist.is_initialized() else ""
     job = Job(parallel=parallel, has_statistics=has_statistics, near=near, folder=folder)
@@ -122,38 +109,6 @@ def train(
         if near:
             dist.barrier()  # the first rank has the store that says to others how the save has ended
         os._exit(0)  # as if it were killed here: nothing is saved at the end
-
-
-def fold(folder: str, stop_at: str) -> None:
-    """Make a checkpoint of the logs, as the process that the agent starts; hang for ever at ``stop_at``, or have that
-    bug."""
-    log_segments.FOLD_BYTES_MIN = 0
-    settings = Settings()
-    [one] = due(settings.local_root)
-    roll_forward = log_fold.roll_forward
-    theirs, ours = os.pipe()
-    os.register_at_fork(after_in_child=lambda: os.close(ours))  # it is the agent's
-    order = {"settings": settings.model_dump_json(), **asdict(one), "life": theirs}
-    sys.stdin = io.StringIO(json.dumps(order))
-
-    def hang(*_: Any, **__: Any) -> None:
-        begun = Path(folder, f"begun-{os.getpid()}")
-        begun.write_text(str(one.step))
-        begun.rename(Path(folder, "stopped"))
-        time.sleep(600)
-
-    def lag(*given: Any, last_step: int, **more: Any) -> Any:
-        return roll_forward(*given, last_step=last_step - dist.get_rank(), **more)
-
-    stages: dict[str, tuple[Any, str, Any]] = {
-        "replayed": (Attached, "finish", hang),
-        "committing": (local_commit, "commit_local", hang),
-        "committed": (log_segments, "remove_before", hang),
-        "one rank a step behind": (log_fold, "roll_forward", lag),
-    }
-    if stop_at:
-        setattr(*stages[stop_at])
-    log_fold.main()
 
 
 def with_bug(name: str) -> None:
@@ -182,4 +137,4 @@ def with_bug(name: str) -> None:
     if name:
         log_writer.encode = encode
     if name in ("a stale hyperparameter", "gradients cast"):  # else the digest of the parameters sees it first
-        log_writer.digest_of = lambda marks: ""
+        guard.total_of = lambda seen, others: ""

@@ -75,29 +75,6 @@ def test_a_lost_node_costs_what_its_peer_had_not_acknowledged(nursery: Nursery, 
         assert at <= train(nursery, nodes[1], tmp_path, 0, RANKS).resumed(), job.output()[-3000:]
 
 
-def test_a_folded_checkpoint_replaces_what_other_nodes_have_of_a_log(
-    nursery: Nursery, fleet: Fleet, tmp_path: Path
-) -> None:
-    """Once they have it too. Then the node is lost, and the job goes on where neither of them was."""
-    with cluster(fleet, tmp_path, 3, replicas=2) as nodes:
-        train(nursery, nodes[0], tmp_path, 12, drain=True)
-        nodes.until(lambda: acknowledged(nodes[0]) >= 11, "the log to be copied")
-        holder, other = sorted(nodes.nodes[1:], key=lambda node: not copies(node, tmp_path))
-        assert min(begins(holder, tmp_path)) == 1 and not copies(other, tmp_path)
-        job = nursery.start("fold", tmp_path, env=nodes[0].env, stop_at="")
-        assert job.codes() == [0], job.output()[-3000:]
-        step = max(int(one.name[5:]) for one in nodes[0].directory(f"{tmp_path}/run").glob("step-*"))
-        all_copied(nodes, tmp_path, step)
-        nodes.until(
-            lambda: min(begins(holder, tmp_path), default=0) >= step - 1, "what the copied checkpoint has to go"
-        )
-        nodes.until(lambda: acknowledged(nodes[0]) > step, "what follows it to be copied")
-        nodes[0].lose()
-        job = nursery.start("train", tmp_path, env=other.env, uri=f"{tmp_path}/run", steps=0)
-        assert job.codes(120) == [0] and Seen(tmp_path, 1).resumed() > step, job.output()[-3000:]
-        assert f"is the checkpoint of step {step} and" in job.output()
-
-
 @pytest.mark.parametrize("bug", ["stall", "counted before it is whole"])
 def test_a_frame_counts_when_it_is_whole(nursery: Nursery, fleet: Fleet, tmp_path: Path, bug: str) -> None:
     """The other node's agent is killed in the middle of a segment, and then the node that it copies from is lost."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.fault.nursery import Job, Nursery
-from tests.integration.test_log_fold import same, saved_in
-from tests.services import ENVIRONMENT, in_full
-from tierckpt.checkpoint import local_commit
+from tests.services import ENVIRONMENT
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.save import log_segments
 
@@ -106,19 +103,18 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
     print(f"{KILLS} kills over {ended} steps; steps lost: {max(lost)} at most")
 
 
-@pytest.mark.parametrize("near", ["offload", pytest.param("shadow", marks=pytest.mark.slow)])
 def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, near: str
+    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
 ) -> None:
     """Its shards are joined, nothing of the optimizer was copied, and plain PyTorch reads it."""
-    chosen = random.Random(near)
+    chosen = random.Random(0)
     for kill in range(max(1, KILLS // 2)):
-        job = nursery.start("train", tmp_path, 2, uri=file_uri, near=near, interval=3)
+        job = nursery.start("train", tmp_path, 2, uri=file_uri, near=True, interval=3)
         wait_for(job, tmp_path, "resumed", kill + 1)
         wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + chosen.choice((4, 5, 8)))
         time.sleep(chosen.uniform(0.0, 0.05))
         job.kill()
-    seen, _ = run(nursery, tmp_path, 2, uri=file_uri, near=near, interval=3, steps=12)
+    seen, _ = run(nursery, tmp_path, 2, uri=file_uri, near=True, interval=3, steps=12)
     assert seen.resumed() >= 3
     assert seen.ended() == 12
     directory = local_dir(local_root, parse_uri(f"{file_uri}/step-12"))
@@ -131,8 +127,7 @@ def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
     load(found, storage_reader=reader, no_dist=True)
     assert found["model.0.weight"].shape == found["optimizer.state.0.weight.exp_avg"].shape == (64, 24)
     assert all(found[f"optimizer.state.{name}.step"] == 12 for name in ("0.weight", "0.bias", "3.weight", "3.bias"))
-    if near == "offload":
-        assert torch.equal(found["optimizer.state.0.weight.master"].bfloat16(), found["model.0.weight"])
+    assert torch.equal(found["optimizer.state.0.weight.master"].bfloat16(), found["model.0.weight"])
 
 
 def run(nursery: Nursery, folder: Path, ranks: int, **options: Any) -> tuple[Seen, str]:
@@ -190,45 +185,3 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     _, said = run(nursery, tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
     assert "a job of 2 ranks has written it" in said
     assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1
-
-
-def folding(nursery: Nursery, folder: Path, stage: str) -> int:
-    """Have the logs folded up to ``stage``, and the process that does it killed. Returns the step it was at."""
-    job = nursery.start("fold", folder, stop_at=stage)
-    deadline = time.monotonic() + 60
-    while not (folder / "stopped").exists():
-        assert time.monotonic() < deadline, job.output()[-3000:]
-        time.sleep(0.01)
-    job.kill()
-    step = int((folder / "stopped").read_text())
-    (folder / "stopped").unlink()
-    return step
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parallel"), [*in_full([(1, "")]), (2, "FSDP2"), pytest.param(2, "DDP", marks=pytest.mark.slow)]
-)
-def test_a_fold_that_is_killed_leaves_the_checkpoint_and_logs_that_it_was_made_of(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int, parallel: str
-) -> None:
-    """At each of its stages. Then it is made: bit for bit what the job would have saved, which goes on from it."""
-    options: dict[str, Any] = {"drain": True, "parallel": parallel}
-    run(nursery, tmp_path, ranks, uri=file_uri, steps=12, **options)
-    if ranks > 1:
-        job = nursery.start("fold", tmp_path, stop_at="one rank a step behind")
-        assert job.codes() == [1] and "no checkpoint of step" in job.output()
-    for stage in (*in_full(["replayed"]), "committing", "committed"):
-        step = folding(nursery, tmp_path, stage)
-        made = local_commit.read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-{step}")))
-        assert (made is not None) == (stage == "committed")
-    run(nursery, tmp_path / "other", ranks, uri=f"{file_uri}-other", steps=step + 1, interval=step, **options)
-    found, wanted = (saved_in(local_root, f"{uri}/step-{step}") for uri in (file_uri, f"{file_uri}-other"))
-    assert found.keys() == wanted.keys() and [name for name in found if not same(found[name], wanted[name])] == []
-    logs = local_dir(local_root, parse_uri(f"{file_uri}-other")) / GRADIENTS_DIR
-    if ranks > 1:
-        assert log_segments.chains(logs / "rank-0")[-1].not_folded == ""
-        shutil.rmtree(logs / "rank-1")
-        assert "the logs of 1 of its 2 ranks are on other nodes" in log_segments.chains(logs / "rank-0")[-1].not_folded
-    seen, said = run(nursery, tmp_path, ranks, uri=file_uri, steps=0, **options)
-    at = seen.resumed()
-    assert at >= 11 and f"step {at} is the checkpoint of step {step} and {at - step} steps" in said

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tierckpt
@@ -22,7 +24,7 @@ from tierckpt import Checkpointer
 from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
-from tierckpt.replay import log as logs
+from tierckpt.replay import guard
 from tierckpt.replay.link import GRADIENTS, Copy, Link
 from tierckpt.replication.log_copies import COPIES
 from tierckpt.save import log_segments
@@ -280,37 +282,108 @@ def test_a_full_disk_ends_the_log_and_the_next_checkpoint_begins_another(
     assert (step, again.digest()) == (9, wanted)
 
 
-def test_what_is_done_to_a_parameter_beside_the_optimizer_ends_the_log(
-    run: Runs, caplog: pytest.LogCaptureFixture
+def clamp(job: Job) -> None:
+    with torch.no_grad():
+        job.model[0].weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(job: Job) -> None:
+    job.model[0].weight.data[3, 5] += 1e-3
+
+
+def clamp_numpy(job: Job) -> None:
+    job.model[0].weight.detach().numpy()[3, 5] += 1e-3
+
+
+def step_fused(job: Job) -> None:
+    """By an optimizer that the state does not have, and which has no state of its own."""
+    for one in job.model.parameters():
+        one.grad = torch.ones_like(one)
+    torch.optim.SGD(job.model.parameters(), lr=0.1, fused=True).step()
+
+
+def reset_momentum(job: Job) -> None:
+    """Another tensor, of the same version."""
+    state = job.optimizer.state[job.model[0].weight]
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def reset_momentum_data(job: Job) -> None:
+    job.optimizer.state[job.model[0].weight]["exp_avg"].data.zero_()
+
+
+EDITS = {
+    clamp: "changed beside the optimizer",
+    clamp_data: "version counters do not show",
+    clamp_numpy: "version counters do not show",
+    step_fused: r"another optimizer \(SGD\) was stepped",
+    reset_momentum: "its state was",
+    reset_momentum_data: "version counters do not show",
+}
+
+
+class Fused(Job):
+    """The update leaves no trace in version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
+        self.state |= {"optimizer": self.optimizer, "schedule": self.schedule}
+
+
+@pytest.mark.parametrize("where", ["before the end of the step", "before the next update"])
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_an_edit_beside_the_optimizer_ends_the_log_and_the_next_step_is_saved(
+    run: Runs,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    edit: Callable[[Job], None],
+    where: str,
 ) -> None:
-    checkpointer, job = run(), Job()
+    """With the reason in a warning, at the step before the edit. Each step that was logged or saved has its bits."""
+    monkeypatch.setattr(guard, "CHECK_SHARE", 1e9)  # however slow the machine is
+    checkpointer, job, digests = run(), Fused(), dict[int, str]()
     with caplog.at_level(logging.WARNING):
-        for number in range(1, 6):
+        for number in range(1, 8):
+            if number == 5 and where == "before the next update":
+                edit(job)
             job.train()
-            if number == 4:
-                with torch.no_grad():
-                    job.model[0].weight.clamp_(-0.1, 0.1)
+            if number == 4 and where != "before the next update":
+                edit(job)
+            digests[number] = job.digest()
             checkpointer.step(number, job.state)
-    assert "changed beside the optimizer" in caplog.text
+            checkpointer.wait("local")
+    [ended] = [record.getMessage() for record in caplog.records if "is logged, until" in record.getMessage()]
+    assert re.search(EDITS[edit], ended)
+    [_, saved] = [record.step for record in checkpointer.stats]
+    assert saved in ([5] if "next" in where else [4, 5])  # the digest thread sees it in time, or at the next step
     checkpointer.close()
-    assert resumed(run())[1] == 3
+    again = Fused()
+    assert run().restore(again.state) == 7 and again.digest() == digests[7]
 
 
+@pytest.mark.parametrize("edit", [clamp_data, reset_momentum_data], ids=lambda edit: edit.__name__)
 def test_an_edit_that_leaves_no_trace_takes_a_restore_to_the_step_before_it(
-    run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Job], None]
 ) -> None:
-    monkeypatch.setattr(logs, "CHECK_SHARE", 1e9)
-    checkpointer, job = run(), Job()
+    """Where digests on the thread that trains cost too much, the digest of the frame sees it."""
+    monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)
+    monkeypatch.setattr(guard, "FREE_SECONDS", -1.0)
+    checkpointer, job = run(), Fused()
+    wanted = {}
     for number in range(1, 9):
+        wanted[number - 1] = job.digest()
         if number == 6:
-            wanted = job.digest()
-            job.model[0].weight.data.mul_(1.01)
+            edit(job)
         checkpointer.step(job.train(), job.state)
     checkpointer.close()
     with caplog.at_level(logging.WARNING):
-        again, step = resumed(run())
-    assert (step, again.state["step"], again.digest()) == (5, 5, wanted)
-    assert "after step 6" in caplog.text and "verified at step 5" in caplog.text
+        again = Fused()
+        step = run().restore(again.state)
+    # The edit may come before the digest of step 5, which is taken beside what follows the step.
+    assert step in (4, 5) and (again.state["step"], again.digest()) == (step, wanted[step])
+    assert f"after step {step + 1}" in caplog.text and f"verified at step {step}" in caplog.text
 
 
 def jobs_in(directory: Path) -> set[str]:
@@ -448,6 +521,45 @@ def test_two_optimizers_that_take_turns_and_a_copy_that_follows(run: Runs) -> No
         assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
 
 
+def test_a_parameter_of_no_optimizer_that_is_edited_unseen_ends_the_log_once(
+    run: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 64 sampled elements none changes. From the next checkpoint on the log has it with each step."""
+    torch.manual_seed(2)
+    model, copy = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+    state: dict[str, Any] = {"model": model, "copy": copy, "optimizer": torch.optim.AdamW(model.parameters())}
+    checkpointer = run()
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 10):
+            copy(model(torch.randn(3, 64))).square().mean().backward()
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            if number >= 4:
+                copy.weight.data[1, 1] += 1.0
+            checkpointer.step(number, state)
+            checkpointer.wait("local")
+    [ended] = [record.getMessage() for record in caplog.records if "is logged, until" in record.getMessage()]
+    assert "no step after 3 is logged" in ended and "copy.weight, which no optimizer" in ended
+    [_, saved] = [record.step for record in checkpointer.stats]
+    assert saved in (4, 5)
+    checkpointer.close()
+    wanted = [one.clone() for one in (model.weight, copy.weight)]
+    for one in (model.weight, copy.weight):
+        one.data.zero_()
+    assert run().restore(state) == 9
+    assert torch.equal(model.weight, wanted[0]) and torch.equal(copy.weight, wanted[1])
+
+
+def test_logs_that_end_as_soon_as_they_begin_are_followed_by_fewer_and_fewer_checkpoints(run: Runs) -> None:
+    checkpointer, job = run(), Job()
+    for number in range(1, 40):
+        job.train()
+        clamp(job)
+        checkpointer.step(number, job.state)
+        checkpointer.wait("local")
+    assert [record.step for record in checkpointer.stats] == [1, 2, 4, 8, 16, 32]
+
+
 def test_a_certain_checkpoint_can_be_gone_back_to(run: Runs) -> None:
     train(run(interval=4), Job(), 10)
     reference = Job()
@@ -459,7 +571,28 @@ def test_a_certain_checkpoint_can_be_gone_back_to(run: Runs) -> None:
     checkpointer = run()
     assert checkpointer.restore(job.state, step=4) == 4
     assert train(checkpointer, job, 6) == reference.digest()
-    assert resumed(run())[1] == 8  # the checkpoint that is newer is still there, and its steps were given up
+    assert resumed(run())[1] == 6  # the checkpoint of step 8 is still there, and abandoned
+
+
+def test_an_abandoned_base_of_a_log_is_listed_and_pruned(
+    run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(interval=4, drain=True)
+    train(first, Job(), 9)
+    first.close()
+    job = Job()
+    second = run(drain=True)
+    assert second.restore(job.state, step=4) == 4
+    train(second, job, 6)
+    second.close()
+    assert main(["ls", file_uri, "--json", "--local-root", str(local_root)]) == 0
+    listed = {one["step"]: one.get("abandoned", False) for one in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert listed[8] and not listed[4]
+    assert main(["prune", file_uri, "--abandoned", "--yes", "--local-root", str(local_root)]) == 0
+    capsys.readouterr()
+    assert main(["ls", file_uri, "--json", "--local-root", str(local_root)]) == 0
+    assert 8 not in [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]]
+    assert resumed(run())[1] == 6
 
 
 @pytest.mark.parametrize(
@@ -497,3 +630,91 @@ def test_values_of_many_kinds_come_back(run: Runs) -> None:
     assert torch.equal(torch.rand(3), drawn) and optimizer.param_groups[0]["lr"].item() == pytest.approx(0.0125)
     assert state["seen"]["set"] == {1, 3} and state["seen"]["t"] == (1,)
     assert torch.equal(state["seen"]["tensor"], torch.full((3,), 3.0, dtype=torch.bfloat16))
+
+
+def end_log(checkpointer: Checkpointer) -> None:
+    """As if the job were killed here: what it logged is on the disk, and it saves nothing at its end."""
+    checkpointer._step_log.close()  # private: close() saves
+
+
+def save_beside(how: str, job: Job, step: int, uri: str, folder: Path, **options: Any) -> None:
+    """Save ``job`` as another writer of the run does."""
+    if how == "Checkpointer":
+        with Checkpointer(uri, **options) as other:
+            other.save(step, job.state).result(60)
+    elif how == "dcp.save":
+        state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+        dcp.save(state, storage_writer=tierckpt.TierStorageWriter(f"{uri}/step-{step}", **options), no_dist=True)
+    else:
+        torch.save(job.model.state_dict(), folder / "model.pt")
+        tierckpt.adopt(folder, f"{uri}/step-{step}", **options)
+
+
+@pytest.mark.parametrize("how", ["Checkpointer", "dcp.save", "adopt"])
+def test_a_save_of_another_writer_hides_no_step_of_the_log(
+    how: str, run: Runs, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
+    """Of another Checkpointer, which removes all but its newest, too."""
+    folder, job, options = tmp_path / "files", Job(), {"drain": False, "local_root": local_root}
+    folder.mkdir()
+    checkpointer = run()
+    digests = {}
+    for _ in range(20):
+        number = job.train()
+        digests[number] = job.digest()
+        saved = checkpointer.step(number, job.state)
+        if saved is not None:
+            saved.result(60)
+        if number in (8, 12):
+            keep = {"keep_last": 1} if how == "Checkpointer" else {}
+            save_beside(how, job, number, file_uri, folder, **options, **keep)
+    end_log(checkpointer)
+    again, resumed = Job(), run()
+    assert resumed.restore(again.state) == 20
+    assert again.digest() == digests[20]
+    again.train()
+    saved = resumed.step(21, again.state)
+    assert saved is None, "the log goes on"
+    digests[21] = again.digest()
+    end_log(resumed)
+    last = Job()
+    assert run().restore(last.state) == 21 and last.digest() == digests[21]
+
+
+def killed_beside(run: Runs, file_uri: str, steps: int, **options: Any) -> dict[int, str]:
+    """Log ``steps``, of which another Checkpointer saves the eighth."""
+    job, digests, checkpointer = Job(), {}, run()
+    for number in range(1, steps + 1):
+        job.train()
+        digests[number] = job.digest()
+        saved = checkpointer.step(number, job.state)
+        if saved is not None:
+            saved.result(60)
+        if number == 8:
+            save_beside("Checkpointer", job, 8, file_uri, Path(), **options)
+    end_log(checkpointer)
+    return digests
+
+
+@pytest.mark.parametrize(
+    ("damage", "reached"),
+    [("a frame behind the save", 11), ("a frame before the save", 8), ("the base", 8), ("the log is older", 8)],
+)
+def test_where_the_log_does_not_lead_beyond_a_save_that_is_restored(
+    damage: str, reached: int, run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = 8 if "older" in damage else 14
+    digests = killed_beside(run, file_uri, steps, drain=False, local_root=local_root)
+    [path] = log_segments.paths_in(directory(local_root, file_uri))
+    data = bytearray(path.read_bytes())
+    frame = (len(data) - 4096) // data.count(log_segments.FRAME)
+    if "frame" in damage:
+        at = (3 if "before" in damage else 10) * frame + frame // 2
+        data[4096 + at] ^= 1
+        path.write_bytes(data)
+    if damage == "the base":
+        for one in local_dir(local_root, parse_uri(f"{file_uri}/step-1")).glob("*.distcp"):
+            one.write_bytes(bytes(one.stat().st_size))
+    again = Job()
+    assert run().restore(again.state) == reached, caplog.text
+    assert again.digest() == digests[reached]

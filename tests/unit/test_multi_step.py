@@ -226,6 +226,26 @@ def test_what_breaks_a_window_has_the_state_copied_whole(reason: str) -> None:
         check(after.state, states[after.steps])
 
 
+def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
+    """With the last step of the window, whose parameters do not show it."""
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, window_steps=2) as stager:
+        begun, states = job.number, {}
+        pending = stager.begin(job.state)
+        for _ in range(4):
+            job.train()
+            if not states:
+                for state in job.optimizer.state.values():
+                    state["exp_avg"].data.mul_(0.5)
+            states[job.number - begun] = copy.deepcopy(job.state())
+            stager.end_of_step()
+            time.sleep(0.02)
+        snapshot = pending.result(SECONDS)
+    assert "exp_avg of parameter" in snapshot.fallback and "beside the optimizer" in snapshot.fallback
+    check(snapshot.state, states[snapshot.steps])
+
+
 def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
     """As by an optimizer whose steps pass no hook: its parameters change, and it is not stepped."""
     job = Job()

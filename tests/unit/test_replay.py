@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError
-from tierckpt.replay import log as logs
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.checksum import checksum
@@ -472,20 +471,3 @@ def test_checksums_tell_elements_that_changed_or_changed_places(dtype: torch.dty
     changed[4321] = not changed[4321] if dtype is torch.bool else changed[4321] + 1
     assert checksum(changed).item() != before
     assert checksum(torch.empty(0, dtype=dtype)).item() == 0
-
-
-def test_ranks_look_at_their_parameters_after_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measures for itself how often it may."""
-    looks, clock = [], [0.0]
-    monkeypatch.setattr(logs.time, "perf_counter", lambda: clock[0])
-    for seed, step_seconds, look_seconds in ((1, 1.0, 0.05), (2, 1.05, 0.11)):
-        monkeypatch.setattr(logs, "marks_of", lambda _, took=look_seconds: clock.append(clock.pop() + took) or [])
-        chosen, checks, begun = random.Random(seed), logs.Checks(), clock[0]
-        looks.append([])
-        for number in range(1, 401):
-            clock[0] += step_seconds * chosen.uniform(0.85, 1.15)
-            if checks.look({}) is not None:
-                looks[-1].append(number)
-        assert len(looks[-1]) * look_seconds <= 1.01 * logs.CHECK_SHARE * (clock[0] - begun) + look_seconds
-    fast, slow = map(set, looks)
-    assert 1 in slow and slow < fast and len(slow) > 20

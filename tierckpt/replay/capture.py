@@ -12,16 +12,18 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import torch_internals
 from ..errors import TierckptError
 from ..telemetry import logger
-from .optimizers import check_replayable, local, parameters_of, writes_of
+from .optimizers import check_replayable, local, parameters_of, state_values, writes_of
 
 log = logger("replay")
 
@@ -61,6 +63,7 @@ class Capture:
         copy: is given the training's own gradients, this rank's shards, and returns what goes into the ``Step``. On a
             device it may begin a copy in stream order.
         version: that of the state now.
+        before_other: is called before another optimizer steps the same parameters, which ends the recording.
 
     Raises:
         ConfigError: ``optimizer`` cannot be replayed.
@@ -74,6 +77,7 @@ class Capture:
         *,
         copy: Callable[[Gradients], Gradients] = cloned,
         version: int = 0,
+        before_other: Callable[[], None] = lambda: None,
     ) -> None:
         check_replayable(optimizer)
         self.optimizer = optimizer
@@ -81,11 +85,14 @@ class Capture:
         self.broken = ""
         """Why nothing is recorded any more. '' while it is."""
         self._on_step = on_step
+        self._before_other = before_other
         self._copy = copy
         self._gradients: Gradients | None = None
         self._taken: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         """Parameter, gradient, and how often that was written to when it was recorded."""
         self._shape, self._writes = _shape(optimizer), writes_of(optimizer)
+        self._held = state_values(optimizer)
+        self._ids = frozenset(itertools.chain.from_iterable(self._shape))
         self._hyperparameters: list[dict[str, Any]] = []
         self._found_inf: torch.Tensor | None = None
         updated = optimizer.register_step_post_hook(self._updated)
@@ -94,6 +101,7 @@ class Capture:
             optimizer.register_step_pre_hook(self._before),
             updated,
             optimizer.register_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self._other),
             optimizer.register_load_state_dict_post_hook(lambda _: self.end("load_state_dict replaced its state")),
         ]
 
@@ -122,6 +130,15 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self.broken = self.broken or "closed"
+
+    def _other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A step of any optimizer begins. A fused one leaves no trace in the parameters."""
+        if optimizer is self.optimizer or self.broken:
+            return
+        if any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"]):
+            self._before_other()
+            name = type(optimizer).__name__
+            self.end(f"another optimizer ({name}) was stepped over its parameters, beside the optimizer of the state")
 
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,14 +178,14 @@ class Capture:
             self._taken.append((parameter.tensor, gradient, torch_internals.version_of(gradient)))
         try:
             self._gradients = self._copy(gradients)
-        except TierckptError as error:  # training goes on, without a record of it
-            self.end(str(error))
+        except (TierckptError, MemoryError, OSError) as error:  # training goes on, without a record of it
+            self.end(str(error) or repr(error))
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         taken, self._taken = self._taken, []
         if self.broken:
             return
-        self._writes = writes_of(optimizer)
+        self._writes, self._held = writes_of(optimizer), state_values(optimizer)
         if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD may write to them itself (C1)
             return
         for parameter, gradient, version in taken:
@@ -185,8 +202,8 @@ class Capture:
         gradients, self._gradients = self._gradients, None
         try:
             self._on_step(Step(self.version, self._hyperparameters, gradients, self._found_inf))
-        except TierckptError as error:
-            self.end(str(error))
+        except (TierckptError, MemoryError, OSError) as error:
+            self.end(str(error) or repr(error))
 
 
 def _is_compiled() -> bool:

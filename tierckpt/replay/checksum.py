@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import xxhash
 
+from .. import torch_internals
+
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 20
 SAMPLES = 64
+SMALL_BYTES, TOGETHER = 1 << 14, 1 << 10
+"""Tensors up to this size are digested together, so many at a time."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,17 +77,48 @@ class Fingerprint:
 
 
 Marks = list[int | torch.Tensor]
-"""Of some tensors, the number of the ``Fingerprint`` of each: a tensor where it is still to come from a device."""
+"""Digests of some tensors: a tensor where the number is still to come from a device."""
 
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
     """Return the marks of ``tensors`` as they are now. Waits for no device. Cost: one pass over them."""
-    return [_hash(one) if one.device.type == "cpu" else checksum(one) for one in tensors]
+    return begin_marks(tensors)()
+
+
+def begin_marks(tensors: Iterable[torch.Tensor]) -> Callable[[], Marks]:
+    """Digest the tensors on a device as they are now, in stream order. Return a function for those in host memory.
+
+    That function returns the marks of all ``tensors``, and may run on another thread while nothing writes to them.
+    Small tensors are digested together: each call into torch costs more than their bytes do.
+    """
+    host, device = list[torch.Tensor](), list[torch.Tensor]()
+    for one in tensors:
+        (host if one.device.type == "cpu" else device).append(one)
+    on_device: Marks = [checksum(one) for one in _joined(device)]
+    return lambda: [*map(_hash, _joined(host)), *on_device]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield large tensors as they are, then small ones of a kind as one."""
+    small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for one in tensors:
+        if one.nbytes > SMALL_BYTES:
+            yield one
+        elif one.numel():
+            small.setdefault((one.device, one.dtype), []).append(one)
+    for several in small.values():
+        for begin in range(0, len(several), TOGETHER):
+            yield torch_internals.flatten_dense_tensors(several[begin : begin + TOGETHER])
+
+
+def numbers_of(marks: Marks) -> list[int]:
+    """Return ``marks`` as numbers. Waits for their devices."""
+    return [int(one) % 2**64 for one in marks]
 
 
 def digest_of(marks: Marks) -> str:
     """Return one digest of ``marks``. Waits for their devices."""
-    return xxhash.xxh3_64_hexdigest(b"".join((int(one) % 2**64).to_bytes(8, "little") for one in marks))
+    return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "little") for one in numbers_of(marks)))
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:

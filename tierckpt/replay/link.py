@@ -23,6 +23,7 @@ import torch
 
 from .. import poll, torch_internals
 from ..dcp.staging_copy import Copies
+from ..resources import start_thread
 from .pinned import PinnedMemory
 
 CHUNK_BYTES = 4 << 20
@@ -206,7 +207,7 @@ class Link:
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="tierckpt-link", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         self._clock = time.pthread_getcpuclockid(self._thread.ident or 0)
 
     @property

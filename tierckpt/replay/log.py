@@ -8,17 +8,17 @@ Invariants (S1 and S2 are in ``segments``, L5 and L6 in ``log_writer``):
     L3  A step never goes on with less than was asked for without a word: what cannot be logged (a parameter changed
         beside the optimizer, gradients that were written over at once, a full or hung disk) ends the log, with a
         reason, and the next base begins another.
-    L7  What writes to a parameter through ``.data`` shows no change. So the first frame behind a base, and as many more
-        as cost ``CHECK_SHARE`` of training, have a digest of all parameters after their step; roll-forward that arrives
-        at another one ends with an error, which names the last step whose digest was right.
+    L7  A step is logged when the state before it is that after the step before, by version counters and, where these
+        show nothing (``.data``, fused kernels), by digests (``guard``). Every frame has the digest of parameters and
+        state after its step; roll-forward that arrives at another one ends with an error, which names the last step
+        whose digest was right.
     L4  A new base begins a segment, in order with the frames, when its state is taken. Whether it is ever committed
         changes nothing: the segment continues the log of the base before.
 """
 
 from __future__ import annotations
 
-import math
-import time
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,21 +33,20 @@ from ..save import log_segments
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
-from .checksum import Marks, digest_of, marks_of
+from .checksum import marks_of, numbers_of
 from .frame import Frame, decode
+from .guard import Check, Guard, no_check, total_of
 from .link import GRADIENTS, Copy, Link
 from .log_writer import Base, GroupCommit, LogWriter, OptimizerStep, TrainingStep
-from .optimizers import check_replayable, layout_digest, local, parameters_of, sharded
+from .optimizers import check_replayable, layout_digest, local, parameters_of, sharded, tensors_of, with_state
 from .redo import explicit, implementation_of
 
 log = logger("replay")
 
 SAID_SECONDS = 1.0
-CHECK_SHARE = 0.01
-"""Of the time of training, what looking at the parameters may take."""
-SEGMENT_SHARE = 3
-"""Bytes of a segment for one of parameters, where the log is folded: what a checkpoint of Adam has."""
 
+Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
+"""What else belongs to a step, and what says that it is that of the step."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
@@ -73,8 +72,7 @@ class Recovered:
     digest: str = ""
     """Of the newest frame: a log is continued from there."""
     verified_step: int = -1
-    """The newest step after which the parameters were seen to be those of training. What follows is made of the same
-    gradients, and of parameters that only an edit through ``.data`` could have changed."""
+    """The newest step after which parameters and optimizer state were seen to be those of training."""
 
 
 class GradientLog:
@@ -88,13 +86,13 @@ class GradientLog:
         link: between accelerator and host; None makes one.
         owner: said in the log, for who reads it: the job, rank and world size.
         reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
-        is_folded: checkpoints are made of the log while it grows: a segment ends with ``SEGMENT_SHARE`` of parameters.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
     Cost: the bytes of this rank's gradients for each step, on the link and on the disk; an fdatasync for each
-        ``every_steps`` steps. A step waits while the gradients of two steps, and 64 MiB, are to be written; for a disk
-        that hangs at most half a second, in all. 8 MiB of memory beside these.
+        ``every_steps`` steps; a pass over parameters and state beside the next forward pass (``guard``). A step waits
+        while the gradients of two steps, and 64 MiB, are to be written; for a disk that hangs at most half a second, in
+        all. 8 MiB of memory beside these.
     Source: LowDiff, Checkmate; gradients are kept as they are.
 
     Example:
@@ -124,7 +122,6 @@ class GradientLog:
         link: Link | None = None,
         owner: Mapping[str, Any] | None = None,
         reserve: Callable[[int], None] = lambda size_bytes: None,
-        is_folded: bool = False,
     ) -> None:
         self.optimizers = _named(optimizers)
         for optimizer in self.optimizers.values():
@@ -134,7 +131,6 @@ class GradientLog:
         self.every_seconds = every_seconds
         self.owner = dict(owner or {})
         self.reserve = reserve
-        self.is_folded = is_folded
         self._link = link or Link()
         self._owns_link = link is None
         self._recorders: dict[str, _Recorder] = {}
@@ -143,7 +139,7 @@ class GradientLog:
         self._newest = 0
         self._writer: LogWriter | None = None
         self._said_seconds = 0.0
-        self._checks = Checks()
+        self._guard = Guard(self.optimizers)
 
     def __enter__(self) -> GradientLog:
         return self
@@ -171,7 +167,14 @@ class GradientLog:
         """True when an optimizer was stepped since the last ``end_of_step``."""
         return any(one.pending is not None for one in self._recorders.values())
 
-    def begin(self, base: str, after: Recovered | None = None, *, step: int | None = None) -> None:
+    @property
+    def needs_base(self) -> bool:
+        """True when the log has ended, and not because of its disk: a checkpoint of now begins another."""
+        return self._writer is not None and self._is_broken() and not self._writer.is_disk_to_blame
+
+    def begin(
+        self, base: str, after: Recovered | None = None, *, step: int | None = None, check: Check = no_check
+    ) -> None:
         """Go on in a new segment: the checkpoint ``base`` has the state of now. Waits for nothing.
 
         While steps are logged, the log that leads here goes on to lead here (L4). Where none are, another log begins.
@@ -180,14 +183,15 @@ class GradientLog:
             after: what ``roll_forward`` returned, before the first step: the log is continued at the state that it led
                 to. What followed there is given up, once a step is logged.
             step: the step that the state is of. None: the last one that was ended.
+            check: reads what else the checkpoint has, where another log begins.
         """
         reached = after if after is not None and after.steps else None
         at = step if step is not None else reached.step if reached is not None else self._newest
         self._newest, writer = at, self._writer
-        self._checks.steps = 0
         if writer is not None:
             if self._recorders and not (after or self.is_stepped or self._is_broken()):
                 writer.turn_to(Base(at, [base]))
+                self._guard.rebase()
                 self._say_waits(writer)
                 return
             if writer.is_stuck:
@@ -197,10 +201,13 @@ class GradientLog:
             writer.turn_to(None)
         self._unhook()
         self._recorders = {
-            name: _Recorder(name, one, self._link, self._waits_for_gradients) for name, one in self.optimizers.items()
+            name: _Recorder(name, one, self._link, self._waits_for_gradients, self._guard)
+            for name, one in self.optimizers.items()
         }
+        self._guard.begin(at, check)
         self._said_seconds = 0.0
-        size_bytes = sum(one.nbytes for one in _parameters(self.optimizers))
+        members = itertools.chain.from_iterable(map(parameters_of, self.optimizers.values()))
+        size_bytes = sum(local(one.tensor.detach()).nbytes for one in members)
         self._writer = LogWriter(
             self.directory,
             Base(at, [base] if reached is None else []),
@@ -211,10 +218,9 @@ class GradientLog:
             reserve=self.reserve,
             overwritten=self._waits_for_gradients,
             after=writer,
-            segment_bytes=max(log_segments.FOLD_BYTES_MIN, SEGMENT_SHARE * size_bytes) if self.is_folded else 0,
         )
 
-    def end_of_step(self, number: int, attachment: bytes | Callable[[], bytes] = b"") -> None:
+    def end_of_step(self, number: int, attachment: Attachment = b"") -> None:
         """The step ``number`` is done: log it, with ``attachment`` (what else belongs to it: schedule, random state).
 
         Call it after each step, when all that belongs to it is done. Where no optimizer was stepped (a GradScaler
@@ -228,10 +234,11 @@ class GradientLog:
         if number <= self._newest:
             self.fail(f"step {number} came after step {self._newest}")
             return
-        data = attachment if isinstance(attachment, bytes) else attachment()
-        updates = {name: made for name, one in self._recorders.items() if (made := one.take()) is not None}
+        made = attachment if isinstance(attachment, bytes) else attachment()
+        data, check = made if isinstance(made, tuple) else (made, no_check)
+        updates = {name: update for name, one in self._recorders.items() if (update := one.take()) is not None}
         self._newest = number
-        self._writer.put(TrainingStep(number, data, updates, self._checks.look(self.optimizers)))
+        self._writer.put(TrainingStep(number, data, updates, self._guard.end_of_step(number, check)))
 
     def sync(self) -> None:
         """Return when every step that was ended is on the disk.
@@ -252,6 +259,7 @@ class GradientLog:
         if self._writer is not None:
             self._writer.finish()
             self._say_waits(self._writer)
+        self._guard.close()
         if self._owns_link:
             self._link.close()
 
@@ -264,6 +272,8 @@ class GradientLog:
         for recorder in self._recorders.values():
             if reason := recorder.broken:
                 self.fail(reason)
+        if self._writer is not None and (changed := self._guard.failure) is not None:
+            self._writer.end(changed[1], newest=changed[0] - 1)
         return bool(self.failure)
 
     def _unhook(self) -> None:
@@ -277,37 +287,12 @@ class GradientLog:
             log.info("steps up to %d waited %.1f s for the disk below %s", self._newest, seconds, self.directory)
 
 
-class Checks:
-    """Looks at the parameters behind each base, and then every 2, 4, 8, ... steps, which costs ``CHECK_SHARE`` of the
-    time that passes. So ranks, each of which measures for itself, look after the same steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        """Behind the newest base."""
-        self._seconds, self._unseen, self._at = 0.0, 0, time.perf_counter()
-
-    def look(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> Marks | None:
-        """Return the marks of all parameters of now, None when it is not time."""
-        begun = time.perf_counter()
-        self.steps, self._unseen = self.steps + 1, self._unseen + 1
-        apart = math.ceil(self._seconds * self._unseen / CHECK_SHARE / max(begun - self._at, 1e-9))
-        if self.steps > 1 and self.steps % (1 << max(0, apart - 1).bit_length()):
-            return None
-        marks = marks_of(_parameters(optimizers))
-        self._at, self._unseen = time.perf_counter(), 0
-        self._seconds = self._at - begun
-        return marks
-
-
-def _parameters(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers.values():
-        yield from (local(one.tensor.detach()) for one in parameters_of(optimizer))
-
-
 class _Recorder:
     """Takes the steps of one optimizer. ``overwritten``: the names of those whose gradients are waited for."""
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, link: Link, overwritten: Set[str]) -> None:
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, link: Link, overwritten: Set[str], guard: Guard
+    ) -> None:
         self.optimizer = optimizer
         self.pending: tuple[Step, list[str], Copy] | None = None
         self._name, self._link, self._overwritten = name, link, overwritten
@@ -316,7 +301,12 @@ class _Recorder:
         self._gradients: dict[int, int] = {}
         """Of the last step, by where they lay: how often they were written."""
         self._implementations = [implementation_of(group) for group in optimizer.param_groups]
-        self.capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
+        self._is_kept = False
+        """The gradients may be written over when the step has ended."""
+        self.capture = Capture(optimizer, self._on_step, copy=self._on_gradients, before_other=guard.wait)
+        updated = optimizer.register_step_post_hook(lambda *_: guard.after(name))
+        torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
+        self._handles = [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), updated]
 
     @property
     def broken(self) -> str:
@@ -330,11 +320,16 @@ class _Recorder:
         return OptimizerStep(step, keys, copy, dtypes)
 
     def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         self.capture.close()
 
     def _on_gradients(self, gradients: Gradients) -> Gradients:
         keys, link = list(gradients), self._link
-        copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=self._can_wait(gradients.values()))
+        can_wait = self._can_wait(gradients.values())
+        self._is_kept = not can_wait
+        gives_way = can_wait and id(self.optimizer) not in link.followers  # a window needs the link meanwhile
+        copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=gives_way)
         if (follow := link.followers.get(id(self.optimizer))) is not None:
             follow(keys, copy)
         if self._name in self._overwritten and not link.wait(copy):
@@ -345,16 +340,17 @@ class _Recorder:
 
     def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
         """True when these can be copied behind the update, as nothing writes over them until the next one: they are new
-        tensors in each step, or the same that nobody writes to. The first step does not know.
-
-        Not where a window needs the link meanwhile.
+        tensors in each step, or the same that nobody writes to. The first step does not know. Others are copied when
+        the step returns: ``grad.data.zero_()`` leaves no trace.
         """
         known, self._gradients = self._gradients, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
         was_written = any(known.get(place, version) != version for place, version in self._gradients.items())
-        return bool(known) and not was_written and id(self.optimizer) not in self._link.followers
+        return bool(known) and not was_written
 
     def _on_step(self, step: Step) -> None:
         self._link.update_ends()
+        if self._is_kept and self._copying is not None and not self._link.wait(self._copying[1]):
+            self._reason = self._reason or "gradients do not reach host memory: the link hangs"
         step = replace(step, hyperparameters=explicit(step.hyperparameters, self._implementations))
         if self.pending is not None:
             self._reason = self._reason or "the optimizer was stepped twice between two calls of end_of_step"
@@ -368,13 +364,13 @@ def roll_forward(
     base: str,
     *,
     last_step: int | None = None,
-    attached: Callable[[bytes], None] = lambda attachment: None,
+    attached: Callable[[bytes], int | None] = lambda attachment: None,
 ) -> Recovered:
     """Apply the steps behind ``base`` to ``optimizers``, whose parameters and state are those of that checkpoint.
 
     Args:
         last_step: apply none that is newer: the newest that all ranks have.
-        attached: is given the attachment of each step, in order.
+        attached: is given the attachment of each step, in order. Returns the digest that its ``Check`` had.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
@@ -412,10 +408,10 @@ def roll_forward(
         for frame in pending:
             targets[frame.optimizer].apply(frame.step)
         frame, pending = pending[-1], []
-        attached(frame.attachment)
-        verified = newest.verified_step
+        others, verified = attached(frame.attachment) or 0, newest.verified_step
         if frame.parameters:
-            if digest_of(marks_of(_parameters(named))) != frame.parameters:
+            seen = {name: numbers_of(marks_of(target.tensors())) for name, target in targets.items()}
+            if total_of(seen, others) != frame.parameters:
                 raise _other_parameters(frame, place.segment.path, verified)
             verified = frame.number
         newest = Recovered(frame.number, newest.steps + 1, digest=frame.digest, verified_step=verified)
@@ -426,8 +422,8 @@ def roll_forward(
 
 def _other_parameters(frame: Frame, path: Path, verified: int) -> IntegrityError:
     return IntegrityError(
-        f"the gradient log leads to other parameters than training had after step {frame.number}: something changed "
-        "them beside the optimizer (through .data), or this is another build or device",
+        f"the gradient log leads to other parameters or optimizer state than training had after step {frame.number}: "
+        "something changed them beside the optimizer (.data, a fused kernel), or this is another build or device",
         hint=f"Restore the checkpoint again, and roll forward to step {verified}" if verified >= 0 else
         "Restore the checkpoint alone",
         path=path, verified_step=verified,
@@ -457,6 +453,15 @@ class _Target:
         if self.is_at_head:
             self.replay.version, self.is_at_head = step.version - 1, False
         self.replay.apply(step)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what ``optimizers.tensors_of`` yields in training."""
+        if self.replay is None:
+            yield from tensors_of(self._optimizer)
+            return
+        state = self.replay.state
+        for one in self._members:
+            yield from with_state(local(one.tensor.detach()), state[one.key])
 
     def finish(self) -> None:
         """Give the optimizer its state: what it had was changed in place, what its first step makes is new."""

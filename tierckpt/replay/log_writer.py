@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ import torch
 from ..disk.durable import translated
 from ..disk.illness import HINT, ILL_SECONDS
 from ..errors import CheckpointError
+from ..resources import start_thread
 from ..save import log_segments
 from ..save.log_segments import SegmentFile
 from ..telemetry import LOG_BLOCKED_SECONDS, logger
 from .capture import Step
-from .checksum import Marks, digest_of
 from .frame import Frame, encode
 from .link import COPY_TIMEOUT_SECONDS, Copy
 
@@ -56,7 +57,8 @@ class TrainingStep:
     number: int = -1
     attachment: bytes = b""
     updates: dict[str, OptimizerStep] = field(default_factory=dict)
-    marks: Marks | None = None
+    digest: Future[str] | None = None
+    """Of the state after the step. It fails when the step must not be logged."""
     is_written: bool = False
 
 
@@ -86,7 +88,6 @@ class LogWriter:
 
     Args:
         base: what it begins with. ``previous``: digest of the frame that it continues; '' for none.
-        segment_bytes: a segment ends when it is as large, so that what is folded can be removed; 0: with the next base.
         layouts: of the optimizers, by name. ``owner``: said in each segment.
         reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
         overwritten: is given the names of optimizers whose gradients were written over before they were copied.
@@ -105,28 +106,28 @@ class LogWriter:
         reserve: Callable[[int], None],
         overwritten: set[str],
         after: LogWriter | None = None,
-        segment_bytes: int = 0,
     ) -> None:
         self.durable_step = -1
         self.failure = ""
+        self.is_disk_to_blame = False
+        """For ``failure``: a checkpoint of now would meet the same disk."""
         self.blocked_seconds = 0.0
         self._directory, self._base, self._previous = directory, base, previous
         self._group, self._layouts, self._owner = group, layouts, owner
         self._reserve, self._overwritten = reserve, overwritten
-        self._segment_bytes = segment_bytes
         self._superseded_from: int | None = base.step
         """Segments from this step on were given up, and go before the first of this log is made."""
         self._file: SegmentFile | None = None
         self._queue: deque[TrainingStep | Base | None] = deque()
         self._unsynced: deque[int] = deque()
         self._unsynced_since = 0.0
-        self._newest, self._ahead, self._not_durable = base.step, 0, 0
+        self._newest, self._written, self._ahead, self._not_durable = base.step, base.step, 0, 0
         self._asked_at: float | None = None
         """When the disk was asked for what it has not done yet."""
         self._is_ill = self._is_given_up = self._is_done = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, args=(after,), name="tierckpt-gradient-log", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # --- for the thread that trains -------------------------------------------------------------------------------
 
@@ -180,18 +181,24 @@ class LogWriter:
             if not self._await(lambda: self._is_done, since=time.monotonic()):
                 self._give_up(f"{self._hung()}: {HINT}")
 
-    def end(self, reason: str) -> None:
-        """Take no more, and say why. The first ``reason`` is kept. What was put is written."""
+    def end(self, reason: str, *, newest: int | None = None) -> None:
+        """Take no more, and say why. The first ``reason`` is kept. What was put is written.
+
+        Args:
+            newest: the last step that is logged; None: the last that was put.
+        """
         with self._changed:
             if not self.failure and not self._is_done:
                 self.failure = reason
-                log.warning("no step after %d is logged, until the next checkpoint: %s", self._newest, reason)
+                newest = self._newest if newest is None else newest
+                log.warning("no step after %d is logged, until the next checkpoint: %s", newest, reason)
             self._queue.append(None)
             self._changed.notify_all()
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, is_disk_to_blame: bool = True) -> None:
         with self._changed:
-            self.end(reason)
+            self.is_disk_to_blame = is_disk_to_blame and not self.failure
+            self.end(reason, newest=self._written)
             self._is_given_up = True
             self._queue.clear()  # with its gradients
 
@@ -252,7 +259,7 @@ class LogWriter:
             with translated(self._directory):
                 work(*given)
         except Exception as error:
-            self._give_up(str(error) or repr(error))
+            self._give_up(str(error) or repr(error), is_disk_to_blame=not isinstance(error, CheckpointError))
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -275,8 +282,6 @@ class LogWriter:
             self._append(entry)
             if not self._group.seconds and len(self._unsynced) >= self._group.steps:
                 self._commit()
-            if self._file is not None and 0 < self._segment_bytes <= self._file.size_bytes:
-                self._turn_to(Base(entry.number, []))
         else:
             self._commit()
 
@@ -312,6 +317,7 @@ class LogWriter:
         self._file = None
 
     def _append(self, entry: TrainingStep) -> None:
+        digest = entry.digest.result(COPY_TIMEOUT_SECONDS) if entry.digest is not None else ""
         steps: dict[str, Step] = {}
         for name, update in entry.updates.items():
             update.copy.done.result(COPY_TIMEOUT_SECONDS)
@@ -325,20 +331,21 @@ class LogWriter:
         for place, (name, step) in enumerate(steps.items(), 1):
             is_last = place == len(steps)
             dtypes, attachment = entry.updates[name].dtypes, entry.attachment if is_last else b""
-            seen = digest_of(entry.marks) if is_last and entry.marks is not None else ""
+            seen = digest if is_last else ""
             frame = Frame(
                 step, self._layouts[name], self._previous, entry.number, attachment, dtypes, name, is_last,
                 parameters=seen,
             )  # fmt: skip
-            head, views, digest = encode(frame)
+            head, views, following = encode(frame)
             pieces = [memoryview(head), *views]
             with self._asking():
                 self._reserve(sum(map(len, pieces)))
                 file.append(pieces, self._on_write)
-            self._previous = digest
+            self._previous = following
         if not self._unsynced:
             self._unsynced_since = time.monotonic()
         self._unsynced.append(entry.number)
+        self._written = entry.number
 
     def _begin_segment(self) -> SegmentFile:
         with self._asking():

@@ -13,10 +13,10 @@ Invariants:
         a link that hangs: that ends the window (W3).
     W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, by
         the thread that trains, between two steps: it is of the version that the parts are brought to.
-    W3  Never a mixed version. The fingerprint of each parameter, taken at the last version, decides: parameters that
-        something beside the optimizer changed, gradients that were written over before they were copied, a change of
-        groups, ``load_state_dict`` and a lack of memory end the window, and the state is copied whole instead, at the
-        next end of a step.
+    W3  Never a mixed version. The fingerprints of each parameter and its state, taken at the last version, decide:
+        what something beside the optimizer changed, gradients that were written over before they were copied, a change
+        of groups, ``load_state_dict`` and a lack of memory end the window, and the state is copied whole instead, at
+        the next end of a step.
 
 Source: GoCkpt.
 """
@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CapacityError, CheckpointError, ConfigError
 from ..planning.transfer_times import Traffic, split_parts, weights_of
 from ..poll import wait_while
+from ..resources import ThreadPool
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Gradients, Step
@@ -80,7 +81,7 @@ class _Window:
     """By version: whose are wanted, whose were copied."""
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    fingerprints: Future[dict[str, Fingerprint]] | None = None
+    fingerprints: Future[dict[Key, Fingerprint]] | None = None
     """Of the last version, taken before the step that would write over it."""
     failure: str = ""
     sealed: int = -1
@@ -159,8 +160,8 @@ class MultiStepStager:
         self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
         self._clocks: list[int] = []
         """Of the processor time of the threads that work beside training."""
-        self._replays = ThreadPoolExecutor(1, "tierckpt-replay", self._note_clock)
-        self._hashes = ThreadPoolExecutor(1, "tierckpt-fingerprint", self._note_clock)
+        self._replays = ThreadPool(1, "tierckpt-replay", self._note_clock)
+        self._hashes = ThreadPool(1, "tierckpt-fingerprint", self._note_clock)
         self._window: _Window | None = None
         self._logged: tuple[list[str], Copy] | None = None
         """The gradients of the step that is being made, where a log has them copied on this link."""
@@ -253,7 +254,7 @@ class MultiStepStager:
                 if following is not None:
                     self._begin_part(window, following)
                 if not window.steps_left:
-                    self._seal(window, following)
+                    self._seal(window)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
         if window.failure and window.falls_back:
@@ -412,18 +413,17 @@ class MultiStepStager:
 
         window.work.append(self._replays.submit(replay))
 
-    def _seal(self, window: _Window, last: _Part | None) -> None:
-        """W2, W3. ``last``: the part that is copied from now on."""
+    def _seal(self, window: _Window) -> None:
+        """W2, W3. The last part is copied from now on."""
         window.sealed = self._capture.version
-        live = {one.key: local(one.tensor.detach()) for one in parameters_of(self.optimizer)}
-        earlier = [key for part in window.parts if part is not last for key in part.keys]
         held, tree, rest = self._detach(window)
         window.work += rest
         if self._defers:
             redo = self._redo(window, held)
         else:
             conditions = self._conditions()
-            window.fingerprints = self._hashes.submit(lambda: {key: Fingerprint.of(live[key]) for key in earlier})
+            live = {place: local(one.detach()) for place, one in held.items()}
+            window.fingerprints = self._hashes.submit(lambda: {place: Fingerprint.of(live[place]) for place in live})
 
         def finish() -> None:
             for one in window.work:
@@ -437,10 +437,12 @@ class MultiStepStager:
                 if part.replay is None or part.replay.version != window.sealed:
                     raise CheckpointError("a part of the window was not brought to its last version")
                 for key, tensor in part.replay.parameters.items():
-                    if key in wanted and not wanted[key].fits(tensor):
-                        raise CheckpointError(f"parameter {key} was changed by something beside the optimizer")
                     copies[key, ""] = tensor
                     copies |= {(key, name): one for name, one in part.replay.state[key].items()}
+            for (key, name), seen in wanted.items():
+                if (key, name) not in copies or not seen.fits(copies[key, name]):
+                    what = f"{name} of parameter {key}" if name else f"parameter {key}"
+                    raise CheckpointError(f"{what} was changed by something beside the optimizer")
             state = put(tree, held, copies)
             self._settle(window, window.snapshot(state, window.sealed, conditions=conditions))
 

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,18 +112,38 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
 def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What moves when something writes to a parameter or its state, or puts another tensor there; ``.data`` of the same
-    memory does not."""
+    """What moves when something writes to a parameter or its state, or puts another tensor there. A write through
+    ``.data`` or by a fused step moves nothing."""
     tensors = [one.tensor for one in parameters_of(optimizer)]
     shards = [torch_internals.local_tensor_of(one) if isinstance(one, DTensor) else one for one in tensors]
     version_of = torch_internals.version_of
     found: list[Any] = [*map(version_of, tensors), *map(version_of, shards), *map(torch.Tensor.data_ptr, shards)]
     states = optimizer.state.values()
+    found += map(id, state_values(optimizer))
     try:  # a model has thousands of these, and this is done several times a step
         found += map(version_of, itertools.chain.from_iterable(map(dict.values, states)))
     except (AttributeError, TypeError):
         found += [getattr(one, "_version", one) for state in states for one in state.values()]
     return found
+
+
+def state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the values of the optimizer's state of all parameters. While they are held no other has their ``id``."""
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield what a step changes: this rank's shard of each parameter, and of its state by name."""
+    for one in parameters_of(optimizer):
+        yield from with_state(local(one.tensor.detach()), optimizer.state.get(one.tensor) or {})
+
+
+def with_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield ``parameter`` and the tensors of its ``state``, by name."""
+    yield parameter
+    for name in sorted(state):
+        if isinstance(state[name], torch.Tensor):
+            yield local(state[name].detach())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import local_commit, marks
+from ..checkpoint.branches import abandoned_here
 from ..checkpoint.catalog import file_size
 from ..checkpoint.retention import marked_directories
 from ..checkpoint.select import age_of
@@ -24,7 +25,7 @@ from ..telemetry import logger
 log = logger("replicas")
 
 STEPS_TOLD = 2
-"""Of each run: the newest, and the one that it replaces."""
+"""Of each run: the newest, and the one that it replaces. None that its job has abandoned."""
 _NOTE_FIELDS = frozenset({"attempt", "of"})
 
 
@@ -74,7 +75,9 @@ class LocalIndex:
                 unnamed[directory] = lost
             if manifest is not None:
                 runs.setdefault(directory.parent, []).append((directory, manifest))
-        steps = [step for run in runs.values() for step in sorted(run, key=_age, reverse=True)[:STEPS_TOLD]]
+        abandoned = abandoned_here(step for run in runs.values() for step in run)
+        kept = [[step for step in run if step[0] not in abandoned] for run in runs.values()]
+        steps = [step for run in kept for step in sorted(run, key=_age, reverse=True)[:STEPS_TOLD]]
         self.newest = list(self._here(sorted(steps, key=_age, reverse=True)))
         self.unnamed = unnamed
         standing = {directory for run in runs.values() for directory, _ in run}

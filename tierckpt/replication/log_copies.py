@@ -208,21 +208,19 @@ async def fetch_log(
 
 async def bring_log(settings: Settings, cluster: PeerCatalog, run: Location, rank: int, base: str, beyond: int) -> None:
     """Bring to the copies here the log of ``rank`` behind the checkpoint ``base`` that leads furthest on other nodes:
-    to a step after ``beyond``. It may be a copy, or the log of a node that the rank has left. A checkpoint that was
-    made of a log is named by none of its segments: then all that may lead on from it are brought.
+    to a step after ``beyond``. It may be a copy, or the log of a node that the rank has left.
 
     Raises as ``fetch_log``.
     """
     members = {member.name: member for member in (await cluster.meet()).others}
     told = await cluster.fresh(members.values())
     rows = [(row, name) for name, (_, logs) in told.items() for row in logs if row.log == (run.uri, rank)]
-    rows = [(row, name) for row, name in rows if row.step > beyond]
+    rows = [(row, name) for row, name in rows if base in row.bases and row.step > beyond]
     failure: Exception | None = None
-    for row, name in sorted(rows, key=lambda found: (base in found[0].bases, found[0].step), reverse=True):
+    for row, name in sorted(rows, key=lambda found: found[0].step, reverse=True):
         try:
             await fetch_log(LogIndex(settings.local_root), settings, cluster.wire, members[name], row)
-            if base in row.bases:
-                return
+            return
         except (TierckptError, OSError, TimeoutError) as error:
             failure = error
     if failure is not None:

@@ -13,8 +13,6 @@ Invariants:
     S1  A chain. Each frame names the record before it by its digest. The head of a segment names the frame that it
         continues from, and the checkpoints that have the state it begins with. So every frame lies once on the disk,
         and is reached from every checkpoint before it: from the newest, and from an older one should that be lost.
-        A checkpoint that was made of the log itself (``training/log_fold``) is called by the digests of the frames,
-        one of each rank, whose step it has: what follows that frame is behind it.
     S2  Where a segment continues from a frame, it counts, and not what follows that frame in its own file. A job that
         goes on before the newest frame cuts nothing off: a crash leaves the end before, or the one after.
 """
@@ -30,7 +28,7 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,12 +47,6 @@ SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
 STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
 REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
 """A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
-BASE_NOTE = "gradient log"
-"""Note of a manifest: what logs call this checkpoint. A redo log hands it on to the checkpoint that it becomes."""
-DIGESTS = ","
-"""Between the digests that a checkpoint made of logs is called by."""
-FOLD_BYTES_MIN = 64 << 20
-"""Less than this of frames is not worth a process that makes a checkpoint of them."""
 CHUNK_BYTES = 4 << 20
 """Of a gradient, what has a digest of its own."""
 _HEAD = struct.Struct("<8sQ16s")
@@ -122,8 +114,7 @@ class Segment:
     previous: str
     """Digest of the frame that it continues from. '': of none."""
     owner: dict[str, Any]
-    """Who writes it: the name of the job, rank and world size. With ``state``, how to make what steps are applied to
-    (``training/codec/template``); else ``not_folded`` says why there is none."""
+    """Who writes it: the name of the job, rank and world size."""
     digest: str
     head_bytes: int
 
@@ -153,8 +144,6 @@ class Chain:
     """The newest whose frame has a digest of all parameters."""
     ended: str
     """Why nothing follows, where bytes do."""
-    not_folded: str
-    """Why the agent makes no checkpoint of it; '' when it does."""
 
 
 def paths_in(directory: Path) -> list[Path]:
@@ -189,22 +178,7 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
     The last is '' when no byte follows. Data of frames is not read.
     """
     found, ended = segments_in(directory)
-    called = {base, *base.split(DIGESTS)} - {""}
-    first = next((one for one in found if called & {*one.bases, one.previous}), None)
-    if first is not None:
-        yield from walk_from(found, first, ended)
-        return
-    first = next((one for one in found if _has_reached(walk_from([one], one, ""), called)), None)
-    places = walk_from(found, first, ended)
-    if _has_reached(places, called):
-        yield from places
-    else:
-        yield ended
-
-
-def _has_reached(places: Iterator[Place | str], digests: Set[str]) -> bool:
-    """Go on in ``places`` until behind a frame of ``digests``; False when there is none."""
-    return any(not isinstance(place, str) and place.digest in digests for place in places)
+    yield from walk_from(found, next((one for one in found if base in one.bases), None), ended)
 
 
 def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[Place | str]:
@@ -236,32 +210,21 @@ def chains(directory: Path) -> list[Chain]:
     for first in there:
         if first.path in seen:
             continue
-        here, frames, newest, verified, ended, last = {first.path}, 0, None, None, "", first
+        here, frames, newest, verified, ended = {first.path}, 0, None, None, ""
         try:
             for place in walk_from(there, first, wrong):
                 if isinstance(place, str):
                     ended = place
                 elif place.fields["is_last"]:
-                    last = place.segment
-                    here.add(last.path)
+                    here.add(place.segment.path)
                     frames, newest = frames + 1, place.fields["number"]
                     verified = newest if place.fields.get("parameters") else verified
             size_bytes = sum(path.stat().st_size for path in here)
         except (TierckptError, OSError):
             continue  # a checkpoint has its steps now, and it was removed between two looks
         seen |= here
-        not_folded = str(last.owner.get("not_folded", "no Checkpointer has written it, or an earlier version"))
-        not_folded = not_folded or _elsewhere(directory, last.owner)
-        found.append(Chain(first.step, newest, frames, size_bytes, verified, ended, not_folded))
+        found.append(Chain(first.step, newest, frames, size_bytes, verified, ended))
     return found
-
-
-def _elsewhere(directory: Path, owner: dict[str, Any]) -> str:
-    """Says that ranks of the job ``owner``, whose log is in ``directory``, have theirs on other nodes; '' for none."""
-    logs, ranks = matching(directory.parent, "rank-*"), owner.get("world_size", 1)
-    here = sum(any(one.owner.get("job") == owner.get("job") for one in segments_in(path)[0]) for path in logs)
-    away = f"the logs of {ranks - here} of its {ranks} ranks are on other nodes: save more often for a shorter one"
-    return away if here < ranks else ""
 
 
 class Tail:

@@ -29,13 +29,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from ..arena.memory import Memory
 from ..arena.slots import Lease
 from ..config import Settings
 from ..disk.file_io import DirectFile, allocate, open_direct
 from ..disk.io_tuner import segment_bytes
+from ..errors import CapacityError
 from ..quantities import round_up
+from ..resources import start_thread
 from ..telemetry import logger
 from . import eviction
 
@@ -137,8 +140,8 @@ class WriteAhead:
                 self._working += 1
             thread = threading.Thread(target=self._run, args=(number == 0,), name="tierckpt-ahead", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:  # no thread can be had
+                start_thread(thread)
+            except CapacityError as error:  # no thread can be had
                 self._stop(error)
                 self._leave()
                 return
@@ -271,28 +274,38 @@ class WriteAhead:
                 file.fd = -1
 
 
-def prepare(
-    settings: Settings, lease: Lease, spans: Sequence[Span], offsets: Sequence[int], size_bytes: int
-) -> WriteAhead | None:
+class Layout(Protocol):
+    """Where the tensors of a save are staged."""
+
+    @property
+    def key(self) -> int:
+        """Tells it from others."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def spans(self, address: int) -> list[Span]:
+        """The files to be, with the staging memory at ``address``."""
+
+
+def prepare(settings: Settings, lease: Lease, layout: Layout) -> WriteAhead | None:
     """What writes the data that is about to be staged in ``lease``, to be started when it is there. None mostly.
 
     Only where the last save of this layout in this process was written from where it was staged, and where the disk
     has room without anything having to go.
-
-    Args:
-        spans: the files to be. ``offsets``: of each tensor's data in the lease, which tell one layout from another.
     """
+    size_bytes = layout.size_bytes
     if size_bytes < BYTES_MIN or not lease.memory.huge:
         return None
-    layout = hash((size_bytes, tuple(offsets)))
     with _lock:
-        last = last_of.pop(layout, None)
-        last_of[layout] = lease
+        last = last_of.pop(layout.key, None)
+        last_of[layout.key] = lease
         while len(last_of) > LAYOUTS_KNOWN_MAX:
             last_of.popitem(last=False)
     if last is None or not last.in_place:
         return None
     unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
+    spans = layout.spans(lease.memory.address)
     ahead = WriteAhead(
         settings.local_root, lease.memory, spans, unit, lambda: eviction.room_bytes(settings) >= size_bytes
     )

@@ -26,17 +26,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
+from ...checkpoint.branches import NOTE
 from ...dcp.reader import TierStorageReader
 from ...errors import IntegrityError, StateMismatchError
 from ...format.layout import WINDOWS_DIR, Location, parse_uri, step_of
+from ...format.manifest import BASE_NOTE
 from ...replay.optimizers import layout_digest, optimizers_in, parameters_of
 from ...replay.redo import Conditions, Exact, Redo, pack, unpack
 from ...replay.tree import gaps, like, without_gaps
-from ...save.log_segments import BASE_NOTE
 from ...telemetry import logger
 from ...torch_internals import flatten_state_dict, set_element
 from ...types import Json
 from ..codec import job_state as states
+from ..codec.rank_state import rank_key
 from ..rank_exchange import is_distributed, same_outcome
 from ..saves import Notes, SaveRecord
 
@@ -62,13 +64,13 @@ def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]
     for path, (number, key, _) in found:
         called = "/".join(map(str, path))
         if key in redos[number].sharded:
-            called = f"{states.rank_key()}/{called}"
+            called = f"{rank_key()}/{called}"
         names[number].setdefault(key, called)
     tensors: dict[str, torch.Tensor] = {}
     recipes = []
     for number, redo in redos.items():
         for key, _ in redo.devices:  # one that the state has nothing of, and its steps need it
-            names[number].setdefault(key, f"{states.rank_key()}/{number}/{key}")
+            names[number].setdefault(key, f"{rank_key()}/{number}/{key}")
         packed, recipe = pack(redo, names[number])
         tensors |= packed
         recipes.append([number, recipe])
@@ -81,7 +83,7 @@ def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]
         separators=(",", ":"),
     )
     recipe_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    window = {"tensors": tensors, "recipe": {states.rank_key(): recipe_bytes}}
+    window = {"tensors": tensors, "recipe": {rank_key(): recipe_bytes}}
     return without_gaps(tree) | {WINDOW: window}, _notes(list(redos.values()), "redo log")
 
 
@@ -160,6 +162,7 @@ def make_checkpoint(
     try:
         collected, notes = same_outcome(lambda: fold(reader, state, exact))
         base = str(reader.notes().get(BASE_NOTE, ""))
+        notes |= {NOTE: reader.notes()[NOTE]} if NOTE in reader.notes() else {}
     finally:
         reader.reset()  # retention removes no log that a reader holds
     uri = window.parent.parent.child(window.name).uri
@@ -170,7 +173,7 @@ def make_checkpoint(
 
 
 def _recipe(reader: TierStorageReader, metadata: Metadata) -> Json:
-    name = f"{RECIPE}{states.rank_key()}"
+    name = f"{RECIPE}{rank_key()}"
     found = metadata.state_dict_metadata.get(name)
     if not isinstance(found, TensorStorageMetadata):
         raise StateMismatchError(

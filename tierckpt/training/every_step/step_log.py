@@ -9,23 +9,32 @@ Invariants:
         and until it is, the one before leads to all of them.
         Segments go when the two newest committed checkpoints need them no more.
     G2  All ranks go to the same step, of the same history. A segment names the job that wrote it, by another name
-        behind each restore; ranks compare what they have from the checkpoint on, job by job, and stop where they
-        differ. A rank that falls short of that step (damage, other parameters than training had) takes all back to
-        the checkpoint, and from there to the step that it reaches.
+        behind each restore, and its branch (checkpoint/branches.py); ranks compare what they have from the checkpoint
+        on, job by job, and stop where they differ, or where the run has gone back to an older step since. A rank that
+        falls short of that step (damage, other parameters than training had) takes all back to the checkpoint, and
+        from there to the step that it reaches.
     G3  Of a step everything is given back, or nothing: parameters and optimizer state by replay, the rest as the step
         left it (``codec.attachment``).
+    G5  Another writer of the run (a second Checkpointer, ``dcp.save``, ``adopt``) hides no step: where the newest
+        checkpoint is none that the log leads on from, and older than the log's end, the log counts from its own base.
+        Retention keeps that (``checkpoint/prune``).
     G4  What a restore of a certain step gave up goes with the first frame behind it. Copies on other nodes go when
         these hear of that; one that does not, and outlives all others, leads on from the checkpoint that was gone back
         to, and from none that is saved afterwards: so the first step saves.
+    G6  A log that has ended, unless its disk is to blame, is followed by a checkpoint of the next step, which begins
+        another. Where logs end as soon as they begin (a loop that edits weights in each step), after 2, 4, 8, ...
+        steps. With several ranks by the next checkpoint of the interval: a save is collective, and only one rank may
+        know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
@@ -34,21 +43,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...checkpoint.branches import NOTE, Branch
+from ...checkpoint.branches import parse as parse_branch
 from ...client import get_client
 from ...config import Settings
 from ...errors import CapacityError, ConfigError, IntegrityError, TierckptError
-from ...format.layout import GRADIENTS_DIR, Location, local_dir
+from ...format.layout import GRADIENTS_DIR, Location, local_dir, step_of
+from ...format.manifest import BASE_NOTE
 from ...quantities import human_bytes
 from ...replay.link import Link
 from ...replay.log import GradientLog, Recovered, layouts_of, roll_forward
 from ...replay.optimizers import check_replayable, optimizers_in
 from ...replication.log_copies import bring_log, copies_of
+from ...resources import exhausted
 from ...save import log_segments
 from ...save.eviction import has_room, room_bytes
-from ...save.log_segments import BASE_NOTE
 from ...telemetry import logger
-from ..codec.attachment import Attached, Attachments
-from ..codec.template import template_of
+from ..codec.attachment import Attached, Attachments, Place
 from ..rank_exchange import all_gather, is_distributed
 from ..saves import Notes, SaveRecord
 
@@ -56,6 +67,7 @@ log = logger("checkpointer")
 
 BASES_KEPT = 2
 """Checkpoints that lead to the newest step: should the newest be damaged, the one before does."""
+PATIENCE_STEPS_MAX = 64
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
 Span = tuple[str, int, int]
@@ -122,9 +134,16 @@ class StepLog:
         self._bases: deque[int] = deque(maxlen=BASES_KEPT)
         self._checkpoint_bytes = 0
         self._log: GradientLog | None = None
-        self._attachments = Attachments({})
+        self._untraced: set[Place] = set()
+        self._attachments = Attachments({}, self._untraced)
         self._named = 0
-        self._has_gone_back = False
+        self._branch: Branch | None = None
+        self._based_at, self._patience, self._has_ended = 0, 1, False
+        self._has_base = self.has_gone_back = False
+        """True from when a restore went back until the next save. What is logged before that is committed could not be
+        restored: a restart would take what was given up (branches.py, B1)."""
+        self._beside = -1
+        """The newest checkpoint, where that is none of the log's; -1 where it is."""
 
     @functools.cached_property
     def link(self) -> Link:
@@ -136,18 +155,19 @@ class StepLog:
         self._named += 1
         return f"{self._owner['job']}-{self._named}" if self.is_on else ""
 
-    def notes(self, record: SaveRecord, *, is_of_now: bool) -> Notes:
+    def notes(self, record: SaveRecord, branch: Branch, *, is_of_now: bool) -> Notes:
         """Return what the manifest of ``record`` says. ``is_of_now``: its state is that of now."""
+        self._owner[NOTE] = branch.encode()
         if is_of_now:
             record.base = self.new_base()
-        return {**record.notes, **({BASE_NOTE: record.base} if record.base else {})}
+        return {NOTE: branch.encode(), **record.notes, **({BASE_NOTE: record.base} if record.base else {})}
 
     @property
     def needs_base(self) -> bool:
         """True until a first checkpoint: nothing can be logged before. And from when a restore went back until the next
-        one: a copy of what was given up, on a node that was cut off, leads on from none of a new name (G4). The same on
-        all ranks."""
-        return self.is_on and (self._log is None or self._has_gone_back)
+        one: a copy of what was given up, on a node that was cut off, leads on from none of a new name (G4). And, in a
+        job of one rank, when the log has ended (G6). The same on all ranks."""
+        return self.is_on and (not self._has_base or self.has_gone_back or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
         """Log ``step``, once all that belongs to it is done. What cannot be logged ends the log.
@@ -165,16 +185,27 @@ class StepLog:
             self._log.end_of_step(step, lambda: self._attachments.encode(state))
         except Exception as error:
             self._log.fail(f"what belongs to the step cannot be logged: {error}")
+        self._has_ended = not is_distributed() and self._log.needs_base and self._is_patient(step)
+
+    def _is_patient(self, step: int) -> bool:
+        """True when a checkpoint is to be made for another log: at once, unless logs end as soon as they begin."""
+        steps = step - self._based_at
+        if steps < self._patience:
+            return False
+        self._patience = min(2 * self._patience, PATIENCE_STEPS_MAX) if steps < 2 * self._patience else 1
+        return True
 
     def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:
         """The state of now, that of ``step``, is on its way to a checkpoint, which is called ``base``; or it failed."""
         if not self.is_on or failure is not None:
             return
-        self._has_gone_back = False
+        self._has_base, self.has_gone_back, self._has_ended = True, False, False
+        self._based_at = step
         if self._log is None or self._log.failure or not _are_same(self._log.optimizers, optimizers_in(state)):
-            self._begin(state).begin(base, step=step)
-        else:
-            self._attachments.rebase(state)
+            self._begin(state, base, step=step)
+            return
+        self._attachments.rebase(state)
+        with self._ends_at(step):
             self._log.begin(base, step=step)
 
     def committed(self, step: int, size_bytes: int) -> None:
@@ -188,14 +219,41 @@ class StepLog:
         except OSError as error:
             log.warning("the gradient log below %s is not shortened: %s", self._directory, error)
 
+    def base_of_newest(
+        self, state: Mapping[str, Any], newest_base: Callable[[], tuple[int, Branch | None, str, int] | None]
+    ) -> int | None:
+        """Return the step of the checkpoint to restore where that is not the newest: another writer has saved that,
+        and the log leads further, from this one (G5). On all ranks together."""
+        self._beside = -1
+        if not self.is_on or (found := newest_base()) is None:
+            return None
+        newest, self._branch, base, step = found
+        if step == newest:
+            return None
+        chains: list[_Chain] = all_gather(self._longest_chain(base, step, optimizers_in(state)))
+        last = agreed_step([one.spans for one in chains])
+        if last is None or last <= newest:
+            return None
+        log.info("step %d was saved beside the gradient log, which leads from step %d to %d", newest, step, last)
+        self._beside = newest
+        return step
+
     def recover(
-        self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object], *, is_newest: bool
+        self,
+        base: str,
+        step: int,
+        state: dict[str, Any],
+        restore: Callable[[int | None], tuple[str, str] | None],
+        *,
+        branch: Branch,
+        is_newest: bool,
     ) -> tuple[int, int]:
         """Bring ``state``, which is that of the checkpoint ``base``, to the newest step that all ranks have, and go on
         logging there. Returns that step, and how many steps were made again. On all ranks together.
 
         Args:
-            restore: restores the checkpoint once more.
+            restore: restores the checkpoint of a step, the newest for None, and says which.
+            branch: the branch that this process continues, or begins.
             is_newest: False: this very checkpoint is wanted. What the log has behind it is given up.
 
         Raises:
@@ -203,13 +261,28 @@ class StepLog:
         """
         if not self.is_on:
             return step, 0
+        self._branch = branch
+        self._owner[NOTE] = branch.encode()
         self._owner["job"] = self.new_base()  # what was logged in this life behind ``step`` is another history (G2)
-        logged = self._begin(state)
-        self._has_gone_back = not is_newest
-        found = self._newest_of_all(base, step, state, restore) if is_newest else Recovered(-1, 0)
-        self._attachments = Attachments(state)
+        with self._ends_at(step):
+            self._log_of(state)
+        self._has_base = True
+        self.has_gone_back = not is_newest
+        found = Recovered(-1, 0)
+        if is_newest:
+            found = self._newest_of_all(base, step, state, functools.partial(restore, step))
+            if (found.step if found.steps else step) < self._beside:  # it is damaged where it led further
+                try:
+                    newest = restore(None)
+                    if newest is not None and (at := step_of(newest[0])) is not None:
+                        base, step, found = newest[1], at, Recovered(-1, 0)
+                except TierckptError as error:
+                    log.warning("step %d, saved beside the gradient log, cannot be restored: %s", self._beside, error)
+                    restore(step)
+                    found = self._newest_of_all(base, step, state, functools.partial(restore, step))
         self._bases.append(step)
-        logged.begin(base, found, step=None if found.steps else step)
+        self._based_at = found.step if found.steps else step
+        self._begin(state, base, found, step=None if found.steps else step)
         return (found.step if found.steps else step), found.steps
 
     def _newest_of_all(self, base: str, step: int, state: dict[str, Any], restore: Callable[[], object]) -> Recovered:
@@ -247,32 +320,36 @@ class StepLog:
             self._log.close()
         self._log = None
 
-    def _begin(self, state: Mapping[str, Any]) -> GradientLog:
+    @contextlib.contextmanager
+    def _ends_at(self, step: int) -> Iterator[None]:
+        """Have no log until the next checkpoint where the system gives none its thread, memory or files."""
+        try:
+            yield
+        except (CapacityError, MemoryError, OSError) as error:
+            log.warning("no step after %d is logged, until the next checkpoint: %s", step, exhausted(error) or error)
+            with contextlib.suppress(CapacityError, MemoryError, OSError):
+                self._end_log()
+            self._log = None
+
+    def _begin(
+        self, state: Mapping[str, Any], base: str, found: Recovered | None = None, *, step: int | None = None
+    ) -> None:
+        with self._ends_at(step if step is not None else found.step if found is not None else -1):
+            begun = self._log_of(state)
+            begun.begin(base, found, step=step, check=self._attachments.check(state))
+
+    def _log_of(self, state: Mapping[str, Any]) -> GradientLog:
         optimizers = optimizers_in(state)
         _check(optimizers)
         if self._log is None or not _are_same(self._log.optimizers, optimizers):
             self._end_log()
-            owner = self._owner | self._folding(state)
             self._log = GradientLog(
                 optimizers, self._directory, every_steps=self._every_steps, every_seconds=self._every_seconds,
-                link=self.link, owner=owner, reserve=self._reserve, is_folded=not owner["not_folded"],
+                link=self.link, reserve=self._reserve,
             )  # fmt: skip
-        self._log.owner = self._log.owner | self._owner
-        self._attachments = Attachments(state)
+        self._log.owner = dict(self._owner)
+        self._attachments = Attachments(state, self._untraced)
         return self._log
-
-    def _folding(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What a segment says to whoever makes a checkpoint of the log (``fold``), or why nobody does."""
-        settings = self._settings
-        if not settings.drain:
-            why = "the run is not drained, so that nothing would remove them"
-        else:
-            try:
-                return {"state": template_of(state), "not_folded": ""}
-            except Exception as error:  # of objects that are the job's: it is logged all the same
-                why = error.message if isinstance(error, TierckptError) else repr(error)
-        log.info("the agent makes no checkpoints of the gradient log: %s", why)
-        return {"not_folded": why}
 
     def _reserve(self, size_bytes: int) -> None:
         """Leave room for the next checkpoint, which makes the log shorter (P7)."""
@@ -312,6 +389,9 @@ class StepLog:
                 owner, segment = place.segment.owner, place.segment
                 if owner["world_size"] != self._owner["world_size"]:
                     return _Chain((), f"a job of {owner['world_size']} ranks has written it")
+                written = parse_branch(owner.get(NOTE))
+                if self._branch and written and not self._branch.holds(written, place.fields["number"]):
+                    return _Chain(spans, "the job has gone back to an older step since")
                 if layouts.get(place.fields["optimizer"]) != place.fields["layout"]:
                     return _Chain((), "it was written with other optimizers, parameters or shards")
                 if not place.fields["is_last"]:
