@@ -15,6 +15,7 @@ Example:
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,48 @@ def step_post_hooks_of(optimizer: Any) -> Any:
         return optimizer._optimizer_step_post_hooks
     except AttributeError as error:
         raise _unsupported("torch.optim.Optimizer._optimizer_step_post_hooks", _REDO) from error
+
+
+def is_compiled(module: Any) -> bool:
+    """True for what ``torch.compile`` makes of a module: another, with it inside as ``_orig_mod``."""
+    frame = sys.modules.get("torch._dynamo.eval_frame")
+    return frame is not None and isinstance(module, frame.OptimizedModule)
+
+
+def submodules_that_load_themselves(root: Any) -> list[str]:
+    """Return the paths of submodules which decide themselves what they take from a state dict, and how.
+
+    Others have a tensor for each key, and get a copy. Hooks of torch's own wrappers, which only translate names or
+    gather shards, do not count, nor does the override of batch norms, which adds a key to old state dicts.
+    """
+    base: Any = import_module("torch.nn").Module
+    norm: Any = import_module("torch.nn.modules.batchnorm")._NormBase
+    plain = {base._load_from_state_dict, norm._load_from_state_dict}
+
+    def is_own(path: str, module: Any) -> bool:
+        kind = type(module)
+        hooks = (
+            *module._load_state_dict_pre_hooks.values(),
+            *module._load_state_dict_post_hooks.values(),
+            *module._state_dict_hooks.values(),
+        )
+        names = {"load_state_dict", "_load_from_state_dict"} & vars(module).keys()
+        loads = kind._load_from_state_dict not in plain
+        is_root = not path and kind.load_state_dict is not base.load_state_dict
+        return bool(names) or loads or is_root or not all(map(_is_of_wrapper, hooks))
+
+    return [path for path, module in root.named_modules() if is_own(path, module)]
+
+
+def _is_of_wrapper(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return (getattr(function, "__module__", None) or "").startswith("torch.distributed.")
+
+
+def load_hooks_of(optimizer: Any) -> list[Any]:
+    """Return the hooks around ``load_state_dict``."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return [hook for name in names for hook in getattr(optimizer, name, {}).values()]
 
 
 def cached_global_plans() -> dict[str, Any]:

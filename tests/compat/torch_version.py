@@ -1,7 +1,7 @@
 """What one torch saves for the others, and what it loads of theirs: run in an environment of each version.
 
-    python -m tests.compat.torch_version save DIRECTORY     ours/, stock/ and run/ (Checkpointer) below it
-    python -m tests.compat.torch_version load DIRECTORY     prints "READER of WRITER: right", or the error
+python -m tests.compat.torch_version save DIRECTORY     ours/, stock/ and run/ (Checkpointer) below it
+python -m tests.compat.torch_version load DIRECTORY     prints "READER of WRITER: right", or the error
 """
 
 from __future__ import annotations

@@ -17,26 +17,23 @@ always of one making. DCP's ``enable_plan_caching`` does neither (and overlooks 
 from __future__ import annotations
 
 import dataclasses
-import operator
 import os
 import pickle
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
-from .. import torch_internals
 from ..errors import CheckpointError
 from .gc_pause import gc_paused
+from .plan_outline import Outline
 from .split import Held
 
 MEMORIES_MAX = 4
@@ -44,178 +41,6 @@ MEMORIES_MAX = 4
 
 ITEMS_MAX = 1_000_000
 """Items of all ranks that a coordinator remembers, in generations before the newest."""
-
-CHUNK_TENSORS = 256
-
-LOCAL_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-
-_HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
-"""Since torch 2.15 the properties of a tensor, which plans hold, have its strides."""
-
-_OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
-"""Types that are a leaf of their own whatever they hold; others are looked at."""
-
-
-# --- what a state dict looks like ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """A container that DCP flattens: its keys (None for a list), and which of its values are containers in turn."""
-
-    kind: object
-    length: int
-    keys: list[Any] | None
-    key_types: list[type] | None
-    branches: list[tuple[int, _Branch]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Outline:
-    """All that the plan of a state dict depends on. Holds no tensor, so it keeps no memory of the state dict alive."""
-
-    root: _Branch
-    tensors: list[int]
-    objects: list[int]
-    facts: list[list[Any]]
-
-    @classmethod
-    def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> _Outline | None:
-        """Describe ``state_dict``; None when it holds what is not understood here, which is then planned every time.
-
-        ``flat`` are the values that DCP made of it: the outline is only trusted where its leaves are the same objects.
-        """
-        root = _branch(state_dict)
-        leaves: list[Any] = []
-        if root is None or not _collect(state_dict, root, leaves) or not _are_same_objects(leaves, flat):
-            return None
-        tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        known = set(tensors)
-        objects = [position for position in range(len(leaves)) if position not in known]
-        if not all(map(_is_plannable, (leaves[position] for position in tensors))):
-            return None
-        if not all(map(_is_object, (leaves[position] for position in objects))):
-            return None
-        return cls(root, tensors, objects, list(map(_facts, _chunks([leaves[position] for position in tensors]))))
-
-    def leaves_of(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
-        """Return the values of ``state_dict`` in the order of DCP's flattening; None when it looks any different."""
-        leaves: list[Any] = []
-        if not _collect(state_dict, self.root, leaves):
-            return None
-        objects = [leaves[position] for position in self.objects]
-        tensors = [leaves[position] for position in self.tensors]
-        same = all(map(_is_object, objects)) and all(
-            # Types first: other facts can only be asked of tensors of the kind that was understood.
-            list(map(type, chunk)) == known[0] and _facts(chunk) == known
-            for chunk, known in zip(_chunks(tensors), self.facts, strict=True)
-        )
-        return leaves if same else None
-
-
-def _branch(value: Any) -> _Branch | None:
-    """Describe a container as DCP flattens it: any mapping, and a list that has a tensor or a container in it."""
-    keys: list[Any] | None = None
-    types: list[type] | None = None
-    if isinstance(value, Mapping):
-        keys, values = list(value), list(value.values())
-        # 0 == False, and an Enum may equal its text, but DCP names them differently: only plain keys are compared.
-        types = list(map(type, keys)) if {str, int}.issuperset(map(type, keys)) else None
-    elif isinstance(value, list):
-        values = value
-    else:
-        return None
-    branches = [(position, branch) for position, item in enumerate(values) if (branch := _branch(item)) is not None]
-    if keys is None and not branches and not any(isinstance(item, torch.Tensor) for item in values):
-        return None
-    return _Branch(type(value), len(values), keys, types, branches)
-
-
-def _collect(value: Any, branch: _Branch, leaves: list[Any]) -> bool:
-    """Append the leaves below ``value`` in order. False, having appended some, when it is not as ``branch`` says."""
-    if branch.kind is not type(value) or len(value) != branch.length:
-        return False
-    values = value
-    if branch.keys is not None:
-        keys = list(value)
-        if list(map(type, keys)) != branch.key_types or keys != branch.keys:
-            return False
-        values = list(value.values())
-    start = 0
-    for position, child in branch.branches:
-        leaves += values[start:position]
-        if not _collect(values[position], child, leaves):
-            return False
-        start = position + 1
-    leaves += values[start:] if start else values
-    return True
-
-
-def _is_object(value: Any) -> bool:
-    """True for what DCP pickles as a whole: neither tensor nor container, nor something that plans for itself."""
-    if type(value) in _OBJECTS:
-        return True
-    if isinstance(value, (torch.Tensor, Mapping)) or hasattr(value, "__create_write_items__"):
-        return False
-    return not isinstance(value, list) or _branch(value) is None
-
-
-def _is_plannable(tensor: torch.Tensor) -> bool:
-    """True when ``_facts`` has all that DCP's plan for it depends on."""
-    if isinstance(tensor, DTensor):
-        local = torch_internals.local_tensor_of(tensor)
-        return type(tensor) is DTensor and not hasattr(local, "__create_write_items__")
-    plans_for_itself = hasattr(tensor, "local_shards") or hasattr(tensor, "__create_write_items__")
-    return not plans_for_itself and not is_local_part(tensor)
-
-
-def is_local_part(tensor: torch.Tensor) -> bool:
-    """True for a ``CheckpointableTensor`` (torch 2.15): its attributes say which parts of a global tensor it holds."""
-    return all(hasattr(tensor, name) for name in LOCAL_PART)
-
-
-def _facts(tensors: list[torch.Tensor]) -> list[Any]:
-    """What goes into write items, by columns: one pass of C code for each is far cheaper than a loop over tensors."""
-    sharded = [tensor for tensor in tensors if type(tensor) is DTensor]
-    local = [torch_internals.local_tensor_of(tensor) for tensor in sharded]
-    plain = [tensor for tensor in tensors if type(tensor) is not DTensor] if sharded else tensors
-    meshes = _column(sharded, "device_mesh")
-    here = {id(mesh): mesh.get_coordinate() for mesh in meshes}
-    return [
-        list(map(type, tensors)),
-        *_properties(plain),
-        *_properties(local),
-        list(map(type, local)),
-        _column(sharded, "shape"),
-        _column(sharded, "requires_grad"),
-        _column(sharded, "placements"),
-        meshes,
-        list(here.values()),
-        torch.is_grad_enabled() if sharded else None,  # decides whether a local tensor is said to require grad
-    ]
-
-
-def _properties(tensors: list[torch.Tensor]) -> list[list[Any] | None]:
-    return [
-        *(_column(tensors, name) for name in ("shape", "dtype", "layout", "requires_grad")),
-        list(map(torch.Tensor.is_pinned, tensors)),
-        list(map(torch.Tensor.stride, tensors)) if _HAS_STRIDES else None,
-        list(map(is_local_part, tensors)),
-    ]
-
-
-def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Some hundred at a time: facts are dropped before the garbage collector counts them and looks at everything."""
-    return (tensors[start : start + CHUNK_TENSORS] for start in range(0, len(tensors), CHUNK_TENSORS))
-
-
-def _column(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
-    return list(map(operator.attrgetter(name), tensors))
-
-
-def _are_same_objects(left: list[Any], right: Iterable[Any]) -> bool:
-    others = list(right)
-    return len(left) == len(others) and all(map(operator.is_, left, others))
 
 
 # --- plans on their way -------------------------------------------------------------------------------------------
@@ -260,7 +85,7 @@ class _Memory:
     """A rank's memory of one structure."""
 
     key: Hashable
-    outline: _Outline
+    outline: Outline
     names: list[str]
     mappings: dict[str, Any]
     local: SavePlan
@@ -377,7 +202,7 @@ class _Turn:
     key: Hashable = None
     original: Mapping[str, Any] | None = None
     memory: _Memory | None = None
-    outline: _Outline | None = None
+    outline: Outline | None = None
     local: SavePlan | None = None
     generation: _Generation | None = None
 
@@ -433,12 +258,14 @@ class TierSavePlanner(DefaultSavePlanner):
         self._remembers = enable_plan_caching and flatten_state_dict and flatten_sharded_tensors
         self._cache_key = cache_key
         self._turn = _Turn()
+        self.is_repeated = False
+        """The plan is that of an earlier save, which state dict and items were compared with."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take ``state_dict``, and find the remembered plan that fits it. DCP calls this first, on every rank."""
-        self._turn = _Turn(self._key(is_coordinator), state_dict)
+        self._turn, self.is_repeated = _Turn(self._key(is_coordinator), state_dict), False
         found = cache.find(self._turn.key, state_dict) if self._remembers else None
         if found is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -464,7 +291,7 @@ class TierSavePlanner(DefaultSavePlanner):
             return super().create_local_plan()
         turn.local = _Parcel(**vars(super().create_local_plan()))
         if turn.original is not None:
-            turn.outline = _Outline.of(turn.original, self.state_dict.values())
+            turn.outline = Outline.of(turn.original, self.state_dict.values())
         turn.original = None
         self.plan = turn.local
         return turn.local
@@ -513,6 +340,7 @@ class TierSavePlanner(DefaultSavePlanner):
             cache.used(turn.memory)
             # Of the final plan only the items are remembered: what the writer says, it has said again for this save.
             plan = dataclasses.replace(turn.memory.final, storage_data=new_plan.storage_data)
+            self.is_repeated = True
         else:
             plan = SavePlan(new_plan.items, new_plan.storage_data, self.mappings)
             self._remember(plan, ticket)

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -33,6 +32,7 @@ from ..torch_internals import StorageInfo, StorageReaderTransforms
 from ..tracebacks import short_traceback
 from .checkpoint_files import CheckpointFiles
 from .gc_pause import gc_paused
+from .load_planner import TargetPlanner
 from .read_plan import (
     WINDOW_BYTES,
     DeviceCopies,
@@ -116,6 +116,7 @@ class TierStorageReader(Mount, StorageReader):
         self._files: CheckpointFiles | None = None
         self._infos: dict[int, StorageInfo] = {}
         self._error: TierckptError | None = None
+        self._metadata: tuple[tuple[str, FileEntry], Metadata] | None = None
         self._neighbours = Neighbours(self.settings)
         self._point_to(uri if uri is not None else path)
 
@@ -150,7 +151,10 @@ class TierStorageReader(Mount, StorageReader):
 
     def _read_metadata(self, name: str) -> Metadata:
         files = self._found()
-        with VerifiedFile(files.open(files.entry(name))) as stream:
+        entry = files.entry(name)
+        if self._metadata is not None and entry.digests and self._metadata[0] == (self.path, entry):
+            return self._metadata[1]  # of the same bytes: a restore looks at it before it calls dcp.load
+        with VerifiedFile(files.open(entry)) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
         with gc_paused():
@@ -161,6 +165,7 @@ class TierStorageReader(Mount, StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        self._metadata = (self.path, entry), metadata
         self._error = None
         return metadata
 
@@ -188,7 +193,7 @@ class TierStorageReader(Mount, StorageReader):
     def read_alone(self, metadata: Metadata, target: dict[str, Any]) -> None:
         """Fill ``target`` in place, without the other ranks. The checkpoint stays in use for a load."""
         if target:
-            planner = DefaultLoadPlanner()
+            planner = TargetPlanner(target)
             planner.set_up_planner(target, metadata, is_coordinator=False)
             self.set_up_storage_reader(metadata, False)
             try:
@@ -220,6 +225,7 @@ class TierStorageReader(Mount, StorageReader):
             self._read(plan, planner)
         finally:
             self._infos = {}
+            self._metadata = None
             self._release()
         future: Future[None] = Future()
         future.set_result(None)
@@ -362,7 +368,7 @@ class TierStorageReader(Mount, StorageReader):
                 data = source.read(-1)
                 content: Any = data if self.trust_pickle else work.objects.inert(data, item.storage_index.fqn)
             else:
-                content = self._part(item, load_tensor(source, item.storage_index.fqn))
+                content = self._part(item, load_tensor(source, item.storage_index.fqn, trusted=self.trust_pickle))
         if item.type == LoadItemType.BYTE_IO:
             work.planner.load_bytes(item, io.BytesIO(content))
             return

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import Lease
+from ..checkpoint import branches, local_commit, local_only, marks
 from ..checkpoint import epoch as epochs
-from ..checkpoint import local_commit, local_only, marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Entry, Journal
 from ..client import Client
@@ -147,7 +147,8 @@ class SaveSession:
             hold = stack.enter_context(journal.own(token))
             if not hold:
                 raise CheckpointError(f"{location.uri}: another process is writing this rank's shards ({token})")
-            entry = journal.open(token, location, role.rank, int(settings.chunk_size_bytes))
+            branch = str(role.notes.get(branches.NOTE, ""))
+            entry = journal.open(token, location, role.rank, int(settings.chunk_size_bytes), branch)
             if settings.peers is not None:
                 marks.mark_origin(directory, token)
             lock = stack.pop_all()

@@ -7,7 +7,7 @@ chunk, so stock readers see a tensor that was saved in pieces. Pure functions ov
 
     every rank      prepare_local_plan    put_aside: what I hold, before the planner's dedup
     coordinator     prepare_global_plan   balance_replicated: who writes what
-    every rank      write_data            resolve: the tensor of an item or of a part
+    every rank      write_data            kept_whole, resolve: the tensor of an item or of a part
     coordinator     finish                amend: the metadata names the parts that were written
 """
 
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from ..errors import CheckpointError
 from ..torch_internals import cached_global_plans
+from .items.item_format import is_plain
 
 MiB = 1 << 20
 PART_BYTES_MIN = 4 * MiB
@@ -137,6 +138,23 @@ def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
         whole = cast(torch.Tensor, planner.resolve_data(item.whole))
         return whole.narrow(item.dim, item.start, item.length)
     return cast(torch.Tensor, planner.resolve_data(item))
+
+
+def kept_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteItem]:
+    """Return ``items``, with the whole of a tensor subclass in place of its first part, and nothing for the others.
+
+    A plan says nothing of the class of a tensor, and few of those that hold quantized weights can be cut. Every rank
+    decides the same, because those that share an item hold the same tensor; the metadata has the whole already.
+    """
+    if not any(isinstance(item, PartItem) for item in items):
+        return items
+    written = []
+    for item in items:
+        if not isinstance(item, PartItem) or is_plain(cast(torch.Tensor, planner.resolve_data(item.whole)).detach()):
+            written.append(item)
+        elif not item.start:
+            written.append(item.whole)
+    return written
 
 
 def amend(metadata: Metadata, parts: Iterable[Part]) -> None:

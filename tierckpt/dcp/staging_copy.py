@@ -13,6 +13,7 @@ import torch
 
 from .. import torch_internals
 from ..errors import OperationTimeoutError
+from ..resources import start_if_possible, start_thread
 from ..save.write_ahead import WriteAhead
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -83,7 +84,7 @@ class Copies:
             self._done.set()
             done(self._error)
 
-        threading.Thread(target=work, name="tierckpt-stage", daemon=True).start()
+        start_thread(threading.Thread(target=work, name="tierckpt-stage", daemon=True))
 
     def wait(self, timeout_seconds: float) -> None:
         """Return when the sources may change. Raises what went wrong with a copy, which is then lost.
@@ -140,8 +141,7 @@ def move_all(pairs: Sequence[Pair], count: int) -> None:
 
     threads = [threading.Thread(target=work, name="tierckpt-stage") for _ in range(min(count, len(pieces)) - 1)]
     try:
-        for thread in threads:
-            thread.start()
+        all(start_if_possible(thread) for thread in threads)  # those there are copy all of it
         work()
     finally:  # an interrupt too: what is given back must not be written to any more
         pieces.clear()

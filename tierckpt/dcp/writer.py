@@ -322,7 +322,8 @@ class TierStorageWriter(Mount, StorageWriter):
     def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
         token, directory = self._token(), local_dir(self.settings.local_root, self.location)
         prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self._role.rank}_"
-        items, streamed = (plan.items, []) if not self.transforms.extensions else ([], list(plan.items))
+        written = planner.items if isinstance(planner, StagedItems) else split.kept_whole(plan.items, planner)
+        items, streamed = (written, []) if not self.transforms.extensions else ([], list(written))
         with gc_paused():
             sources = records.resolve(items, planner)
             streamed += sources.others
@@ -337,7 +338,7 @@ class TierStorageWriter(Mount, StorageWriter):
                 for index, shard in enumerate(plans)
             ]
             results = [result for shard in shards for result in _results(shard)]
-        parts = tuple(item.part for item in plan.items if isinstance(item, split.PartItem))
+        parts = tuple(item.part for item in written if isinstance(item, split.PartItem))
         return PlannedShards(token, prefix, shards, results, sources.leases, streamed, parts)
 
     @short_traceback
@@ -413,10 +414,6 @@ class TierStorageWriter(Mount, StorageWriter):
     def keep(self, is_kept: bool) -> None:
         """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
         self._role.is_kept = is_kept
-
-    def fence(self, epoch: str) -> None:
-        """Commit only in ``epoch`` of the run (``checkpoint/epoch.py``): this process stands in for its trainers."""
-        self._role.epoch = epoch
 
     def annotate(self, notes: Mapping[str, str | int | bool]) -> None:
         """Have the manifest say ``notes``. Every rank says the same."""

@@ -49,7 +49,13 @@ class RestoreResult:
 
 
 async def restore(
-    checkpoint: Checkpoint, directory: Path, *, chunk_size_bytes: int, concurrency: int, listener: ProgressListener
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    chunk_size_bytes: int,
+    concurrency: int,
+    stall_seconds: float,
+    listener: ProgressListener,
 ) -> RestoreResult:
     """Make ``directory`` a plain copy of ``checkpoint`` that stock PyTorch reads. Whole and durable, or not there.
 
@@ -75,7 +81,13 @@ async def restore(
 
     try:
         done = await prefetch(
-            store, wanted, directory, chunk_size_bytes=chunk, concurrency=concurrency, listener=restoring
+            store,
+            wanted,
+            directory,
+            chunk_size_bytes=chunk,
+            concurrency=concurrency,
+            stall_seconds=stall_seconds,
+            listener=restoring,
         )
     except TierckptError as error:
         if source is None or not source.lost:

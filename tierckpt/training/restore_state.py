@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,28 +13,32 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ..checkpoint.branches import NOTE, Branch
+from ..checkpoint.branches import parse as parse_branch
 from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.listing import LISTINGS_MAX, UNREADABLE, changing, is_newer, read_newest
 from ..client import Client, get_client
 from ..config import Settings
+from ..dcp.load_planner import TargetPlanner
 from ..dcp.reader import TierStorageReader
 from ..errors import (
     CheckpointNotFoundError,
-    IntegrityError,
-    ObjectNotFoundError,
     StateMismatchError,
     TierckptError,
     UncommittedCheckpointError,
 )
 from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_name, step_of
+from ..format.manifest import BASE_NOTE
 from ..loading.devices import check_device
-from ..save.log_segments import BASE_NOTE
 from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import job_state as states
+from .codec.modules import ModuleTarget
+from .codec.modules import state_of as module_state
+from .codec.stored import STRUCTURE, Stored
 from .every_step.redo_log import is_window
 from .rank_exchange import all_gather, is_distributed, portable, same_outcome
 
@@ -43,40 +47,95 @@ log = logger("checkpointer")
 NAMES_SHOWN = 20
 
 
-def restore_into(reader: TierStorageReader, state: dict[str, Any], only: Collection[str] | None = None) -> str:
-    """Load the checkpoint of ``reader`` into ``state``; of its entries, those named in ``only``. Nothing else is read.
+class Restored(int):
+    """The step that was restored, with ``strict=False``.
+
+    Attributes:
+        missing_keys: what the state has and the checkpoint lacks; it keeps its value.
+        unexpected_keys: what the checkpoint has and the state lacks.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+    @property
+    def skipped_keys(self) -> list[str]:
+        return self.missing_keys + self.unexpected_keys
+
+
+class LoadedModel(dict[str, Any]):
+    """The state dict that ``load_model`` returns, with the keys that ``strict=False`` skipped."""
+
+    missing_keys: Sequence[str] = ()
+    unexpected_keys: Sequence[str] = ()
+
+    @property
+    def skipped_keys(self) -> list[str]:
+        return [*self.missing_keys, *self.unexpected_keys]
+
+
+@dataclass
+class Restoring:
+    """What a restore is asked for, beside the state, and what it skipped."""
+
+    only: Collection[str] | None = None
+    strict: bool = True
+    trust_pickle: bool = False
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+
+
+def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Restoring) -> str:
+    """Load the checkpoint of ``reader`` into ``state``; nothing but what ``options.only`` names is read.
     Returns what gradient logs that lead on from it call it, on all ranks.
 
     An error of any rank is raised on all of them, so that they stay at one step.
     """
-
     base = ""
 
-    def read_target() -> tuple[Metadata, dict[str, Any], dict[str, states.Entry]]:
+    def make_plan() -> states.RestorePlan:
         nonlocal base
         metadata = reader.read_metadata()
         base = str(reader.notes().get(BASE_NOTE, "")) or getattr(metadata.storage_meta, "save_id", None) or ""
-        names = states.structures(state, metadata, only)
+        stored = Stored(metadata)
+        names = states.structures(state, stored, options.only)
         texts = reader.read_objects(metadata, list(names.values()))
-        found = {name: texts[called] for name, called in names.items()}
-        return metadata, *states.load_target(state, metadata, found, only)
+        return states.RestorePlan(state, stored, {name: texts[key] for name, key in names.items()}, options.only)
 
     with unwrapped():
-        metadata, target, entries = same_outcome(read_target)
+        plan = same_outcome(make_plan)
+        options.missing_keys, options.unexpected_keys = plan.missing, _seen_by_none(plan.unexpected)
+        same_outcome(lambda: _check_keys(options))
+        target = same_outcome(plan.destinations)
         _load(reader, target)
-        same_outcome(lambda: states.put_back(state, target, metadata, entries, only))
+        same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=True))
+        same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=False))
+    if plan.left and options.only is None:
+        log.info("%s has %s too, which the state has not", reader.path, ", ".join(plan.left))
     return base or reader.path
+
+
+def _seen_by_none(unexpected: list[str]) -> list[str]:
+    """Return the keys that no rank has a place for: those of another pipeline stage are not this rank's."""
+    every = [set(keys) for keys in all_gather(unexpected)]
+    return sorted(set.intersection(*every))
+
+
+def _check_keys(options: Restoring) -> None:
+    if options.strict and (options.missing_keys or options.unexpected_keys):
+        raise states.mismatch(
+            [f"{key} is not in the checkpoint" for key in options.missing_keys]
+            + [f"{key} is in the checkpoint, and the state has no place for it" for key in options.unexpected_keys]
+        )
 
 
 def restore_newest(
     client: Client,
     location: Location,
     state: dict[str, Any],
-    only: Collection[str] | None,
+    options: Restoring,
     fold: Callable[[TierStorageReader, Mapping[str, Any]], str],
     step: int | None,
-    *,
-    trust_pickle: bool = False,
 ) -> tuple[str, str] | None:
     """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI, and
     what its save was called.
@@ -89,22 +148,23 @@ def restore_newest(
     """
 
     def open_checkpoint(uri: str) -> TierStorageReader:
-        return TierStorageReader(uri, trust_pickle=trust_pickle, settings=client.settings)
+        return TierStorageReader(uri, trust_pickle=options.trust_pickle, settings=client.settings)
 
     if step is not None:
         uri = location.child(step_name(step)).uri
         try:
-            return uri, restore_into(open_checkpoint(uri), state, only)
+            return uri, restore_into(open_checkpoint(uri), state, options)
         except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
             window = open_checkpoint(location.child(WINDOWS_DIR).child(step_name(step)).uri)
             try:
                 same_outcome(window.read_metadata)
             except TierckptError:
                 raise error from None
-            return uri, restore_into(open_checkpoint(fold(window, state)), state, only)
+            return uri, restore_into(open_checkpoint(fold(window, state)), state, options)
     lost: list[tuple[str, TierckptError]] = []
     step_max: int | None = None
-    while True:
+    removed = 0
+    while removed < LISTINGS_MAX:
         try:
             newest = agreed_latest(client, location, step_max, windows=True)
         except CheckpointNotFoundError:
@@ -112,19 +172,24 @@ def restore_newest(
                 raise
             newest = None
         if newest is None:
-            break
+            if lost:
+                raise lost[0][1]  # what is wrong with the newest says more
+            return None
         found = newest
         try:
             if is_window(parse_uri(newest)):
                 newest = fold(open_checkpoint(newest), state)
-            save = restore_into(open_checkpoint(newest), state, only)
-        except (IntegrityError, ObjectNotFoundError, StateMismatchError) as error:
+            save = restore_into(open_checkpoint(newest), state, options)
+        except (StateMismatchError, *UNREADABLE) as error:
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
                 raise  # one of a checkpoint is the caller's to know
+            if is_newer(agreed_latest(client, location, step_max, windows=True), found):
+                removed += 1  # while it was read, by a job that has committed a newer one
+                continue
             lost.append((found, error))
             damaged = step_of(newest)
             if damaged is None:
-                break  # nothing is older than what has no step
+                raise lost[0][1] from None  # nothing is older than what has no step
             step_max = damaged - 1
             continue
         if lost:
@@ -134,9 +199,46 @@ def restore_newest(
             )
             log.warning("restored %s, because %s", newest, told)
         return newest, save
-    if lost:
-        raise lost[0][1]  # what is wrong with the newest says more
-    return None
+    raise changing(location)
+
+
+def newest_base(client: Client, location: Location) -> tuple[int, Branch | None, str, int] | None:
+    """Return step and branch of the newest checkpoint; what gradient logs call the newest one that they lead on from;
+    and the step of that. None without one. On all ranks together. Cost: a manifest of each checkpoint from it to the
+    newest.
+    """
+    newest: tuple[int, Branch | None] | None = None
+    limit: int | None = None
+    while True:
+        try:
+            uri = agreed_latest(client, location, limit, windows=True)
+        except CheckpointNotFoundError:
+            return None
+        step = step_of(uri) if uri is not None else None
+        if uri is None or step is None:
+            return None
+        limit = step - 1
+        reader = TierStorageReader(uri, settings=client.settings)
+        try:
+            notes = same_outcome(reader.notes)
+        except UNREADABLE:
+            notes = {}  # a restore passes it over, and says so
+        finally:
+            reader.reset()  # retention removes none that a reader holds
+        newest = newest or (step, parse_branch(notes.get(NOTE)))
+        if base := str(notes.get(BASE_NOTE, "")):
+            return *newest, base, step
+
+
+def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, str] | None]) -> tuple[str, str] | None:
+    """Restore the checkpoint ``base``, from which the gradient log leads furthest; the newest without one, or where it
+    cannot be read."""
+    if base is not None:
+        try:
+            return restore(base)
+        except UNREADABLE as error:
+            log.warning("the gradient log behind step %d is of no use: %s", base, error)
+    return restore(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +266,20 @@ def agreed_latest(
     Raises:
         StoreUnavailableError, PermissionDeniedError: a rank could not look.
         CheckpointNotFoundError: ranks see checkpoints, and there is none that all of them do.
+        OperationTimeoutError: another job removes them faster than all ranks can look.
     """
+    told = ""
+    for _ in range(LISTINGS_MAX):
+        try:
+            return _agreed_once(client, location, step_max, windows)
+        except CheckpointNotFoundError as error:
+            if error.message == told:  # else a job has saved and removed steps between the looks of two ranks
+                raise
+            told = error.message
+    raise changing(location)
+
+
+def _agreed_once(client: Client, location: Location, step_max: int | None, windows: bool) -> str | None:
     limit, newest = step_max, ""
     while True:
         mine, found = _look(client, location, limit, windows)
@@ -235,6 +350,7 @@ def load_model(
     *,
     prefix: str = "model",
     device: str | torch.device = "cpu",
+    strict: bool = True,
     trust_pickle: bool = False,
     settings: Settings | None = None,
     **overrides: Any,
@@ -249,6 +365,7 @@ def load_model(
         module: is filled in place, sharded as it is. None: whole tensors are made on ``device``.
         prefix: the name the model was saved under (``{"model": ...}``). ``""``: the checkpoint is a state dict.
         device: where the tensors of the returned state dict are; with ``module`` they are the module's own.
+        strict: False loads what ``module`` and checkpoint both have; ``skipped_keys`` of the result are the others.
         trust_pickle: as of ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
@@ -267,46 +384,60 @@ def load_model(
         {'weight': (3, 2), 'bias': (3,)}
     """
     settings = Settings.load(settings, **overrides)
-    device = check_device(device)
-    reader = TierStorageReader(_newest(uri, settings), trust_pickle=trust_pickle, settings=settings)
+    client, location, device = get_client(settings), check_location(parse_uri(uri)), check_device(device)
+    client.wait_for_handoffs()
 
-    def read_target() -> dict[str, Any]:
+    def load_from(found: str) -> dict[str, Any]:
+        reader = TierStorageReader(found, trust_pickle=trust_pickle, settings=settings)
+        return _load_model(reader, module, prefix, device, strict=strict)
+
+    return read_newest(location, lambda: agreed_latest(client, location), load_from)
+
+
+def _load_model(
+    reader: TierStorageReader, module: torch.nn.Module | None, prefix: str, device: torch.device, *, strict: bool
+) -> dict[str, Any]:
+    def read_target() -> tuple[dict[str, Any], ModuleTarget | None]:
         metadata = reader.read_metadata()
         names = _below(prefix, metadata, reader.path)
         if module is None:
-            return {name: _placeholder(metadata, name, device) for name in names}
-        model = get_model_state_dict(module)
-        target: dict[str, Any] = {prefix: model} if prefix else model
-        states.check_fits(target, metadata)
-        return target
+            return {name: _placeholder(metadata, name, device) for name in names}, None
+        stored, called = Stored(metadata), states.structure_name(prefix)
+        text = reader.read_objects(metadata, [called])[called] if called in stored.items else None
+        found = ModuleTarget(module, stored, prefix, text)
+        if found.problems:
+            raise states.mismatch(found.problems)
+        return {}, found
 
     with unwrapped():
-        target = same_outcome(read_target)
+        target, found = same_outcome(read_target)
+        if found is not None:
+            options = Restoring(None, strict, missing_keys=found.missing)
+            options.unexpected_keys = _seen_by_none(found.unexpected)
+            same_outcome(lambda: _check_keys(options))
+            target = found.destinations()
         _load(reader, target)
-        if module is not None:
-            model = target[prefix] if prefix else target
-            same_outcome(lambda: set_model_state_dict(module, model))
-            return dict(model)
+        if module is not None and found is not None:
+            same_outcome(lambda: found.load(target, strict=strict))
+            loaded = LoadedModel(module_state(module)[0])
+            loaded.missing_keys, loaded.unexpected_keys = options.missing_keys, options.unexpected_keys
+            return loaded
     start = len(prefix) + 1 if prefix else 0
     return {name[start:]: value for name, value in target.items()}
-
-
-def _newest(uri: str | os.PathLike[str], settings: Settings) -> str | os.PathLike[str]:
-    """The newest checkpoint at or under ``uri`` that every rank has; ``uri`` itself, for the error of its reader, when
-    there is none."""
-    client, location = get_client(settings), check_location(parse_uri(uri))
-    client.wait_for_handoffs()
-    return agreed_latest(client, location) or uri
 
 
 def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
-        load(target, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not is_distributed())
+        # ShardedTensor, of FSDP's first version, may hold others, which only DCP's planner opens.
+        odd = (one for one in target.values() if type(one) not in (torch.Tensor, str))
+        is_nested = any(hasattr(one, "local_shards") for one in odd)
+        state, planner = (target, DefaultLoadPlanner()) if is_nested else ({}, TargetPlanner(target))
+        load(state, storage_reader=reader, planner=planner, no_dist=not is_distributed())
 
 
 def _below(prefix: str, metadata: Metadata, where: str) -> list[str]:
-    names = [name for name in metadata.state_dict_metadata if not name.startswith(f"{states.STRUCTURE}.")]
+    names = [name for name in metadata.state_dict_metadata if not name.startswith(f"{STRUCTURE}.")]
     found = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
     if not found:
         tops = sorted({name.partition(".")[0] for name in names})

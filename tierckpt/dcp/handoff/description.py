@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Kind, Memory
@@ -128,7 +128,8 @@ class SaveHandoff:
     shards: tuple[PendingShard, ...]
     results: Results
     parts: tuple[split.Part, ...]
-    metadata: Metadata | None
+    metadata: bytes | None
+    """DCP's, pickled, of the coordinator."""
     kinds: Mapping[str, Kind]
     files: tuple[FileEntry, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
@@ -216,9 +217,7 @@ class _Known:
         if record.frame is None:
             to.data.append(bytes(record.head))
         else:
-            tensor = record.owner
-            dtype, shape = tensor.dtype, tuple(tensor.shape)
-            shape = self._shapes.setdefault(shape, shape)
+            dtype, shape = record.frame.dtype, self._shapes.setdefault(record.frame.shape, record.frame.shape)
             if record.size_bytes:
                 if record.fetch is not None or record.lease is None or record.lease.memory.fd is None:
                     return False

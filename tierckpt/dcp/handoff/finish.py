@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from ...format.layout import Location, blocks_file, local_dir, parse_uri
 from ...format.manifest import FileEntry
 from ...ipc.agent_client import HANDOFF_NAME, LOCK_NAME
 from ...process_start import begin_command
+from ...resources import start_thread
 from ...telemetry import log_to, logger
 from ...torch_internals import StorageWriterTransforms
 from ...types import Json
@@ -109,7 +111,7 @@ def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
     return True
 
 
-def end_with(life: int) -> None:
+def _end_with(life: int) -> None:
     """End when the agent does without having said that this may go on: nobody waits for it any more.
 
     ``life``: a pipe of which the agent has the other end. A kill loses nothing that was acknowledged, and what is
@@ -121,7 +123,7 @@ def end_with(life: int) -> None:
             log.warning("the agent that started this has ended: so does this")
             _end()
 
-    threading.Thread(target=watch, name="tierckpt-life", daemon=True).start()
+    start_thread(threading.Thread(target=watch, name="tierckpt-life", daemon=True))
 
 
 def _end() -> None:
@@ -220,7 +222,7 @@ def _commit(
     try:
         results = results | (meeting.hear(others) if others else {})
         ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
-        session.commit(coordinator.metadata, [results.get(rank, []) for rank in ranks])
+        session.commit(pickle.loads(coordinator.metadata), [results.get(rank, []) for rank in ranks])
     finally:
         if others:
             meeting.forget(others)
@@ -237,7 +239,7 @@ def main() -> None:
     begin_command()
     log_to(sys.stderr, "text", "info")
     order = json.loads(sys.stdin.read())
-    end_with(order["life"])
+    _end_with(order["life"])
     execute(order)
 
 

@@ -15,6 +15,7 @@ from ...config import Settings, ranks_of_node
 from ...errors import TierckptError
 from ...format.manifest import FileEntry
 from ...ipc.agent_client import HANDOFF_NAME, AgentClient, contact_for, is_known
+from ...resources import start_if_possible
 from ...telemetry import logger
 from . import description as descriptions
 from .description import SaveHandoff
@@ -41,7 +42,7 @@ def announce(settings: Settings) -> None:
         with contextlib.suppress(TierckptError, OSError):  # ``hand_in`` reports it
             contact_for(settings).ask({"op": "here"})
 
-    threading.Thread(target=start, name="tierckpt-announce", daemon=True).start()
+    start_if_possible(threading.Thread(target=start, name="tierckpt-announce", daemon=True))
 
 
 class HandoffHandle:

@@ -13,7 +13,7 @@ from ...config import Settings
 from ...errors import TierckptError
 from ...format.layout import Location
 from ...telemetry import logger
-from ..metadata_pickle import share
+from ..metadata_pickle import encode_plan
 from ..planner import TierSavePlanner
 from ..save_session import SaveRole
 from ..shard_delivery import PlannedShards
@@ -51,8 +51,6 @@ def offer(
     except (OSError, TierckptError) as error:
         log.warning("%s is lost if this process ends before it is on the local tier: %s", location.uri, error)
         return None
-    if metadata is not None:
-        share(metadata)
     handoff = SaveHandoff(
         rank=role.rank,
         world_size=role.world_size,
@@ -67,7 +65,7 @@ def offer(
         shards=shards,
         results=Results.of(planned.results if planned is not None else ()),
         parts=planned.parts if planned is not None else (),
-        metadata=metadata,
+        metadata=encode_plan(metadata) if metadata is not None else None,
         kinds={name: memory.kind for name, memory in memories.items()},
         notes=role.notes,
     )

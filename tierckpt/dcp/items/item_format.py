@@ -57,6 +57,8 @@ class Frame:
     """Of the raw data between them."""
     crc_at: tuple[int, int]
     """Where the CRC-32 of the data stands in the tail; (0, 0) when there is no data."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -123,7 +125,7 @@ def _packed(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> Fram
     tail += _local_header(version[0]) + version[1] + _descriptor(zlib_ng.crc32(version[1]), len(version[1]))
     central_crc_at += len(tail)
     end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 4, 4, len(central), len(head) + size_bytes + len(tail), 0)
-    return Frame(head, tail + central + end, size_bytes, (_DESCRIPTOR_CRC_AT, central_crc_at))
+    return Frame(head, tail + central + end, size_bytes, (_DESCRIPTOR_CRC_AT, central_crc_at), dtype, shape)
 
 
 _DESCRIPTOR_CRC_AT = 4
@@ -224,7 +226,7 @@ def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> 
         finally:
             save.storage_alignment, save.compute_crc32 = before
     if not size_bytes:
-        return Frame(b"".join(map(bytes, stream.parts)), b"", 0, (0, 0))
+        return Frame(b"".join(map(bytes, stream.parts)), b"", 0, (0, 0), dtype, shape)
     head, tail = map(bytes, stream.parts)
     name_at = tail.index(b"archive/data/0")
     crc_at = (_DESCRIPTOR_CRC_AT, tail.rindex(b"PK\1\2", 0, name_at) + _CENTRAL_CRC_AT)
@@ -233,4 +235,4 @@ def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> 
     blank = bytearray(tail)
     for at in crc_at:
         blank[at : at + 4] = bytes(4)
-    return Frame(head, bytes(blank), size_bytes, crc_at)
+    return Frame(head, bytes(blank), size_bytes, crc_at, dtype, shape)

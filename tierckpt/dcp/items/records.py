@@ -22,6 +22,7 @@ from ...save.shard_plan import Image, Record
 from ...torch_internals import storage_address_of
 from .. import split
 from ..stager import StagedItems, refuse_tensor
+from ..staging_layout import Layout
 from . import item_format
 from . import shard_layout as image
 from .restorable import warn_of_refusal
@@ -36,6 +37,8 @@ class Sources:
     objects: list[Record] = field(default_factory=list)
     others: list[WriteItem] = field(default_factory=list)
     """Tensors whose raw bytes do not say everything: torch.save must write them."""
+    layout: Layout | None = None
+    """Where ``tensors`` lie in staging memory, if they are all of one layout, in its order."""
 
     @property
     def leases(self) -> set[Lease]:
@@ -46,8 +49,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     """Ask the planner for each item's data. Copies nothing; data on a device stays there until it is written.
 
     Raises:
-        StateMismatchError: a tensor that is quantized or on the meta device, or a staged copy whose memory another
-            checkpoint has by now.
+        StateMismatchError: a tensor that a checkpoint cannot give back (``refuse_tensor``), or a staged copy whose
+            memory another checkpoint has by now.
         CheckpointSkippedError: it has it because this one was dropped for it.
     """
     found = Sources()
@@ -59,6 +62,9 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     plain = _looked_up(planner)
     readers = planner.readers if isinstance(planner, StagedItems) else {}
     objects = getattr(planner, "state_dict", {})
+    repeated = planner.placed if isinstance(planner, StagedItems) and items is planner.items else None
+    if repeated is not None and (placed := repeated.records()) is not None:
+        items, found.tensors, found.layout = repeated.repeated.objects, placed, repeated.repeated.layout
     for item in items:
         if item.type is WriteItemType.BYTE_IO:
             made = planner.resolve_data(item) if isinstance(planner, StagedItems) else resolve_object(planner, item)
@@ -73,8 +79,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             tensor = tensor_of(item)
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
             tensor = tensor.detach()
-        refuse_tensor(item.index.fqn, tensor)
-        if not item_format.is_plain(tensor):
+        if not item_format.is_plain(tensor) or tensor.is_meta:
+            refuse_tensor(item.index.fqn, tensor)
             found.others.append(item)
             continue
         dtype, shape = tensor.dtype, tensor.shape
@@ -87,6 +93,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             found.tensors.append(Record(0, frame.head, frame, 0, tensor, fetch, item))
             continue
         address = tensor.data_ptr()
+        if not address and frame.size_bytes:
+            refuse_tensor(item.index.fqn, tensor)
         if leases and (lease is None or not lease.covers(address)):
             lease = next((lease for lease in leases if lease.covers(address)), None)
         if lease is not None and lease.storage and storage_address_of(tensor.untyped_storage()) != lease.storage:
@@ -138,12 +146,16 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
     """
     if not one_file:  # nothing is written in place: the arena has the items close together
         return [ShardPlan([record]) for record in (*sources.tensors, *sources.objects)]
-    tensors = sources.tensors
-    if any(record.lease is not None for record in tensors):
-        tensors = sorted(tensors, key=lambda record: record.address if record.lease is not None else 1 << 64)
+    tensors, layout = sources.tensors, sources.layout
     unit = image.unit_bytes(chunk_size_bytes)
+    if layout is not None and layout.limits == (shard_bytes_max, unit):
+        shards = layout.shards
+    else:
+        if any(record.lease is not None for record in tensors):
+            tensors = sorted(tensors, key=lambda record: record.address if record.lease is not None else 1 << 64)
+        shards = image.arrange([record.frame for record in tensors], shard_bytes_max=shard_bytes_max, unit=unit)
     plans = []
-    for shard in image.arrange([record.frame for record in tensors], shard_bytes_max=shard_bytes_max, unit=unit):
+    for shard in shards:
         for index, offset in shard:
             tensors[index].offset = offset
         plans.append(ShardPlan([tensors[index] for index, _ in shard]))

@@ -50,5 +50,5 @@ def _data(item: WriteItem, planner: SavePlanner | StagedItems) -> Any:
     if tensor.device.type != "cpu":
         return tensor.cpu()
     # torch.save writes the whole storage of a view.
-    whole = tensor.storage().size() == tensor.numel()  # type: ignore[no-untyped-call]
+    whole = tensor.untyped_storage().size() == tensor.nbytes
     return tensor if whole else tensor.clone()

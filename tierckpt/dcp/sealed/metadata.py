@@ -5,7 +5,8 @@ Invariants (tests cite them):
         has added to a class of DCP's is given to that class, if its value is plain (``_check_further``).
     S5  What is accepted is safe to act on: no path leaves the checkpoint's directory, every chunk lies inside its
         tensor and the chunks fill it, the bytes of a chunk are stored somewhere, list positions do not outgrow the
-        entries. So to allocate what the metadata says takes no more than items that large.
+        entries. So to allocate what the metadata says takes no more than items that large, or ``COMPACT_RATIO_MAX``
+        times as much: a tensor subclass (quantized weights) is stored in fewer bytes than shape times dtype.
     S6  Everything else is refused with one error. Work is linear in the size of the data, however much it shares.
 """
 
@@ -46,6 +47,10 @@ DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
 """What is written once is compared, hashed and multiplied wherever it is referred to: a size is short (S6)."""
 LIST_ITEMS_MIN = 1 << 16
+COMPACT_BYTES_MIN = 512
+"""What ``torch.save`` makes of any tensor subclass is larger."""
+COMPACT_RATIO_MAX = 1024
+"""Weights of one bit that look like float64 are stored in a 64th of their bytes."""
 CLASHES_MAX = 100
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -527,7 +532,8 @@ def relative_of(path: Any) -> str:
 
 
 def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageInfo]) -> None:
-    """The bytes of a dense chunk lie in its item. An item that is missing is told when it is asked for."""
+    """The bytes of a dense chunk lie in its item, or what ``torch.save`` made of a subclass. An item that is missing is
+    told when it is asked for."""
     needed: dict[int, dict[Any, int]] = {}
     for index, info in storage.items():
         entry = entries.get(index.fqn)
@@ -542,7 +548,8 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
             if id(entry) not in needed:
                 needed[id(entry)] = _sizes_bytes(entry)
             size_bytes = needed[id(entry)].get(index.offset, 0)
-        if info.length < size_bytes and not info.transform_descriptors:
+        held = info.length * (COMPACT_RATIO_MAX if info.length >= COMPACT_BYTES_MIN else 1)
+        if held < size_bytes and not info.transform_descriptors:
             raise Refused(f"a chunk of {index.fqn:.200} needs {size_bytes} bytes and has {info.length}")
 
 

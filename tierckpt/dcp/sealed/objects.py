@@ -82,9 +82,10 @@ class Objects:
         return made
 
 
-def load_tensor(stream: Any, name: str) -> torch.Tensor:
-    """Return the tensor in ``stream``, on the CPU. Raises UnsafeCheckpointError when it is no tensor, or more."""
-    value = load_object(stream, "cpu", name)
+def load_tensor(stream: Any, name: str, *, trusted: bool = False) -> torch.Tensor:
+    """Return the tensor in ``stream``, on the CPU. Raises UnsafeCheckpointError when it is no tensor, or more, such as
+    of a subclass that is not among torch's safe globals. ``trusted`` runs whatever code it names."""
+    value = load_object(stream, "cpu", name, trusted=trusted)
     if not isinstance(value, torch.Tensor):
         raise UnsafeCheckpointError(f"{name} is refused: a {type(value).__name__} stands where a tensor belongs")
     return value
@@ -114,14 +115,14 @@ def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
         raise error from None
 
 
-def load_object(stream: BinaryIO, map_location: str | None, name: str) -> Any:
+def load_object(stream: BinaryIO, map_location: str | None, name: str, *, trusted: bool = False) -> Any:
     """``torch.load(weights_only=True)``, with one kind of error. What reading ``stream`` raised of ours stays as it is.
 
     Said explicitly, ``weights_only`` is not overridden by any environment variable of torch.
     """
     try:
         _check_growth(stream, name)
-        return torch.load(stream, map_location=map_location, weights_only=True, mmap=False)
+        return torch.load(stream, map_location=map_location, weights_only=not trusted, mmap=False)
     except TierckptError:
         raise
     except Exception as error:

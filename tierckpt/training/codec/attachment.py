@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...errors import StateMismatchError
-from ...replay.checksum import Fingerprint, marks_of, sample_of
+from ...replay.checksum import Fingerprint, begin_marks, digest_of, marks_of, numbers_of, sample_of
+from ...replay.guard import Check
 from ...replay.optimizers import local, optimizers_in, parameters_of
 from .reconstruction import Decoder
 from .structure import Encoder, text_of
@@ -33,6 +35,13 @@ from .structure_types import CONSTANTS, bad
 
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"
+Place = tuple[str, str]
+"""A tensor of a module: the name of the module in the state, and its own."""
+NONE_SENT: Mapping[Place, int | torch.Tensor] = MappingProxyType({})
+UNTRACED = (
+    "{}, which no optimizer of the state steps, was changed in a way that version counters do not show (.data, numpy, "
+    "a fused kernel of another optimizer). From the next checkpoint on the log has it with each step"
+)
 
 
 class Attachments:
@@ -40,15 +49,24 @@ class Attachments:
 
     Buffers are compared by their bits: kernels write to them and leave no trace (``batch_norm``). Of parameters that no
     optimizer steps a write is seen by their version, and in host memory by some of their elements, since averages of
-    weights are often written through ``.data``.
+    weights are often written through ``.data``. The digest thread compares all bits of the others: one that has changed
+    all the same is named by ``check``, and is in each attachment from then on.
 
-    Cost: state_dict() of what is neither module nor optimizer; one pass over the buffers, which waits for their device.
+    Args:
+        untraced: names of such parameters; the next log is given the same set.
+
+    Cost: state_dict() of what is neither module nor optimizer; one pass over the buffers, which waits for their device;
+        one pass over other parameters, on the digest thread.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._seen: dict[tuple[str, str], Any] = {}
+    def __init__(self, state: Mapping[str, Any], untraced: set[Place]) -> None:
+        self._seen: dict[Place, Any] = {}
+        self._untraced = untraced
+        self._marks: dict[Place, int] = {}
+        """Of parameters, at the newest step. Of the digest thread."""
         for name, key, tensor in _tensors_of(state):
             self._seen[name, key] = _mark(tensor)
+        self._places = self._seen.keys() | set[Place]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
         """A checkpoint has the state of now: what differs from the last step here is in the next one in any case."""
@@ -56,15 +74,45 @@ class Attachments:
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
 
-    def encode(self, state: Mapping[str, Any]) -> bytes:
-        """Return the attachment of a step. Raises StateMismatchError naming what a restore could not give back."""
+    def check(self, state: Mapping[str, Any], sent: Mapping[Place, int | torch.Tensor] = NONE_SENT) -> Check:
+        """Return what compares the parameters of now with those of the newest step. ``sent``: marks of those that the
+        attachment has."""
+        marks: dict[Place, Any] = dict(sent)
+        for name, key, tensor in _parameters_of(state):
+            if (name, key) not in marks:
+                marks[name, key] = begin_marks([local(tensor.detach())])
+
+        def read() -> Callable[[], tuple[str, int]]:
+            for place, mark in marks.items():
+                if callable(mark):
+                    marks[place] = sum(mark())
+            return finish
+
+        def finish() -> tuple[str, int]:
+            found = dict(zip(marks, numbers_of([*marks.values()]), strict=True))
+            known, self._marks = self._marks, found
+            changed = [place for place in found if place not in sent and known.get(place, found[place]) != found[place]]
+            self._untraced.update(changed)
+            return (UNTRACED.format(".".join(changed[0])) if changed else ""), _total(found)
+
+        return read
+
+    def encode(self, state: Mapping[str, Any]) -> tuple[bytes, Check]:
+        """Return the attachment of a step, and its ``check``. Raises StateMismatchError naming what a restore could not
+        give back."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
+        sent, places = dict[Place, int | torch.Tensor](), set[Place]()
         for name, key, tensor in _tensors_of(state):
             mark = _mark(tensor)
-            if self._seen.get((name, key)) != mark:
+            places.add((name, key))
+            if self._seen.get((name, key)) != mark or (name, key) in self._untraced:
                 tensors.setdefault(name, {})[key] = tensor.detach()
                 self._seen[name, key] = mark
+                if isinstance(tensor, torch.nn.Parameter):
+                    [sent[name, key]] = marks_of([local(tensor.detach())]) or [0]
+        if other := min(places ^ self._places, default=None):
+            raise _mismatch(".".join(other))
         value = {
             "values": {name: _value(one) for name, one in _others(state)},
             "groups": {name: _groups(one) for name, one in optimizers_in(state).items()},
@@ -79,7 +127,7 @@ class Attachments:
         ]
         text = text_of({"node": node, "tensors": described}).encode()
         data = b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b"" for part in parts)
-        return _HEAD.pack(len(text)) + text + data
+        return _HEAD.pack(len(text)) + text + data, self.check(state, sent)
 
 
 class Attached:
@@ -94,9 +142,12 @@ class Attached:
         self._state = state
         self._live = {(name, key): tensor for name, key, tensor in _tensors_of(state)}
         self._newest: dict[str, Any] | None = None
+        self._marks: dict[Place, int] = {}
 
-    def take(self, attachment: bytes) -> None:
-        """Put back the tensors of one step. In order."""
+    def take(self, attachment: bytes) -> int:
+        """Put back the tensors of one step. In order. Returns the digest that its ``Attachments.check`` had."""
+        if not self._marks:
+            self._mark({(name, key) for name, key, _ in _parameters_of(self._state)})
         self._newest = _decode(attachment, self._state)
         for name, tensors in self._newest["tensors"].items():
             for key, tensor in tensors.items():
@@ -104,6 +155,12 @@ class Attached:
                 if live is None or local(live).shape != local(tensor).shape:
                     raise _mismatch(f"{name}.{key}")
                 local(live.detach()).copy_(local(tensor))
+            self._mark({(name, key) for key in tensors if isinstance(self._live[name, key], torch.nn.Parameter)})
+        return _total(self._marks)
+
+    def _mark(self, places: Collection[Place]) -> None:
+        for place in places:
+            [self._marks[place]] = numbers_of(marks_of([local(self._live[place].detach())])) or [0]
 
     def finish(self) -> None:
         """Put back all else, of the step that was taken last."""
@@ -202,6 +259,14 @@ def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tens
             for key, parameter in one._parameters.items():
                 if parameter is not None and id(parameter) not in stepped:
                     yield name, prefix + key, parameter
+
+
+def _parameters_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    yield from (one for one in _tensors_of(state) if isinstance(one[2], torch.nn.Parameter))
+
+
+def _total(marks: Mapping[Place, int]) -> int:
+    return int(digest_of([marks[place] for place in sorted(marks)]), 16) if marks else 0
 
 
 def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

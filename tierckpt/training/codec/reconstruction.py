@@ -12,7 +12,7 @@ import io
 import json
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
@@ -22,7 +22,7 @@ from zoneinfo import ZoneInfo
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from ...errors import StateMismatchError, TierckptError
@@ -42,6 +42,7 @@ from .structure_types import (
     is_json,
     is_key,
     is_namedtuple,
+    is_tensor_subclass,
     joined,
     numpy_dtype,
     slots_of,
@@ -61,13 +62,15 @@ class Decoder:
 
     def __init__(self, text: Any, metadata: Metadata, live: Callable[[], Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.has_paths = str(text).startswith('{"paths":')
+        """It is of a module or optimizer: ``value`` has single values by path, and the tensors are not among them."""
         self._metadata = metadata
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self._hashes: dict[int, Any] = {}
         self._clashes = 0
         try:
             node = json.loads(text)
-            self.value = self._decode(node, live() if '{"tensor":' in text else None, 0)
+            self.value = self._decode(node, live() if '{"tensor":' in text or '{"Generator":' in text else None, 0)
         except TierckptError:
             raise
         except Exception as error:
@@ -239,13 +242,23 @@ class Decoder:
         return array.reshape(shape)
 
     def _tensor(self, body: Any, live: Any, depth: int) -> Any:
-        name, kind, requires_grad = body
+        name, kind, requires_grad, *along = body
         stored = self._metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata) or name in self.tensors:
             raise bad(f"{name!r:.200} is no tensor of the checkpoint, or is named twice")
-        self.tensors[name] = made = _empty_like(stored, live)
+        self.tensors[name] = made = empty_like(stored, live, along[0] if along else None)
         if kind == "parameter":
             return torch.nn.Parameter(made, requires_grad=requires_grad is True)
+        return made.requires_grad_() if requires_grad is True else made
+
+
+    def _subclass(self, body: Any, live: Any, depth: int) -> Any:
+        module, qualname, inner, described, shape, stride, requires_grad = body
+        kind = class_of(module, qualname, is_tensor_subclass)
+        beside = {name: getattr(live, name, None) for name in inner.get("dict", ())} if type(live) is kind else None
+        tensors = self._dict(inner, beside, depth)
+        context = self._decode(described, None, depth)
+        made = kind.__tensor_unflatten__(tensors, context, torch.Size(shape), tuple(stride))
         return made.requires_grad_() if requires_grad is True else made
 
 
@@ -259,12 +272,25 @@ def _generator_on(device: Any) -> torch.Generator:
         ) from None
 
 
-def _empty_like(stored: TensorStorageMetadata, live: Any) -> torch.Tensor:
-    dtype = stored.properties.dtype
+def empty_like(stored: TensorStorageMetadata, live: Any, along: Sequence[int | None] | None = None) -> torch.Tensor:
+    """Return a new tensor for what is ``stored``, placed as ``live``; in host memory where that is no tensor.
+
+    Args:
+        along: the dimension along which it was sharded over each dimension of a mesh.
+    """
+    dtype: Any = stored.properties.dtype
     if isinstance(live, DTensor):
-        return empty_dtensor(stored.size, dtype=dtype, device_mesh=live.device_mesh, placements=live.placements)
+        placements = live.placements
+        if along is not None and live.shape != stored.size:
+            whole = [None] * live.device_mesh.ndim
+            kept = along if len(along) == len(whole) else whole
+            placements = tuple(Replicate() if dim is None else Shard(dim) for dim in kept)
+        return empty_dtensor(stored.size, dtype=dtype, device_mesh=live.device_mesh, placements=placements)
     device = live.device if isinstance(live, torch.Tensor) and not live.is_meta else "cpu"
-    return torch.empty(stored.size, dtype=dtype, device=device)
+    try:
+        return torch.empty(stored.size, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:  # beside the model and its optimizer; load_state_dict copies it to the device
+        return torch.empty(stored.size, dtype=dtype, device="cpu")
 
 
 def _bytes(text: Any) -> bytes:
@@ -346,6 +372,7 @@ _LEAF_MAKERS: dict[str, Callable[[Any], Any]] = {
 _MAKERS: dict[str, Callable[[Decoder, Any, Any, int], Any]] = {
     "dict": Decoder._mapping,
     "map": Decoder._map,
+    "paths": Decoder._map,
     "tuple": Decoder._tuple,
     "deque": Decoder._deque,
     "set": Decoder._set,
@@ -363,4 +390,5 @@ _MAKERS: dict[str, Callable[[Decoder, Any, Any, int], Any]] = {
     "ndarray": Decoder._ndarray,
     "objects": Decoder._objects,
     "tensor": Decoder._tensor,
+    "subclass": Decoder._subclass,
 }

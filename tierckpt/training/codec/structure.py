@@ -38,7 +38,7 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import StateMismatchError
 from .structure_types import (
@@ -56,6 +56,7 @@ from .structure_types import (
     is_json,
     is_key,
     is_namedtuple,
+    is_tensor_subclass,
     joined,
     numpy_dtype,
 )
@@ -239,6 +240,10 @@ class Encoder:
 
     def _tensor(self, value: torch.Tensor, path: PathOf) -> tuple[Any, Any]:
         kind = type(value)
+        if torch.nn.parameter.is_lazy(value):
+            raise _refused(path, value, "has no shape before the first forward pass of its module")
+        if kind is not DTensor and hasattr(value, "__tensor_flatten__"):
+            return self._subclass(value, path)
         if kind not in (torch.Tensor, torch.nn.Parameter, DTensor) or value.layout != torch.strided:
             raise _refused(path, value, f"is a {kind.__name__} of layout {value.layout}: only dense tensors come back")
         if value.is_quantized:
@@ -250,7 +255,19 @@ class Encoder:
             name = f"{self._below}.{number}"
             self.numbered[number] = value
         told = "parameter" if kind is torch.nn.Parameter else ""
-        return {"tensor": [name, told, value.requires_grad]}, NOTHING if self._is_ambiguous else value
+        node = [name, told, value.requires_grad]
+        if isinstance(value, DTensor):
+            node.append([one.dim if isinstance(one, Shard) else None for one in value.placements])
+        return {"tensor": node}, NOTHING if self._is_ambiguous else value
+
+    def _subclass(self, value: Any, path: PathOf) -> tuple[Any, Any]:
+        """A tensor made of others, as quantized weights and the state of low-bit optimizers are."""
+        names, context = value.__tensor_flatten__()
+        inner, shown = self._dict({name: getattr(value, name) for name in names}, path)
+        described, _ = self.encode(context, (*path, "context"))
+        kind = _class_name(value, path, is_tensor_subclass)
+        sizes = [list(value.shape), list(value.stride()), value.requires_grad]
+        return {"subclass": [*kind, inner, described, *sizes]}, shown
 
 
 def text_of(node: Any) -> str:

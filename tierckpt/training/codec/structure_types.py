@@ -125,6 +125,10 @@ def is_dataclass(kind: type) -> bool:
     return any("__dataclass_fields__" in vars(base) for base in kind.__mro__) and kind.__new__ is _OBJECT.__new__
 
 
+def is_tensor_subclass(kind: type) -> bool:
+    return torch.Tensor in kind.__mro__ and hasattr(kind, "__tensor_unflatten__")
+
+
 def is_namedtuple(kind: type) -> bool:
     return tuple in kind.__mro__ and any("_fields" in vars(base) for base in kind.__mro__)
 

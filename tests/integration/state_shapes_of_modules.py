@@ -1,0 +1,319 @@
+"""Rows of the table of training states: forms of modules, and another model at the restore."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.integration import state_modules as modules
+from tests.integration.state_compare import Job, Shape
+from tests.integration.state_objects import job, mlp
+from tests.integration.state_shapes import ADAMW, OPTIMIZERS, optimized
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def module(make: Callable[[], nn.Module], optimizer: Any = ADAMW, **more: Any) -> Callable[[int], Job]:
+    def build(seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = make()
+        return job(model=model, **({"optimizer": optimizer(model.parameters())} if optimizer else {}), **more)
+
+    return build
+
+
+def sequential(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(part() for part in parts))
+
+
+LINEAR = functools.partial(nn.Linear, 4, 4)
+NORM = functools.partial(nn.BatchNorm1d, 4)
+EXTRA = ("uint8 tensor", "BytesIO", "dict", "None at first", "tensor at first", "list", "bytes")
+BUFFERS = (
+    "float8",
+    "float8_e5m2",
+    "bool",
+    "int8",
+    "uint16",
+    "int64",
+    "complex64",
+    "float16",
+    "scalar",
+    "nan",
+    "empty",
+    "transposed",
+)
+
+
+RARE = ("float8_e8m0", "bfloat16", "uint32", "uint64", "complex128", "complex32")
+
+
+def quantized_linear() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(LINEAR()), {nn.Linear})  # type: ignore[no-any-return]
+
+
+def hooked(make: Callable[[int], Job]) -> Callable[[int], Job]:
+    """The optimizer's state dict and its loading go through hooks that change it."""
+
+    def build(seed: int) -> Job:
+        one = make(seed)
+        optimizer = one.state["optimizer"]
+        optimizer.register_state_dict_post_hook(lambda _, state: state | {"added": [1, torch.ones(2)]})
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state: {key: value for key, value in state.items() if key != "added"}
+        )
+        optimizer.register_load_state_dict_post_hook(lambda found: found.param_groups[0].update(lr=0.25))
+        return one
+
+    return build
+
+
+def compiled(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: torch.compile(make(), backend="eager")  # type: ignore[return-value]
+
+
+def ddp(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.parallel.DistributedDataParallel(make())
+
+
+def averaged(seed: int) -> Job:
+    model = mlp(seed)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    return job(model=model, optimizer=ADAMW(model.parameters()), ema=ema)
+
+
+def zero_redundancy(seed: int) -> Job:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = mlp(seed)
+    return job(model=model, optimizer=ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.1))
+
+
+def _strip(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def translate(saved: dict[str, Any]) -> dict[str, Any]:
+        return saved | {"model": {key.removeprefix(prefix): value for key, value in saved["model"].items()}}
+
+    return translate
+
+
+def _add(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda saved: saved | {"model": {f"{prefix}{key}": value for key, value in saved["model"].items()}}
+
+
+TWO = sequential(LINEAR, LINEAR)
+CONV = sequential(
+    functools.partial(nn.Unflatten, 1, (1, 2, 2)),
+    functools.partial(nn.Conv2d, 1, 3, 2),
+    nn.Flatten,
+    functools.partial(nn.Linear, 3, 2),
+)
+
+
+def channels_last() -> nn.Module:
+    return CONV().to(memory_format=torch.channels_last)
+
+
+def module_shapes() -> list[Shape]:
+    made = [
+        Shape(f"extra state: {form}", module(sequential(LINEAR, functools.partial(modules.Extra, form))))
+        for form in EXTRA
+    ]
+    made += [Shape(f"a buffer: {name}", module(functools.partial(modules.Buffers, [name]))) for name in BUFFERS]
+    many = functools.partial
+    return [
+        *made,
+        Shape("buffers that share storage", module(many(modules.Buffers, ["whole", "rows", "column"]))),
+        Shape("a buffer that is expanded", module(many(modules.Buffers, ["expanded"])), expect="error"),
+        Shape("a buffer that is not persistent", module(many(modules.Buffers, ["not persistent"])), after=0),
+        Shape("BatchNorm", module(sequential(LINEAR, NORM, LINEAR))),
+        Shape("BatchNorm in eval mode", module(sequential(LINEAR, NORM)), change=lambda one: one.state["model"].eval()),
+        Shape(
+            "BatchNorm without statistics into one with",
+            module(many(NORM, track_running_stats=False)),
+            module(NORM),
+            expect="error",
+        ),
+        Shape(
+            "BatchNorm with statistics into one without",
+            module(NORM),
+            module(many(NORM, track_running_stats=False)),
+            expect="error",
+        ),
+        Shape("tied weights", module(modules.Tied)),
+        Shape("tied weights into untied ones", module(modules.Tied, None), module(many(modules.Tied, False), None)),
+        Shape("untied weights into tied ones", module(many(modules.Tied, False), None), module(modules.Tied, None)),
+        Shape(
+            "tied weights into untied ones, optimizer",
+            module(modules.Tied),
+            module(many(modules.Tied, False)),
+            expect="error",
+        ),
+        Shape("buffers of rare dtypes", module(many(modules.Buffers, RARE))),
+        Shape("a conjugated buffer", module(many(modules.Buffers, ["conjugated"]))),
+        Shape("a negated buffer", module(many(modules.Buffers, ["negated"]))),
+        Shape("a buffer of a tensor subclass", module(many(modules.Buffers, ["subclass"]))),
+        Shape("a sparse buffer", module(many(modules.Buffers, ["sparse"])), expect="same or refused"),
+        Shape("a quantized buffer", module(many(modules.Buffers, ["quantized"])), expect="same or refused"),
+        Shape("dynamic quantization", module(quantized_linear, None), train=0, after=0, expect="same or refused"),
+        Shape("a nested state dict of a module", module(modules.Nested)),
+        Shape("an LSTM", module(modules.Recurrent)),
+        Shape("pruned weights", module(sequential(lambda: prune.random_unstructured(LINEAR(), "weight", 0.5), LINEAR))),
+        Shape("the older weight_norm", module(sequential(lambda: nn.utils.weight_norm(LINEAR()), LINEAR))),
+        Shape(
+            "a layer twice in a model", module(lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer))(LINEAR()))
+        ),
+        Shape("ParameterList, ParameterDict, ModuleDict", module(modules.ListsAndDicts)),
+        Shape("weight_norm", module(sequential(lambda: parametrizations.weight_norm(LINEAR()), LINEAR))),
+        Shape("spectral_norm", module(sequential(lambda: parametrizations.spectral_norm(LINEAR()), LINEAR))),
+        Shape("orthogonal", module(sequential(lambda: parametrizations.orthogonal(LINEAR()), LINEAR))),
+        Shape("state dict hooks", module(modules.Mixed)),
+        Shape("hooks of the optimizer", hooked(optimized(ADAMW))),
+        Shape(
+            "a module that renames its keys, no optimizer",
+            module(modules.OldName, None),
+            module(modules.Renaming, None),
+        ),
+        Shape("a module that renames its keys", module(modules.OldName), module(modules.Renaming)),
+        Shape("a module that looks at its version", module(sequential(LINEAR, modules.Versioned))),
+        Shape("a buffer that the module resizes", module(sequential(LINEAR, modules.Queue))),
+        Shape("a module that saves a part of itself", module(modules.Adapter)),
+        Shape("lazy modules", module(many(nn.LazyLinear, 4), OPTIMIZERS["SGD"])),
+        Shape("a lazy module from a plain one", module(LINEAR), module(many(nn.LazyLinear, 4))),
+        Shape("lazy modules, no optimizer", module(sequential(LINEAR, many(nn.LazyLinear, 4)), None)),
+        Shape(
+            "a lazy module that was never called",
+            module(many(nn.LazyLinear, 4), None),
+            train=0,
+            after=0,
+            expect="same or refused",
+        ),
+        Shape("torch.compile", module(compiled(TWO))),
+        Shape("torch.compile into a plain module", module(compiled(TWO)), module(TWO), translate=_strip("_orig_mod.")),
+        Shape("a plain module into torch.compile", module(TWO), module(compiled(TWO)), translate=_add("_orig_mod.")),
+        Shape(
+            "torch.compile in place", module(lambda: (lambda model: (model.compile(backend="eager"), model)[1])(TWO()))
+        ),
+        Shape("a compiled layer", module(sequential(LINEAR, compiled(LINEAR)))),
+        Shape("DDP", module(ddp(TWO)), needs="process group"),
+        Shape(
+            "DDP into a plain module", module(ddp(TWO)), module(TWO), translate=_strip("module."), needs="process group"
+        ),
+        Shape(
+            "a plain module into DDP", module(TWO), module(ddp(TWO)), translate=_add("module."), needs="process group"
+        ),
+        Shape("DDP of a compiled module", module(ddp(compiled(TWO))), needs="process group"),
+        Shape("a plain module whose child is called module", module(modules.Inner)),
+        Shape("AveragedModel", averaged),
+        Shape(
+            "ZeroRedundancyOptimizer, consolidated",
+            zero_redundancy,
+            before=lambda one: one.state["optimizer"].consolidate_state_dict(),
+            expect="same or refused",
+            needs="process group",
+        ),
+        Shape("convolutions and linear layers", module(CONV)),
+        Shape("channels_last", module(channels_last)),
+        Shape("channels_last from contiguous", module(CONV), module(channels_last)),
+        Shape("complex parameters", module(many(nn.Linear, 4, 4, dtype=torch.complex64))),
+        Shape("parameters without elements", module(many(modules.OneParameter, 0, 3))),
+        Shape("0-dim parameters", module(many(modules.OneParameter))),
+        Shape("float64 parameters", module(many(modules.OneParameter, 2, dtype=torch.float64))),
+        Shape("parameters without gradients", module(lambda: TWO().requires_grad_(False), None), after=0),
+        Shape(
+            "gradients that are there",
+            module(TWO),
+            change=lambda one: [setattr(p, "grad", torch.ones_like(p)) for p in one.state["model"].parameters()],
+            after=0,
+        ),
+        Shape("a module without parameters", module(nn.Identity, None), train=0, after=0),
+    ]
+
+
+# --- another model at restore -----------------------------------------------------------------------------------------
+
+
+def _dtype(dtype: torch.dtype) -> Callable[[int], Job]:
+    return optimized(ADAMW, functools.partial(mlp, dtype=dtype))
+
+
+BIG, SMALL = optimized(ADAMW, functools.partial(mlp, layers=4)), optimized(ADAMW)
+OTHER_MODELS = [
+    Shape("float32 into bfloat16", SMALL, _dtype(torch.bfloat16)),
+    Shape("bfloat16 into float32", _dtype(torch.bfloat16), SMALL),
+    Shape("float32 into float64", SMALL, _dtype(torch.float64)),
+    Shape("float64 into float16", _dtype(torch.float64), _dtype(torch.float16), after=0),
+    Shape(
+        "an int buffer into a float one",
+        module(lambda: _counter(torch.int64), None),
+        module(lambda: _counter(torch.float32), None),
+        after=0,
+    ),
+    Shape("more layers than the checkpoint", SMALL, BIG, expect="error"),
+    Shape("fewer layers than the checkpoint", BIG, SMALL, expect="error"),
+    Shape(
+        "more layers, no optimizer", module(TWO, None), module(sequential(LINEAR, LINEAR, LINEAR), None), expect="error"
+    ),
+    Shape(
+        "fewer layers, no optimizer",
+        module(sequential(LINEAR, LINEAR, LINEAR), None),
+        module(TWO, None),
+        expect="error",
+    ),
+    Shape(
+        "a wider model",
+        SMALL,
+        module(sequential(functools.partial(nn.Linear, 4, 8), functools.partial(nn.Linear, 8, 4))),
+        expect="error",
+    ),
+    Shape(
+        "a layer of another shape and equal size",
+        module(functools.partial(nn.Linear, 4, 2)),
+        module(functools.partial(nn.Linear, 2, 4), None),
+        expect="error",
+    ),
+    Shape("without biases", module(TWO, None), module(functools.partial(mlp, 1, bias=False), None), expect="error"),
+    Shape(
+        "a convolution where a linear layer was", module(sequential(nn.Flatten, LINEAR)), module(CONV), expect="error"
+    ),
+    Shape(
+        "a 0-dim parameter into one of one element",
+        module(modules.OneParameter, None),
+        module(functools.partial(modules.OneParameter, 1), None),
+        expect="error",
+    ),
+    Shape(
+        "one element into a 0-dim parameter",
+        module(functools.partial(modules.OneParameter, 1), None),
+        module(modules.OneParameter, None),
+    ),
+    Shape(
+        "without extra state", module(LINEAR, None), module(lambda: modules.with_extra(LINEAR()), None), expect="error"
+    ),
+    Shape(
+        "extra state that the model has not",
+        module(lambda: modules.with_extra(LINEAR()), None),
+        module(LINEAR, None),
+        expect="error",
+    ),
+    Shape(
+        "a name that is a prefix of another",
+        module(lambda: nn.ModuleDict({"a": LINEAR(), "a_b": LINEAR()}), None),
+        train=0,
+        after=0,
+    ),
+]
+
+
+def _counter(dtype: torch.dtype) -> nn.Module:
+    found = LINEAR()
+    found.register_buffer("count", torch.arange(5).to(dtype))
+    return found
+
+
+SHAPES = [*module_shapes(), *OTHER_MODELS]

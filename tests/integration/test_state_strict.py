@@ -1,0 +1,434 @@
+"""A checkpoint that does not fit raises before anything changes, or the rest is loaded under ``strict=False``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tests.integration.state_compare import Job, about, frozen, places, same_state, states_of
+from tests.integration.state_objects import Holder, Loader, Wrapper, job, mlp
+from tierckpt import Checkpointer, load_model
+from tierckpt.errors import StateMismatchError, TierckptError
+
+
+def save(uri: str, **state: Any) -> dict[str, Any]:
+    with Checkpointer(uri) as checkpointer:
+        checkpointer.save(1, state)
+    return state
+
+
+def restore(uri: str, state: dict[str, Any], **options: Any) -> Any:
+    with Checkpointer(uri) as checkpointer:
+        step = checkpointer.restore(state, **options)
+    assert step == 1
+    return step
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def trained(seed: int, **options: Any) -> Job:
+    model = mlp(seed, **options)
+    made = job(model=model, optimizer=adamw(model))
+    made.step(0)
+    return made
+
+
+@contextmanager
+def unchanged(made: Job) -> Iterator[None]:
+    was, flags, at = states_of(made), about(made), [id(tensor) for tensor in places(made)]
+    keys, ran = list(made.state), []
+    for value in made.state.values():
+        if isinstance(value, torch.optim.Optimizer):
+            value.register_step_pre_hook(lambda *_: ran.append("step"))
+    yield
+    assert list(made.state) == keys and ran == []
+    same_state(was, states_of(made), "changed")
+    same_state(flags, about(made), "changed")
+    assert [id(tensor) for tensor in places(made)] == at
+
+
+# --- strict, both ways ------------------------------------------------------------------------------------------------
+
+NEW: dict[str, Callable[[], Any]] = {
+    "a number": lambda: 7,
+    "zero": lambda: 0,
+    "a string": lambda: "x",
+    "a dict": lambda: {"a": 1, "b": [2]},
+    "an empty dict": dict,
+    "a list": lambda: [1, torch.ones(2)],
+    "a tensor": lambda: torch.full((3,), 7.0),
+    "an object": lambda: Loader({"count": 7}),
+    "an object without state": lambda: Loader({}),
+    "a module": lambda: nn.Linear(2, 2),
+    "an optimizer": lambda: adamw(nn.Linear(2, 2)),
+    "a scheduler": lambda: lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), 5),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_entry_is_an_error_and_keeps_its_value_without_strict(name: str, file_uri: str) -> None:
+    save(file_uri, **trained(1).state, epoch=3)
+    state = trained(2).state | {"epoch": 0, "new": NEW[name]()}
+    before, value = frozen(_state_of(state["new"])), state["new"]
+    with unchanged(Job(state, lambda _: None)), pytest.raises(StateMismatchError, match="new"):
+        restore(file_uri, state)
+    step = restore(file_uri, state, strict=False)
+    assert state["new"] is value and frozen(_state_of(value)) == before
+    assert state["epoch"] == 3
+    assert any(key == "new" or key.startswith("new.") for key in step.missing_keys) or before == ("dict", [])
+    assert not step.unexpected_keys
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_dict_that_is_a_plain_value_is_the_one_of_the_checkpoint(strict: bool, file_uri: str) -> None:
+    """``state`` says where it is, and not which keys it has."""
+    notes = {"a": 1, "deep": {"x": torch.ones(2), "z": (None,)}}
+    save(file_uri, notes=copy.deepcopy(notes))
+    options = {} if strict else {"strict": False}
+    state = {"notes": {"a": 0, "b": 7, "deep": {"x": torch.zeros(2), "y": torch.full((2,), 7.0)}}}
+    restore(file_uri, state, **options)
+    assert frozen(state["notes"]) == frozen(notes)
+
+
+def test_a_smaller_and_a_larger_model_without_strict(file_uri: str) -> None:
+    saved = save(file_uri, model=mlp(1, layers=3), epoch=3)
+    weights = saved["model"].state_dict()
+    for layers in (2, 4):
+        state = {"model": mlp(2, layers=layers), "epoch": 0}
+        before = copy.deepcopy(state["model"].state_dict())
+        with (
+            unchanged(Job(state, lambda _: None)),
+            pytest.raises(StateMismatchError, match=rf"model\.{min(layers, 3)}"),
+        ):
+            restore(file_uri, state)
+        step = restore(file_uri, state, strict=False)
+        found = state["model"].state_dict()
+        for key, value in found.items():
+            assert torch.equal(value, weights[key] if key in weights else before[key]), key
+        assert set(step.missing_keys) == {f"model.{key}" for key in found.keys() - weights.keys()}
+        assert set(step.unexpected_keys) == {f"model.{key}" for key in weights.keys() - found.keys()}
+        assert set(step.skipped_keys) == {*step.missing_keys, *step.unexpected_keys}
+        assert state["epoch"] == 3
+
+
+def test_nothing_is_skipped_when_all_fits(file_uri: str) -> None:
+    save(file_uri, **trained(1).state, notes={"a": (1, 2)})
+    step = restore(file_uri, trained(2).state | {"notes": {"a": None}}, strict=False)
+    assert (step.missing_keys, step.unexpected_keys) == ([], []) or not step.skipped_keys
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tensor_of_another_shape_is_an_error_with_and_without_strict(strict: bool, file_uri: str) -> None:
+    save(file_uri, model=mlp(1))
+    made = Job({"model": mlp(2, width=8)}, lambda _: None)
+    with unchanged(made), pytest.raises(StateMismatchError, match=r"model\.0\.weight"):
+        restore(file_uri, made.state, strict=strict)
+
+
+# --- an object that raises --------------------------------------------------------------------------------------------
+
+
+class Refuses(Loader):
+    """Takes a part of its state, and then raises."""
+
+    def load_state_dict(self, state: Any) -> None:
+        raise RuntimeError("no such shard")
+
+
+class Strange(nn.Linear):
+    """Raises after its parameters were loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_load_state_dict_post_hook(self._raise)
+
+    @staticmethod
+    def _raise(*_: Any) -> None:
+        raise RuntimeError("no such shard")
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("kind", ["object", "module", "optimizer"])
+def test_an_object_that_raises_leaves_the_others_or_the_error_names_them(kind: str, place: str, file_uri: str) -> None:
+    def build(seed: int, is_restored: bool) -> dict[str, Any]:
+        state = trained(seed).state | {"loader": Loader({"at": seed}), "epoch": seed}
+        extra: Any = Loader({"x": seed})
+        if is_restored and kind == "object":
+            extra = Refuses({"x": seed})
+        if kind == "module":
+            extra = Strange() if is_restored else nn.Linear(4, 4)
+        if kind == "optimizer":
+            extra = adamw(state["model"])
+            if is_restored:
+                extra.register_load_state_dict_post_hook(Strange._raise)
+        return {"extra": extra} | state if place == "first" else state | {"extra": extra}
+
+    save(file_uri, **build(1, is_restored=False))
+    state = build(2, is_restored=True)
+    before = states_of(Job(state, lambda _: None))
+    with pytest.raises(TierckptError) as raised:
+        restore(file_uri, state)
+    assert "no such shard" in f"{raised.value} {raised.value.__cause__}"
+    now = states_of(Job(state, lambda _: None))
+    changed = [name for name in state if now[name] != before[name]]
+    assert all(name in str(raised.value) for name in changed), (changed, raised.value)
+
+
+# --- targets that cannot hold the data --------------------------------------------------------------------------------
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def all_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Normed()
+
+
+def partly_meta() -> nn.Module:
+    made = Normed()
+    made[0] = nn.Linear(4, 4, device="meta")
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["no group", "process group"])
+def group_or_none(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if request.param:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_or_none")
+@pytest.mark.parametrize("way", ["restore", "with its optimizer", "load_model", "without strict"])
+@pytest.mark.parametrize("make", [all_meta, partly_meta])
+def test_a_module_on_meta_is_materialised_or_refused(make: Any, way: str, file_uri: str) -> None:
+    saved = Normed()
+    saved(torch.randn(5, 4))
+    save(file_uri, model=saved, **({"optimizer": adamw(saved)} if way == "with its optimizer" else {}))
+    module = make()
+    state: dict[str, Any] = {"model": module}
+    if way == "with its optimizer":
+        state["optimizer"] = adamw(module)
+    try:
+        if way == "load_model":
+            load_model(file_uri, module)
+        else:
+            restore(file_uri, state, **({"strict": False} if way == "without strict" else {}))
+    except TierckptError as error:
+        assert "meta" in str(error)
+        assert all(p.is_meta for p in module[0].parameters())
+        return
+    assert frozen(saved.state_dict()) == frozen(module.state_dict())
+    assert all(p.requires_grad and isinstance(p, nn.Parameter) for p in module.parameters())
+    if "optimizer" in state:
+        held = [p for group in state["optimizer"].param_groups for p in group["params"]]
+        assert [id(p) for p in held] == [id(p) for p in module.parameters()]
+
+
+def test_a_state_dict_of_a_model_is_filled_in_place_or_refused(file_uri: str) -> None:
+    saved = trained(1)
+    save(file_uri, **saved.state)
+    made = trained(2)
+    state = {name: value.state_dict() for name, value in made.state.items()}
+    try:
+        restore(file_uri, {"model": state["model"]})
+        assert frozen(made.state["model"].state_dict()) == frozen(saved.state["model"].state_dict())
+        restore(file_uri, state)
+    except TierckptError as error:
+        assert "pass the optimizer itself" in str(error)
+        return
+    moments = [
+        one.state["optimizer"].state[p]["exp_avg"] for one in (saved, made) for p in one.state["model"].parameters()
+    ]
+    assert all(map(torch.equal, moments[:4], moments[4:]))
+
+
+def test_a_state_dict_that_was_saved_as_one(file_uri: str) -> None:
+    """``save`` and ``restore`` with ``model.state_dict()``, as users of DCP write them."""
+    saved, model = mlp(1), mlp(2)
+    save(file_uri, model=saved.state_dict(), epoch=3)
+    state = {"model": model.state_dict(), "epoch": 0}
+    restore(file_uri, state)
+    assert state["epoch"] == 3
+    assert frozen(model.state_dict()) == frozen(saved.state_dict())
+
+
+@pytest.mark.parametrize("back", ["into a module", "into a state dict"])
+def test_a_module_and_its_state_dict_take_each_others_checkpoints(back: str, file_uri: str) -> None:
+    saved, model = mlp(1), mlp(2)
+    save(file_uri, model=saved.state_dict() if back == "into a module" else saved)
+    restore(file_uri, {"model": model if back == "into a module" else model.state_dict()})
+    assert frozen(model.state_dict()) == frozen(saved.state_dict())
+
+
+# --- load_model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_load_model_is_strict_too(layers: int, file_uri: str) -> None:
+    saved = save(file_uri, model=mlp(1, layers=3))["model"].state_dict()
+    made = Job({"model": mlp(2, layers=layers)}, lambda _: None)
+    before = copy.deepcopy(made.state["model"].state_dict())
+    with unchanged(made), pytest.raises(StateMismatchError, match=f"{min(layers, 3)}"):
+        load_model(file_uri, made.state["model"])
+    loaded = load_model(file_uri, made.state["model"], strict=False)
+    found = made.state["model"].state_dict()
+    for key, value in found.items():
+        assert torch.equal(value, saved[key] if key in saved else before[key]), key
+    assert {key.removeprefix("model.") for key in loaded.skipped_keys} == found.keys() ^ saved.keys()
+
+
+def test_load_model_gives_extra_state_and_resized_buffers_back(file_uri: str) -> None:
+    from tests.integration.state_modules import Extra, Queue
+
+    def build() -> nn.Module:
+        return nn.Sequential(Queue(), Extra("uint8 tensor"))
+
+    saved, module = build(), build()
+    for _ in range(3):
+        saved(torch.randn(4, 4))
+    save(file_uri, model=saved)
+    load_model(file_uri, module)
+    assert frozen(saved.state_dict()) == frozen(module.state_dict())
+
+
+# --- refused at save --------------------------------------------------------------------------------------------------
+
+
+def test_an_unconsolidated_zero_redundancy_optimizer_is_refused_by_name_or_saved(file_uri: str) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        made = []
+        for seed in (1, 2):
+            model = mlp(seed)
+            optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+            made.append(job(model=model, optimizer=optimizer))
+        made[0].step(0)
+        try:
+            save(file_uri, **made[0].state)
+        except TierckptError as error:
+            assert "ZeroRedundancyOptimizer" in str(error) and "optimizer" in str(error)
+            return
+        restore(file_uri, made[1].state)
+        for one in made:
+            one.step(1)
+        assert frozen(made[0].state["model"].state_dict()) == frozen(made[1].state["model"].state_dict())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_module_on_meta_is_refused_at_save(file_uri: str) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        with pytest.raises(TierckptError, match="meta"):
+            checkpointer.save(1, {"model": partly_meta()})
+        assert checkpointer.latest_step() is None
+
+
+class WithHandle(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"hook": lambda: 0}
+
+
+PLACES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "an option of a group": lambda state: state["optimizer"].param_groups[0].update(hook=lambda: 0),
+    "the state of a parameter": lambda state: next(iter(state["optimizer"].state.values())).update(hook=lambda: 0),
+    "a value of an object": lambda state: state.update(loader=Loader({"hook": [lambda: 0]})),
+    "extra state": lambda state: setattr(state["model"][0], "__class__", WithHandle),
+    "a plain value": lambda state: state.update(notes={"hook": lambda: 0}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_cannot_be_restored_is_refused_at_save_with_its_key(place: str, file_uri: str) -> None:
+    state = trained(1).state
+    PLACES[place](state)
+    with Checkpointer(file_uri) as checkpointer:
+        with pytest.raises(StateMismatchError, match=r"extra_state|hook"):
+            checkpointer.save(1, state)
+        assert checkpointer.latest_step() is None
+
+
+# --- wrappers of optimizers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved_in, restored_in", [(0, 1), (1, 0), (2, 1)])
+def test_a_wrapped_optimizer_takes_the_checkpoint_of_a_bare_one(saved_in: int, restored_in: int, file_uri: str) -> None:
+    made = []
+    for seed, depth in ((1, saved_in), (2, restored_in)):
+        model = mlp(seed)
+        optimizer = adamw(model)
+        for _ in range(depth):
+            optimizer = Wrapper(optimizer)
+        made.append(job(model=model, optimizer=optimizer))
+    for step in range(2):
+        made[0].step(step)
+    save(file_uri, **made[0].state)
+    restore(file_uri, made[1].state)
+    assert not getattr(made[1].state["optimizer"], "accelerate_step_called", False)
+    for step in range(2, 4):
+        same_state(states_of(made[0]), states_of(made[1]), f"before step {step}")
+        for one in made:
+            one.step(step)
+
+
+def test_an_object_that_holds_an_optimizer_saves_what_it_says(file_uri: str) -> None:
+    made = []
+    for seed in (1, 2):
+        model = mlp(seed)
+        made.append(job(model=model, optimizer=Holder(adamw(model))))
+    made[0].step(0)
+    save(file_uri, **made[0].state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restore(file_uri, made[1].state)
+    same_state(states_of(made[0]), states_of(made[1]), "after the restore")
+
+
+@pytest.mark.parametrize("only", ["optimizer", "model"])
+def test_only_one_entry_leaves_the_other_untouched(only: str, file_uri: str) -> None:
+    saved, made = trained(1), trained(2)
+    save(file_uri, **saved.state)
+    other = {"model": "optimizer", "optimizer": "model"}[only]
+    rest = Job({other: made.state[other]}, lambda _: None)
+    with unchanged(rest):
+        restore(file_uri, made.state, only=only)
+    assert states_of(made)[only] == states_of(saved)[only]
+
+
+def test_a_generator_in_the_state_of_a_module_is_set(file_uri: str) -> None:
+    class Sampler(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(seed)
+
+        def get_extra_state(self) -> dict[str, Any]:
+            return {"generator": self.generator}
+
+        def set_extra_state(self, state: dict[str, Any]) -> None:
+            self.generator = state["generator"]
+
+    saved, resumed = Sampler(1), Sampler(2)
+    save(file_uri, model=saved)
+    restore(file_uri, {"model": resumed})
+    assert torch.equal(torch.rand(4, generator=resumed.generator), torch.rand(4, generator=saved.generator))

@@ -1,0 +1,247 @@
+"""A save whose plan is remembered, of tensors alike: it is staged the short way, and holds what the long way holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from tests.unit.test_planner import plan
+from tierckpt.config import Settings
+from tierckpt.dcp import metadata_pickle
+from tierckpt.dcp.items import records
+from tierckpt.dcp.metadata_pickle import encode, encode_plan
+from tierckpt.dcp.planner import TierSavePlanner, cache
+from tierckpt.dcp.stager import StagedItems, TierStager
+from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.errors import StateMismatchError
+from tierckpt.torch_internals import StorageInfo
+
+State = dict[str, Any]
+
+
+@pytest.fixture
+def stager(tmp_path: Path) -> TierStager:
+    return TierStager(settings=Settings.load(None, local_root=tmp_path, mover="inline"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> None:
+    cache.start_anew()
+
+
+def base(seed: int = 0) -> State:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "model": {f"layer.{number}": torch.rand(5, number + 1, generator=made) for number in range(20)},
+        "large": torch.rand(200, 200, generator=made),
+        "empty": torch.empty(0, 3),
+        "mask": torch.rand(7, generator=made) > 0.5,
+        "waves": torch.rand(4, dtype=torch.complex64, generator=made),
+        "optimizer": {
+            "state": {number: {"step": torch.tensor(float(seed)), "average": torch.rand(6)} for number in range(20)}
+        },
+        "step": seed,
+    }
+
+
+def staged(stager: TierStager, state: State) -> StagedItems:
+    planner = TierSavePlanner()
+    final, _, _ = plan(planner, state)
+    return stager.stage_items(final.items, planner)
+
+
+def check(found: StagedItems, state: State) -> None:
+    """Each tensor is staged with its bytes, and laid out as the long way lays it out."""
+    planner = TierSavePlanner(enable_plan_caching=False)
+    planner.set_up_planner(state, None, True)
+    written = records.resolve(found.items, found)
+    for record in records.lay_out(written, shard_bytes_max=1 << 30, chunk_size_bytes=1 << 20)[0].records:
+        if record.frame is not None:
+            wanted = planner.state_dict[record.item.index.fqn]
+            assert (record.frame.dtype, record.frame.shape) == (wanted.dtype, tuple(wanted.shape))
+    for item in found.items:
+        if item.type is not WriteItemType.BYTE_IO:
+            tensor = found.tensor(item)
+            assert torch.equal(tensor, planner.state_dict[item.index.fqn]) and not tensor.requires_grad, item.index
+
+
+def test_a_repeated_save_holds_the_values_of_now(stager: TierStager) -> None:
+    for seed in range(4):
+        state = base(seed)
+        found = staged(stager, state)
+        assert (found.placed is not None) == (seed > 0)
+        check(found, state)
+        for tensor in state["model"].values():
+            tensor.zero_()
+        check(found, base(seed) | {"optimizer": state["optimizer"]})
+
+
+def test_records_of_both_ways_are_alike(stager: TierStager) -> None:
+    state = base()
+    first, second = staged(stager, state), staged(stager, state)
+    assert second.placed is not None
+    shards = [
+        records.lay_out(records.resolve(one.items, one), shard_bytes_max=64 << 10, chunk_size_bytes=1 << 20)
+        for one in (first, second)
+    ]
+    facts = [
+        [[(one.item.index, one.offset, bytes(one.head), one.size_bytes) for one in shard.records] for shard in some]
+        for some in shards
+    ]
+    assert facts[0] == facts[1] and len(facts[0]) > 1
+
+
+def strided(state: State) -> State:
+    state["large"] = state["large"].T
+    return state
+
+
+def negative(state: State) -> State:
+    state["model"]["layer.3"] = torch.imag(torch.rand(5, 4, dtype=torch.complex64).conj())
+    assert state["model"]["layer.3"].is_neg()
+    return state
+
+
+def conjugate(state: State) -> State:
+    state["waves"] = torch.rand(4, dtype=torch.complex64).conj()
+    return state
+
+
+def wider(state: State) -> State:
+    state["model"]["layer.3"] = torch.rand(5, 40)
+    return state
+
+
+def trained(state: State) -> State:
+    state["model"]["layer.3"] = torch.rand(5, 4, requires_grad=True)
+    return state
+
+
+def one_more(state: State) -> State:
+    state["optimizer"]["state"][7]["more"] = torch.rand(2)
+    return state
+
+
+class Name(StrEnum):
+    STEP = "step"
+
+
+def named_by_enum(state: State) -> State:
+    inner = state["optimizer"]["state"][7]
+    state["optimizer"]["state"][7] = {Name.STEP: inner["step"], "average": inner["average"]}
+    return state
+
+
+@pytest.mark.parametrize("change", [strided, negative, conjugate, wider, trained, one_more, named_by_enum])
+def test_what_is_not_alike_goes_the_long_way(change: Callable[[State], State], stager: TierStager) -> None:
+    for seed in range(2):
+        staged(stager, base(seed))
+    state = change(base(2))
+    found = staged(stager, state)
+    assert found.placed is None
+    check(found, state)
+    for seed in (3, 4):  # and the short way is found again
+        state = base(seed)
+        found = staged(stager, state)
+        check(found, state)
+    assert found.placed is not None
+
+
+@pytest.mark.parametrize("saves", [0, 2])
+@pytest.mark.parametrize("name", ["model.layer.3", "large"])
+def test_a_freed_storage_is_refused_where_torch_would_crash(name: str, saves: int, stager: TierStager) -> None:
+    for seed in range(saves):
+        staged(stager, base(seed))
+    state = base(2)
+    (state["large"] if name == "large" else state["model"]["layer.3"]).untyped_storage().resize_(0)
+    with pytest.raises(StateMismatchError, match=f"{name} was freed"):
+        staged(stager, state)
+    with pytest.raises(StateMismatchError, match="was freed"):
+        stager.stage(state)
+
+
+def test_dcp_save_refuses_a_freed_storage(tmp_path: Path) -> None:
+    freed = torch.rand(5, 4)
+    freed.untyped_storage().resize_(0)
+    writer = TierStorageWriter(str(tmp_path / "run" / "step-1"), local_root=tmp_path / "local", mover="inline")
+    with pytest.raises(CheckpointException, match="weight was freed"):
+        dcp.save({"weight": freed}, storage_writer=writer, no_dist=True)
+
+
+def test_the_staging_memory_is_free_when_nobody_has_the_save(stager: TierStager) -> None:
+    staged(stager, base())
+    found = staged(stager, base(1))
+    assert found.placed is not None
+    lease = found.placed.lease
+    assert lease.in_use()
+    found.data.clear()
+    assert lease.in_use()
+    del found
+    assert not lease.in_use()
+
+
+def written(metadata: Metadata, indexes: list[MetadataIndex], name: str, uri: str, save: str) -> Metadata:
+    """``metadata`` of a save whose items lie in two files called after ``name``."""
+    files = [f"__0_{number}-{name}.distcp" for number in range(2)]
+    places = [StorageInfo(files[number % 2], 64 * number, 60) for number in range(len(indexes))]
+    storage, of_save = dict(zip(indexes, places, strict=True)), StorageMeta(checkpoint_id=uri, save_id=save)
+    return dataclasses.replace(metadata, storage_data=storage, storage_meta=of_save)
+
+
+SAVES = {
+    "names of equal lengths": ("s3://b/run/step-1", "s3://b/run/step-2", 1),
+    "a longer URI": ("s3://b/run/step-9", "s3://b/run/step-10", 2),
+    "a name that a tensor has, too": ("model.layer.3", "model.layer.4", 2),
+}
+"""The URI of two saves, and how many of them are encoded in full."""
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_metadata_of_a_repeated_plan_is_that_of_the_first_with_other_names(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after, count = SAVES[case]
+    dumps: list[Metadata] = []
+    real = metadata_pickle.encode_anew
+    monkeypatch.setattr(metadata_pickle, "encode_anew", lambda metadata: dumps.append(metadata) or real(metadata))
+    final, metadata, _ = plan(TierSavePlanner(), base())
+    indexes = [item.index for item in final.items]
+    first = written(metadata, indexes, "0" * 16, before, "f" * 16)
+    second = written(metadata, indexes, "a" * 16, after, "e" * 16)
+    for one in (first, second):
+        assert pickle.loads(encode(one)) == one
+    assert len(dumps) == count
+
+
+def test_other_places_are_not_taken_for_those_of_the_save_before() -> None:
+    final, metadata, _ = plan(TierSavePlanner(), base())
+    indexes = [item.index for item in final.items]
+    first = written(metadata, indexes, "0" * 16, "s3://b/run/step-1", "f" * 16)
+    encode(first)
+    for change in ({"offset": 1}, {"length": 59}, {"relative_path": "__0_1-" + "0" * 16 + ".distcp"}):
+        second = written(metadata, indexes, "0" * 16, "s3://b/run/step-2", "e" * 16)
+        assert second.storage_data is not None
+        second.storage_data[indexes[0]] = dataclasses.replace(second.storage_data[indexes[0]], **change)
+        assert pickle.loads(encode(second)) == second
+
+
+def test_the_plan_of_a_handoff_is_encoded_once_and_is_the_plan() -> None:
+    encoded = []
+    for seed in range(3):
+        _, metadata, _ = plan(TierSavePlanner(), base(seed))
+        encoded.append(encode_plan(metadata))
+        assert pickle.loads(encoded[-1]) == metadata
+    assert encoded[0] == encoded[1] and encoded[1] is encoded[2]
+    _, other, _ = plan(TierSavePlanner(), wider(base()))
+    assert pickle.loads(encode_plan(other)) == other

@@ -1,0 +1,217 @@
+"""The outline of a state dict: what the plan that DCP makes of it depends on, compared at each save."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.tensor import DTensor
+
+from .. import torch_internals
+
+CHUNK_TENSORS = 256
+"""Looked at in several passes, so many stay in the cache of a core."""
+
+LOCAL_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+_HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
+"""Since torch 2.15 the properties of a tensor, which plans hold, have its strides."""
+
+_OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
+"""Types that are a leaf of their own whatever they hold; others are looked at."""
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A container that DCP flattens: its keys (None for a list), and which of its values are containers in turn."""
+
+    kind: object
+    length: int
+    keys: list[Any] | None
+    key_types: list[type] | None
+    branches: list[tuple[int, _Branch]]
+    inner_keys: tuple[str, ...] | None = None
+    """Those of each value, where all are dicts of leaves with these keys: the state of an optimizer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """All that the plan of a state dict depends on. Holds no tensor, so it keeps no memory of the state dict alive."""
+
+    root: _Branch
+    tensors: list[int]
+    objects: list[int]
+    facts: list[list[Any]]
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> Outline | None:
+        """Describe ``state_dict``; None when it holds what is not understood here, which is then planned every time.
+
+        ``flat`` are the values that DCP made of it: the outline is only trusted where its leaves are the same objects.
+        """
+        root = _branch(state_dict)
+        leaves: list[Any] = []
+        if root is None or not _collect(state_dict, root, leaves) or not _are_same_objects(leaves, flat):
+            return None
+        tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        known = set(tensors)
+        objects = [position for position in range(len(leaves)) if position not in known]
+        if not all(map(_is_plannable, (leaves[position] for position in tensors))):
+            return None
+        if not all(map(_is_object, (leaves[position] for position in objects))):
+            return None
+        return cls(root, tensors, objects, list(map(_facts, _chunks([leaves[position] for position in tensors]))))
+
+    def leaves_of(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
+        """Return the values of ``state_dict`` in the order of DCP's flattening; None when it looks any different."""
+        leaves: list[Any] = []
+        if not _collect(state_dict, self.root, leaves):
+            return None
+        objects = [leaves[position] for position in self.objects]
+        tensors = [leaves[position] for position in self.tensors]
+        same = all(map(_is_object, objects)) and all(
+            # Types first: other facts can only be asked of tensors of the kind that was understood.
+            list(map(type, chunk)) == known[0] and _facts(chunk) == known
+            for chunk, known in zip(_chunks(tensors), self.facts, strict=True)
+        )
+        return leaves if same else None
+
+
+def _branch(value: Any) -> _Branch | None:
+    """Describe a container as DCP flattens it: any mapping, and a list that has a tensor or a container in it."""
+    keys: list[Any] | None = None
+    types: list[type] | None = None
+    if isinstance(value, Mapping):
+        keys, values = list(value), list(value.values())
+        # 0 == False, and an Enum may equal its text, but DCP names them differently: only plain keys are compared.
+        types = list(map(type, keys)) if {str, int}.issuperset(map(type, keys)) else None
+    elif isinstance(value, list):
+        values = value
+    else:
+        return None
+    branches = [(position, branch) for position, item in enumerate(values) if (branch := _branch(item)) is not None]
+    if keys is None and not branches and not any(isinstance(item, torch.Tensor) for item in values):
+        return None
+    return _Branch(type(value), len(values), keys, types, branches, _inner_keys(values, branches))
+
+
+def _inner_keys(values: Sequence[Any], branches: Sequence[tuple[int, _Branch]]) -> tuple[str, ...] | None:
+    if len(branches) < len(values) or {one.kind for _, one in branches} != {dict}:
+        return None
+    if any(one.branches or one.key_types is None for _, one in branches):
+        return None
+    keys, types = set(map(tuple, values)), {kind for _, one in branches for kind in one.key_types or ()}
+    return next(iter(keys)) if len(keys) == 1 and types == {str} else None
+
+
+def _collect(value: Any, branch: _Branch, leaves: list[Any]) -> bool:
+    """Append the leaves below ``value`` in order. False, having appended some, when it is not as ``branch`` says."""
+    if branch.kind is not type(value) or len(value) != branch.length:
+        return False
+    values = value
+    if branch.keys is not None:
+        keys = list(value)
+        if list(map(type, keys)) != branch.key_types or keys != branch.keys:
+            return False
+        values = list(value.values())
+    if branch.inner_keys is not None:
+        if set(map(type, values)) != {dict} or set(map(tuple, values)) != {branch.inner_keys}:
+            return False
+        leaves += chain.from_iterable(map(dict.values, values))
+        return set(map(type, chain.from_iterable(values))) == {str}
+    start = 0
+    for position, child in branch.branches:
+        leaves += values[start:position]
+        if not _collect(values[position], child, leaves):
+            return False
+        start = position + 1
+    leaves += values[start:] if start else values
+    return True
+
+
+def _is_object(value: Any) -> bool:
+    """True for what DCP pickles as a whole: neither tensor nor container, nor something that plans for itself."""
+    if type(value) in _OBJECTS:
+        return True
+    if type(value) is list and _OBJECTS.issuperset(map(type, value)):
+        return True
+    if isinstance(value, (torch.Tensor, Mapping)) or hasattr(value, "__create_write_items__"):
+        return False
+    return not isinstance(value, list) or _branch(value) is None
+
+
+def _is_plannable(tensor: torch.Tensor) -> bool:
+    """True when ``_facts`` has all that DCP's plan for it depends on."""
+    if isinstance(tensor, DTensor):
+        local = torch_internals.local_tensor_of(tensor)
+        return type(tensor) is DTensor and not hasattr(local, "__create_write_items__")
+    plans_for_itself = hasattr(tensor, "local_shards") or hasattr(tensor, "__create_write_items__")
+    return not plans_for_itself and not is_local_part(tensor)
+
+
+def is_local_part(tensor: torch.Tensor) -> bool:
+    """True for a ``CheckpointableTensor`` (torch 2.15): its attributes say which parts of a global tensor it holds."""
+    # The first alone tells nearly all tensors apart.
+    return hasattr(tensor, LOCAL_PART[0]) and all(hasattr(tensor, name) for name in LOCAL_PART)
+
+
+@cache
+def _can_pin() -> bool:
+    """False without a device to pin memory for."""
+    return torch.accelerator.is_available()
+
+
+def _are_local_parts(tensors: list[torch.Tensor]) -> list[bool]:
+    begun = list(map(hasattr, tensors, repeat(LOCAL_PART[0])))
+    return list(map(is_local_part, tensors)) if any(begun) else begun
+
+
+def _facts(tensors: list[torch.Tensor]) -> list[Any]:
+    """What goes into write items, by columns: one pass of C code for each is far cheaper than a loop over tensors."""
+    sharded = [tensor for tensor in tensors if type(tensor) is DTensor]
+    local = [torch_internals.local_tensor_of(tensor) for tensor in sharded]
+    plain = [tensor for tensor in tensors if type(tensor) is not DTensor] if sharded else tensors
+    meshes = _column(sharded, "device_mesh")
+    here = {id(mesh): mesh.get_coordinate() for mesh in meshes}
+    return [
+        list(map(type, tensors)),
+        *_properties(plain),
+        *_properties(local),
+        list(map(type, local)),
+        _column(sharded, "shape"),
+        _column(sharded, "requires_grad"),
+        _column(sharded, "placements"),
+        meshes,
+        list(here.values()),
+        torch.is_grad_enabled() if sharded else None,  # decides whether a local tensor is said to require grad
+    ]
+
+
+def _properties(tensors: list[torch.Tensor]) -> list[list[Any] | None]:
+    return [
+        *(_column(tensors, name) for name in ("shape", "dtype", "layout", "requires_grad")),
+        list(map(torch.Tensor.is_pinned, tensors)) if _can_pin() else None,
+        list(map(torch.Tensor.stride, tensors)) if _HAS_STRIDES else None,
+        _are_local_parts(tensors),
+    ]
+
+
+def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Some hundred at a time: facts are dropped before the garbage collector counts them and looks at everything."""
+    return (tensors[start : start + CHUNK_TENSORS] for start in range(0, len(tensors), CHUNK_TENSORS))
+
+
+def _column(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
+    return list(map(operator.attrgetter(name), tensors))
+
+
+def _are_same_objects(left: list[Any], right: Iterable[Any]) -> bool:
+    others = list(right)
+    return len(left) == len(others) and all(map(operator.is_, left, others))

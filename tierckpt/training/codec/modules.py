@@ -1,0 +1,242 @@
+"""A module's part of a checkpoint: what ``state_dict`` returns, and ``load_state_dict`` takes.
+
+Names are those of the module without DDP and ``torch.compile``, which may come and go between save and restore.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ... import torch_internals
+from ...replay.optimizers import local
+from .reconstruction import Decoder, empty_like
+from .stored import Path, Stored, nested
+
+CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+"""What activation checkpointing calls the module in its wrapper, whose state dict has no such name."""
+EXTRA_STATE = "_extra_state"
+"""The end of the key of what ``get_extra_state`` returns: a tensor of any length, or any other value."""
+VERSIONS: Path = ()
+"""The path of the versions of submodules, ``_metadata`` of a state dict, among values that are no tensors."""
+
+
+class Names:
+    """Translates keys of ``module.state_dict()`` to names in a checkpoint, and back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._wrapped = [
+            (prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))
+        ]
+
+    def saved(self, key: str) -> str:
+        for prefix, child in reversed(self._wrapped):
+            if key.startswith(f"{prefix}{child}."):
+                key = prefix + key[len(prefix) + len(child) + 1 :]
+        return key
+
+    def live(self, key: str) -> str:
+        for prefix, child in self._wrapped:
+            if key.startswith(prefix):
+                key = f"{prefix}{child}.{key[len(prefix) :]}"
+        return key
+
+
+def parameters_by_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all names of each parameter, as a checkpoint has them."""
+    left = [("", module)]
+    while left:
+        prefix, one = left.pop()
+        for key, parameter in one._parameters.items():
+            if parameter is not None:
+                yield prefix + key, parameter
+        inner = _child_of_wrapper(one)
+        for key, child in reversed(one._modules.items()):
+            if child is not None:
+                left.append((prefix if key in (inner, CHECKPOINT_WRAPPED) else f"{prefix}{key}.", child))
+
+
+def _child_of_wrapper(module: torch.nn.Module) -> str:
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    return "_orig_mod" if torch_internals.is_compiled(module) else ""
+
+
+def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the prefix of each submodule and the submodule, a parent before its children. A fourth of the cost of
+    ``named_modules``, which keeps a set of all."""
+    left = [("", module)]
+    while left:
+        prefix, one = left.pop()
+        yield prefix, one
+        left += [(f"{prefix}{key}.", child) for key, child in reversed(one._modules.items()) if child is not None]
+
+
+def is_flat(module: torch.nn.Module) -> bool:
+    """True with FSDP's first version, whose parameters only DCP can name."""
+    return any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module))
+
+
+def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dict of ``module`` by the names of a checkpoint, and the versions that are not the default."""
+    if is_flat(module):
+        return dict(get_model_state_dict(module)), {}
+    names, found = Names(module), module.state_dict()
+    saved = {names.saved(key): value for key, value in found.items()}
+    versions = getattr(found, "_metadata", None) or {}
+    odd = {names.saved(f"{path}.")[:-1]: dict(one) for path, one in versions.items() if one != {"version": 1}}
+    return saved, odd
+
+
+class ModuleTarget:
+    """The module's part of a checkpoint, and how it is loaded.
+
+    Attributes:
+        missing: keys of the module that the checkpoint lacks.
+        unexpected: keys of the checkpoint that the module lacks.
+        problems: what ``load_state_dict`` would refuse.
+        is_plain: loading is a copy of tensors, runs no code of the module and does not fail.
+    """
+
+    def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any = None) -> None:
+        self._module, self._name = module, name
+        self._is_flat = is_flat(module)
+        self._names = Names(module)
+        self._live = state_of(module)[0]
+        self._decoder: Decoder | None = None
+        below = stored.below(name)
+        if text is not None:
+            live: dict[Any, Any] = {**self._live, **{(key,): one for key, one in self._live.items()}}
+            self._decoder = Decoder(text, stored.metadata, lambda: live)
+        replaced = {str(path[0]) for path in self._decoded() if path}
+        self._below = {path: key for path, key in below.items() if str(path[0]) not in replaced}
+        self._items = {path: stored.items[key] for path, key in self._below.items()}
+        own = torch_internals.submodules_that_load_themselves(module)
+        self.is_plain = not own and not self._is_flat
+        self._compare(tuple(f"{self._names.saved(path)}." if path else "" for path in own))
+
+    def _decoded(self) -> dict[Path, Any]:
+        """Values of the structure by path: some, or all if the state dict was saved as a value of its own."""
+        value = self._decoder.value if self._decoder is not None else {}
+        if not isinstance(value, Mapping):
+            return {}
+        if self._decoder is not None and not self._decoder.has_paths:
+            versions = getattr(value, "_metadata", None)
+            return {(key,): one for key, one in value.items()} | ({VERSIONS: dict(versions)} if versions else {})
+        return dict(value)
+
+    def destinations(self) -> dict[str, Any]:
+        """Return what is to be read, by name in the checkpoint."""
+        made = {key: self._destination(path, self._items[path]) for path, key in self._below.items()}
+        return made | (self._decoder.tensors if self._decoder is not None else {})
+
+    def _destination(self, path: Path, found: Any) -> Any:
+        if not isinstance(found, TensorStorageMetadata):
+            return ""
+        live = self._live.get(str(path[0])) if len(path) == 1 else None
+        is_alike = isinstance(live, torch.Tensor) and _sizes(live) == tuple(found.size)
+        return live if is_alike and self._is_flat else empty_like(found, live if is_alike else None)
+
+    def _compare(self, loose: tuple[str, ...]) -> None:
+        """Args: loose: prefixes of submodules that decide themselves which keys and shapes they take."""
+        decoded = {str(path[0]): value for path, value in self._decoded().items() if path}
+        found = {str(path[0]): one for path, one in self._items.items()} | decoded
+        self.missing = [key for key in self._live if key not in found and not key.startswith(loose)]
+        self.unexpected = [key for key in found.keys() - self._live.keys() if not key.startswith(loose)]
+        self.problems = []
+        for key, live in self._live.items():
+            if not isinstance(live, torch.Tensor) or key.endswith(EXTRA_STATE):
+                self.is_plain = False  # the module takes it as it likes
+            elif key in found and not key.startswith(loose):
+                self.problems += _problem(f"{self._name}.{key}" if self._name else key, live, found[key])
+        # Those of other pipeline stages are not this rank's; others have been refused, or are skipped.
+        foreign = set(self.unexpected)
+        self._below = {path: key for path, key in self._below.items() if str(path[0]) not in foreign}
+        self.is_meta = any(isinstance(one, torch.Tensor) and one.is_meta for one in self._live.values())
+        if self.is_meta:
+            self._compare_meta()
+
+    def _compare_meta(self) -> None:
+        """Tensors on the meta device are replaced by those of the checkpoint, if that gives a whole module."""
+        tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
+        left = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
+        made = [key for key, one in tensors if not one.is_meta]
+        if left or made:
+            some = left or [key for key, one in tensors if one.is_meta]
+            self.problems.append(
+                f"{some[0]} and {len(some) - 1} more are on the meta device, and "
+                + ("the checkpoint has no buffers of this name" if left else "other tensors of the module are not")
+            )
+
+    @property
+    def replaces_parameters(self) -> bool:
+        """True when the module gets new parameters, which an optimizer over the old ones does not step."""
+        return self.is_meta and not torch.__future__.get_swap_module_params_on_conversion()
+
+    def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
+        """Give the module what was read. Raises what its ``load_state_dict`` raises."""
+        if self._decoder is not None:
+            self._decoder.finish()
+        values = nested({path: loaded[key] for path, key in self._below.items()})
+        own = self._decoded()
+        versions = own.pop(VERSIONS, None)
+        values |= {path[0]: value for path, value in own.items()}
+        foreign = set(self.unexpected)
+        values = {key: value for key, value in values.items() if key not in foreign}
+        if self._is_flat:
+            set_model_state_dict(self._module, values, options=StateDictOptions(strict=strict))
+        elif self.is_plain and not self.is_meta:
+            _copy([(self._live[key], value) for key, value in values.items()])
+        else:
+            state: Any = OrderedDict((self._names.live(key), value) for key, value in values.items())
+            if self._decoder is not None:
+                state._metadata = self._all_versions(versions or {})
+            self._module.load_state_dict(
+                state, **({} if strict else {"strict": False}), **({"assign": True} if self.is_meta else {})
+            )
+
+    def _all_versions(self, versions: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``_metadata`` of a state dict: versions that are 1 are not saved."""
+        paths = [path for path, _ in self._module.named_modules()]
+        return {path: dict(versions.get(self._names.saved(f"{path}.")[:-1], {"version": 1})) for path in paths}
+
+
+def _problem(name: str, live: torch.Tensor, found: Any) -> list[str]:
+    if torch.nn.parameter.is_lazy(live):
+        return []
+    if isinstance(found, TensorStorageMetadata | torch.Tensor):
+        sizes = tuple(found.size if isinstance(found, TensorStorageMetadata) else found.shape)
+        here = _sizes(live)
+        # torch.load_state_dict takes one element for a number, as saved before 0.4.
+        same = sizes == here or (sizes, here) == ((1,), ())
+        return [] if same else [f"{name} is {here} here and {sizes} in the checkpoint"]
+    return [f"{name} is a tensor here and an object in the checkpoint"]
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if torch.nn.parameter.is_lazy(tensor) else tuple(tensor.size())
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into the first, as ``load_state_dict`` does, in a few calls for all of them."""
+    plain = []
+    for to, source in pairs:
+        is_seen_through = local(to).is_conj() or local(to).is_neg()  # which torch cannot copy to in one call for all
+        if type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape and not is_seen_through:
+            plain.append((to, source))
+        else:
+            to.copy_(source[0] if to.ndim == 0 and source.ndim == 1 else source)
+    if plain:
+        torch_internals.foreach_copy(*(list(map(local, side)) for side in zip(*plain, strict=True)))

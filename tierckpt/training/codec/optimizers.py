@@ -1,0 +1,506 @@
+"""An optimizer's part of a checkpoint: what ``state_dict`` returns, and ``load_state_dict`` takes, by parameter name.
+
+    state.NAME.KEY                 the state of a parameter
+    param_groups.N.params          the names of a group's parameters
+    param_groups.N.OPTION          the options of a group
+
+``state_dict`` numbers parameters. A checkpoint names them as their module does, so that the state follows its parameter
+when order or world size change, and stock PyTorch finds it. A parameter of no module is ``param.GROUP.INDEX``; over
+several modules of the state, names begin with that of the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ... import torch_internals
+from ...near_storage.optimizer import NearStorageOptimizer
+from .modules import is_flat, parameters_by_name
+from .reconstruction import Decoder, empty_like
+from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
+
+LOOSE = "param."
+"""Begins the name of a parameter that no module of the state has."""
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+class ParameterNames:
+    """The names of the parameters of all modules of a state."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
+        self._flat = [entry for entry, one in self.modules.items() if is_flat(one)]
+        self._names: dict[str, dict[int, list[str]]] = {}
+        for entry, module in self.modules.items():
+            found = self._names.setdefault(entry, {})
+            for name, parameter in parameters_by_name(module):
+                found.setdefault(id(parameter), []).append(name)
+
+    def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """Return the module that DCP has to name the parameters of, with FSDP's first version."""
+        ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
+        return next((self.modules[entry] for entry in self._flat if ids & self._names[entry].keys()), None)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
+        """Return the possible names of each parameter of each group. A checkpoint is saved with the first."""
+        saved, owner = self.saved(optimizer), self._owner(optimizer)
+        return [
+            [[first, *(one for one in self._of(parameter, owner) if one != first)]
+             for parameter, first in zip(group[PARAMS], names, strict=True)]
+            for group, names in zip(optimizer.param_groups, saved, strict=True)
+        ]  # fmt: skip
+
+    def saved(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Return the name with which each parameter of each group is saved."""
+        owner = self._owner(optimizer)
+        found = self._names.get(owner)
+        if found is None:
+            found = {}
+            for entry, names in reversed(self._names.items()):
+                found |= {key: [f"{entry}.{name}" for name in some] for key, some in names.items()}
+        lists = [[found.get(id(one)) for one in group[PARAMS]] for group in optimizer.param_groups]
+        if all(None not in names for names in lists):
+            return [[some[0] for some in names if some] for names in lists]
+        taken = {name for some in self._names.get(owner, {}).values() for name in some}
+        return [
+            [some[0] if some else _loose(number, index, taken) for index, some in enumerate(names)]
+            for number, names in enumerate(lists)
+        ]
+
+    def _owner(self, optimizer: torch.optim.Optimizer) -> str:
+        """The module that has all parameters that any module has; "" for none."""
+        if len(self._names) == 1:
+            [(entry, names)] = self._names.items()
+            return entry if any(id(one) in names for one in parameters_of(optimizer)) else ""
+        ids = {id(one) for one in parameters_of(optimizer)}
+        known = {entry: ids & names.keys() for entry, names in self._names.items()}
+        every = set().union(*known.values())
+        return next((entry for entry, some in known.items() if some and some == every), "")
+
+    def _of(self, parameter: torch.Tensor, owner: str) -> list[str]:
+        found = [(entry, name) for entry, names in self._names.items() for name in names.get(id(parameter), ())]
+        bare = [name for _, name in sorted(found, key=lambda one: one[0] != owner)]
+        full = [f"{entry}.{name}" for entry, name in found]
+        return bare + full if owner else full + bare
+
+    def are_on_all_ranks(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True when each rank is known to have these parameters, so that the names of one rank are those of all."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return True
+        size = dist.get_world_size()
+        replicated = {
+            id(one) for module in self.modules.values() for part in module.modules()
+            if isinstance(part, DistributedDataParallel) for one in part.parameters()
+        }  # fmt: skip
+        return all(
+            one.device_mesh.size() == size if isinstance(one, DTensor) else id(one) in replicated
+            for one in parameters_of(optimizer)
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    return [one for group in optimizer.param_groups for one in group[PARAMS]]
+
+
+def _loose(group: int, index: int, taken: set[str]) -> str:
+    name = f"{LOOSE}{group}.{index}"
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that holds the state: with ZeRO, that of this rank's parameters."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+class Saved(NamedTuple):
+    """The state dict of an optimizer, by parameter name.
+
+    Attributes:
+        lists: the names of this rank's parameters as JSON, if other ranks may have others.
+        odd: the values that DCP would not give back as they were, by path.
+    """
+
+    tree: dict[str, Any]
+    lists: str
+    odd: list[tuple[Path, Any]]
+
+
+def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
+    """Return the state dict to save; None when it is not of the form of ``torch.optim``."""
+    if (owner := names.flat_owner(optimizer)) is not None:
+        tree = _flat_state(owner, optimizer)
+        return Saved(tree, "", _odd(tree))
+    holder = _holder(optimizer)
+    with optimizer.mapped() if isinstance(optimizer, NearStorageOptimizer) else contextlib.nullcontext():
+        saved = holder.state_dict()
+    if not _is_of_torch(saved, holder):
+        return None
+    lists = names.saved(optimizer)
+    parameters = parameters_of(optimizer)
+    called = dict(zip(map(id, parameters), chain.from_iterable(lists), strict=True))
+    numbers = [called[id(one)] for one in parameters_of(holder)]
+    groups = saved[GROUPS] if holder is optimizer else optimizer.param_groups
+    tree = {
+        **saved,
+        STATE: {numbers[key] if type(key) is int else key: value for key, value in saved[STATE].items()},
+        GROUPS: [{**group, PARAMS: found} for group, found in zip(groups, lists, strict=True)],
+    }
+    if not tree[STATE]:
+        del tree[STATE]
+    odd = _odd(tree)
+    if shapes := {called[id(one)]: one.shape for one in parameters if isinstance(one, DTensor)}:
+        # What is sharded in another way than its parameter.
+        odd += [((STATE, name, key), one) for name, of_parameter in tree.get(STATE, {}).items()
+                for key, one in of_parameter.items()
+                if isinstance(one, DTensor) and one.shape != shapes.get(name) and is_plain(one)]  # fmt: skip
+    for name in {path[1] for path, _ in odd if path[0] == STATE}:
+        tree[STATE][name] = dict(tree[STATE][name])  # what is odd is taken out of it, and the other is the optimizer's
+    return Saved(tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), odd)
+
+
+def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
+    groups, state = (saved.get(GROUPS), saved.get(STATE)) if isinstance(saved, dict) else (None, None)
+    if not (isinstance(groups, list) and isinstance(state, dict) and len(groups) == len(optimizer.param_groups)):
+        return False
+    count_of = sum(len(group[PARAMS]) for group in optimizer.param_groups)
+    return all(0 <= key < count_of if type(key) is int else type(key) is str for key in state)
+
+
+def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """DCP makes a pretended step of an optimizer without any state, with its hooks; so it gets an empty one here."""
+    if optimizer.state:
+        return dict(get_optimizer_state_dict(owner, optimizer))
+    try:
+        optimizer.state.update((one, {}) for one in parameters_of(optimizer))
+        saved = dict(get_optimizer_state_dict(owner, optimizer))
+    finally:
+        optimizer.state.clear()
+    saved.pop(STATE, None)
+    return saved
+
+
+def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    """The values of a state dict by parameter name that are not plain, but for the names of groups."""
+    found = not_plain({key: one for key, one in tree.items() if key not in (STATE, GROUPS)})
+    found += not_plain_below(tree.get(STATE, {}), (STATE,))
+    for number, group in enumerate(tree.get(GROUPS, ())):
+        found += not_plain({key: one for key, one in group.items() if key != PARAMS}, (GROUPS, number))
+    return found
+
+
+def lists_of(name: str, stored: Stored) -> list[str]:
+    """Return the items that hold the names of the parameters of the optimizer ``name``: of groups, and of ranks."""
+    groups = [key for path, key in stored.below(name).items() if len(path) == 3 and path[::2] == (GROUPS, PARAMS)]
+    ranks = [key for path, key in stored.below(STRUCTURE).items() if is_rank(path[0]) and path[1:] == (name,)]
+    return groups + ranks
+
+
+class _Numbers(list[int]):
+    """Consecutive numbers. ``load_state_dict`` looks up each value of the state in them; a list compares one by one."""
+
+    def __contains__(self, number: object) -> bool:
+        return len(self) > 0 and isinstance(number, int) and self[0] <= number <= self[-1]
+
+
+class _Placement(dict[Any, Any]):
+    """Parameters by name: the state of a parameter is placed like it."""
+
+    def get(self, path: Any, default: Any = None) -> Any:
+        return super().get(path[1] if isinstance(path, tuple) and path[0] == STATE else path, default)
+
+
+def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """True if ``load_state_dict`` runs no code but that of torch."""
+    kind = type(optimizer)
+    return (
+        kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+        and kind.__setstate__.__module__.startswith("torch.")
+        and not any(torch_internals.load_hooks_of(optimizer))
+    )
+
+
+class FlatTarget:
+    """``OptimizerTarget`` with FSDP's first version, which DCP loads."""
+
+    is_plain = False
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    problems: Sequence[str] = ()
+
+    def __init__(self, owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Stored, name: str) -> None:
+        self._owner, self._optimizer, self._stored, self._name = owner, optimizer, stored, name
+        self._paths: dict[str, Any] = {}
+
+    def destinations(self) -> dict[str, Any]:
+        saved = dict(get_optimizer_state_dict(self._owner, self._optimizer))
+        if not any(path[0] == STATE for path in self._stored.below(self._name)):
+            saved.pop(STATE, None)  # it was saved before its first step
+            self._optimizer.state.clear()
+        flat, self._paths = torch_internals.flatten_state_dict({self._name: saved})
+        return {key: value for key, value in flat.items() if key in self._stored.items}
+
+    def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
+        made = nested({self._paths[key][1:]: loaded[key] for key in self._paths if key in self._stored.items})
+        if STATE in made:
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self._owner, self._optimizer, made, options=options)
+            return
+        for group, saved in zip(self._optimizer.param_groups, made[GROUPS], strict=True):
+            group.update({key: value for key, value in saved.items() if key != PARAMS})
+
+
+def is_rank(key: Any) -> bool:
+    return str(key).startswith("rank-")
+
+
+class OptimizerTarget:
+    """The optimizer's part of a checkpoint, and how it is loaded.
+
+    Args:
+        objects: the items of ``lists_of``, and the structure, by name in the checkpoint.
+
+    Attributes: those of ``ModuleTarget``. ``missing`` and ``unexpected`` are names of parameters and groups.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Stored, name: str,
+        objects: Mapping[str, Any], text: Any = None,
+    ) -> None:  # fmt: skip
+        self._optimizer, self._stored, self._name, self._modules = optimizer, stored, name, names.modules
+        self._parameters = parameters_of(optimizer)
+        self._near: dict[str, dict[str, torch.Tensor]] | None = None
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.problems: list[str] = []
+        self._saved_name: dict[int, Any] = {}
+        holder = _holder(optimizer)
+        self.is_plain = _loads_as_torch(holder) and not isinstance(optimizer, NearStorageOptimizer)
+        below = dict(stored.below(name))
+        self._decoder = Decoder(text, stored.metadata, self._live_values) if text is not None else None
+        self._whole = self._decoder is not None and not self._decoder.has_paths
+        if self._whole:
+            self._below: dict[Path, str] = {}
+            return
+        lists = self._lists(below, objects)
+        candidates = names.of(optimizer)
+        self._saved_name = self._match(candidates, lists)
+        decoded = {path[:3] for path in self._decoded()}
+        wanted = {*self._saved_name.values()}
+        listed = {found for group in lists for found in group}
+        self._below = {
+            path: key for path, key in below.items()
+            if path[:3] not in decoded and path[2:] != (PARAMS,)
+            and not (path[0] == STATE and path[1] not in wanted and (path[1] in listed or self._is_parameter(path[1])))
+        }  # fmt: skip
+        self._compare(candidates, lists)
+
+    # --- which parameter is which -------------------------------------------------------------------------------
+
+    def _lists(self, below: Mapping[Path, str], objects: Mapping[str, Any]) -> list[list[Any]]:
+        """The names of each group's parameters: of the first rank, and what others have beside."""
+        numbers = [int(path[1]) for path in below if path[0] == GROUPS]
+        lists: list[list[Any]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+        for path, key in below.items():
+            if len(path) == 3 and path[::2] == (GROUPS, PARAMS):
+                lists[int(path[1])] += objects[key]
+        for path, key in self._stored.below(STRUCTURE).items():
+            if is_rank(path[0]) and path[1:] == (self._name,):
+                for known, found in zip(lists, json.loads(objects[key]), strict=False):
+                    there = set(known)
+                    known += [one for one in found if one not in there]
+        return lists
+
+    def _match(self, candidates: Sequence[Sequence[Sequence[str]]], lists: Sequence[Sequence[Any]]) -> dict[int, Any]:
+        """Return the name in the checkpoint of each parameter that it has, by identity."""
+        found: dict[int, Any] = {}
+        numbers = {name for group in lists for name in group if type(name) is int}
+        if numbers:  # a state dict of torch, saved by DCP as it was
+            for group, saved in zip(self._optimizer.param_groups, lists, strict=False):
+                found |= dict(zip(map(id, group[PARAMS]), saved, strict=False))
+            return found
+        with_state = {path[1] for path in self._stored.below(self._name) if path[0] == STATE}
+        free = {name for group in lists for name in group} | with_state
+        for group, names in zip(self._optimizer.param_groups, candidates, strict=True):
+            for parameter, possible in zip(group[PARAMS], names, strict=True):
+                if (name := next((one for one in possible if one in free), None)) is not None:
+                    found[id(parameter)] = name
+                    free.discard(name)
+        for number, saved in enumerate(lists[: len(candidates)]):
+            left = [one for one in self._optimizer.param_groups[number][PARAMS] if id(one) not in found]
+            open_names = [name for name in saved if name in free]
+            loose = {id(one) for one, possible in zip(self._optimizer.param_groups[number][PARAMS], candidates[number],
+                     strict=True) if possible[0].startswith(LOOSE)}  # fmt: skip
+            is_loose = all(id(one) in loose for one in left) or all(str(name).startswith(LOOSE) for name in open_names)
+            # A module that translates the keys of its state dict has other names, too, and the order is all there is.
+            is_loose |= any(map(torch_internals.submodules_that_load_themselves, self._modules.values()))
+            if len(left) == len(open_names) and is_loose:
+                found |= dict(zip(map(id, left), open_names, strict=True))
+        return found
+
+    def _is_parameter(self, name: Any) -> bool:
+        """True if ``name`` looks like a parameter of another rank, and not like a key of the optimizer's own."""
+        return any(f"{entry}.{name}" in self._stored.items for entry in self._stored.names)
+
+    def _compare(self, candidates: Any, lists: Sequence[Sequence[Any]]) -> None:
+        groups = self._optimizer.param_groups
+        has_every_name = self._decoder is not None or any(type(name) is int for group in lists for name in group)
+        if len(groups) != len(lists):
+            more = self.unexpected if len(lists) > len(groups) else self.missing
+            more += [f"{GROUPS}.{number}" for number in range(*sorted((len(lists), len(groups))))]
+        group_of = {name: number for number, group in enumerate(lists) for name in group}
+        for number, (group, names) in enumerate(zip(groups, candidates, strict=True)):
+            for parameter, possible in zip(group[PARAMS], names, strict=True):
+                saved = self._saved_name.get(id(parameter))
+                if saved is None:
+                    # Stock DCP saves the names of the first rank alone.
+                    if number < len(lists) and (has_every_name or not self._is_parameter(possible[0])):
+                        self.missing.append(f"{STATE}.{possible[0]}")
+                elif group_of.get(saved, number) != number:
+                    self.problems.append(
+                        f"{self._name}: {saved} is in group {number} here and in {group_of[saved]} in the checkpoint"
+                    )
+        matched = {*self._saved_name.values()}
+        left = [name for group in lists[: len(groups)] for name in group if name not in matched]
+        self.unexpected += [f"{STATE}.{name}" for name in left]
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def destinations(self) -> dict[str, Any]:
+        """Return what is to be read, by name in the checkpoint."""
+        if isinstance(self._optimizer, NearStorageOptimizer):
+            self._near = self._near_tensors(self._optimizer)
+            self._below = {path: key for path, key in self._below.items() if path[0] != STATE
+                           or path[2] in self._near.get(str(path[1]), {})}  # fmt: skip
+        by_name: dict[Any, torch.Tensor] = {
+            found: one for one in self._parameters if (found := self._saved_name.get(id(one))) is not None
+        }
+        made = {key: self._destination(path, by_name) for path, key in self._below.items()}
+        return made | (self._decoder.tensors if self._decoder is not None else {})
+
+    def _live_values(self) -> dict[Path, Any]:
+        """What the values of the structure are placed like: a parameter's state as the parameter."""
+        names = ParameterNames({**self._modules}).of(self._optimizer)
+        found: dict[Any, Any] = {}
+        for number, (group, of_group) in enumerate(zip(self._optimizer.param_groups, names, strict=True)):
+            found |= {(GROUPS, number, key): value for key, value in group.items()}
+            for parameter, possible in zip(group[PARAMS], of_group, strict=True):
+                found |= dict.fromkeys(possible, parameter)
+        return _Placement(found)
+
+    def _near_tensors(self, optimizer: NearStorageOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+        with optimizer.mapped_anew():
+            state = optimizer.state_dict()[STATE]
+        return {self._saved_name[id(one)]: dict(state.get(number, {})) for number, one in enumerate(self._parameters)
+                if id(one) in self._saved_name}  # fmt: skip
+
+    def _destination(self, path: Path, by_name: Mapping[Any, torch.Tensor]) -> Any:
+        found = self._stored.items[self._below[path]]
+        if not isinstance(found, TensorStorageMetadata):
+            return ""
+        if path[0] == STATE and len(path) == 3:
+            if self._near is not None:
+                return self._near[str(path[1])][str(path[2])]
+            parameter = by_name.get(path[1])
+            if parameter is None or path[2] == "step" or torch.nn.parameter.is_lazy(parameter):
+                return empty_like(found, None)
+            return empty_like(found, parameter.detach() if parameter.shape == found.size else None)
+        if path[0] == GROUPS and len(path) == 3 and int(path[1]) < len(self._optimizer.param_groups):
+            return empty_like(found, self._optimizer.param_groups[int(path[1])].get(str(path[2])))
+        return empty_like(found, None)
+
+    def _decoded(self) -> dict[Path, Any]:
+        return dict(self._decoder.value) if self._decoder is not None and not self._whole else {}
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
+        """Give the optimizer what was read. Raises what its ``load_state_dict`` raises."""
+        optimizer, holder = self._optimizer, _holder(self._optimizer)
+        if self._decoder is not None:
+            self._decoder.finish()
+        if self._whole and self._decoder is not None:
+            optimizer.load_state_dict(self._decoder.value)
+            return
+        values = {path: loaded[key] for path, key in self._below.items()} | self._decoded()
+        by_name: dict[Any, dict[Path, Any]] = {}
+        by_group: dict[int, dict[Path, Any]] = {}
+        more: dict[Path, Any] = {}
+        for path, value in values.items():
+            if path[0] == STATE:
+                by_name.setdefault(path[1], {})[path[2:]] = value
+            elif path[0] == GROUPS:
+                by_group.setdefault(int(path[1]), {})[path[2:]] = value
+            else:
+                more[path] = value
+        state = {name: nested(found) for name, found in by_name.items()}
+        groups = {number: nested(found) for number, found in by_group.items()}
+        if isinstance(optimizer, NearStorageOptimizer):
+            lists = [[self._saved_name.get(id(one)) for one in group[PARAMS]] for group in optimizer.param_groups]
+            optimizer.put_back({STATE: state, GROUPS: [{**groups.get(number, {}), PARAMS: found}
+                                                       for number, found in enumerate(lists)]})  # fmt: skip
+            return
+        live = holder.state_dict() if not strict else {STATE: {}}
+        numbered: dict[Any, Any] = {}
+        for number, parameter in enumerate(parameters_of(holder)):
+            saved = self._saved_name.get(id(parameter))
+            if saved in state:
+                numbered[number] = state[saved]
+            elif saved is None and number in live[STATE]:
+                numbered[number] = live[STATE][number]
+        matched = {*self._saved_name.values()}
+        numbered |= {key: value for key, value in state.items() if key not in matched}
+        before = [dict(group) for group in holder.param_groups]
+        starts = count()
+        described = []
+        for number, group in enumerate(before):
+            ids = [next(starts) for _ in group[PARAMS]]
+            options = groups.get(number) or {key: one for key, one in group.items() if key != PARAMS}
+            described.append({**options, PARAMS: _Numbers(ids)})
+        holder.load_state_dict({**nested(more), STATE: numbered, GROUPS: described})
+        self._keep_dtypes(holder, state)
+        for group, old in zip(holder.param_groups, before, strict=True):
+            # An option that is newer than the checkpoint, and that the optimizer does not add by itself.
+            group.update({key: old[key] for key in optimizer.defaults if key in old and key not in group})
+        if holder is not optimizer:
+            for group, loaded_group in zip(optimizer.param_groups, holder.param_groups, strict=True):
+                group.update({key: value for key, value in loaded_group.items() if key != PARAMS})
+
+    def _keep_dtypes(self, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
+        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter.
+
+        Numbers have the dtype that the optimizer gave them, and all other state where the parameter has the dtype that
+        it was saved with.
+        """
+        for parameter in parameters_of(optimizer):
+            name = self._saved_name.get(id(parameter))
+            for key, value in state.get(name, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dtype == parameter.dtype or key == "step":
+                    continue
+                live = optimizer.state[parameter].get(key)
+                is_cast = isinstance(live, torch.Tensor) and live.dtype != value.dtype
+                is_number = value.ndim == 0 and parameter.ndim > 0
+                if is_cast and (is_number or self._has_its_dtype(parameter, name)):
+                    optimizer.state[parameter][key] = value.to(live.device)
+
+    def _has_its_dtype(self, parameter: torch.Tensor, name: Any) -> bool:
+        found = (self._stored.items.get(f"{entry}.{name}") for entry in self._modules)
+        return any(isinstance(one, TensorStorageMetadata) and one.properties.dtype == parameter.dtype for one in found)
