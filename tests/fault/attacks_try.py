@@ -241,7 +241,8 @@ def works(attack: Attack, report: dict[str, Any]) -> bool:
     if attack.control == "believed":
         return not report["stock"]["error"]
     tried = (report["trusted"], report["stock"])
-    return any(one["signal"] or "MemoryError" in one["error"] + one["message"] for one in tried)
+    # Public calls raise CapacityError where the system gives no memory.
+    return any(one["signal"] or re.search("MemoryError|CapacityError", one["error"] + one["message"]) for one in tried)
 
 
 def _believe(data: bytes) -> None:

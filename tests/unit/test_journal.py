@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.unit.test_manifest import checkpoint, entry
 from tierckpt.checkpoint import journal as journals
-from tierckpt.checkpoint.journal import READY, Journal
+from tierckpt.checkpoint.journal import FILE, READY, Entry, Journal
 from tierckpt.errors import ManifestError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import local_dir, parse_uri
@@ -214,3 +215,30 @@ def test_a_damaged_entry_can_be_removed(tmp_path: Path) -> None:
     (journal.directory / "aa.json").write_bytes(b"{")
     journal.remove("aa")
     assert list(journal.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("step_seconds", [-3600, -86400 * 20000, 86400 * 20000])
+def test_files_are_in_the_order_of_their_entries_whatever_the_clock_says(
+    step_seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # J5
+    journal, names = Journal(tmp_path), [f"s3://bucket/{name}" for name in ("data", "latest", "data", "gone")]
+    now, offset = time.time_ns(), 0
+    monkeypatch.setattr(time, "time_ns", lambda: now + offset)
+    monkeypatch.setattr(time, "time", lambda: (now + offset) / 1e9)
+    tokens = []
+    for index, name in enumerate(names):
+        offset = index % 2 * step_seconds * 10**9  # there and back
+        token, earlier = Journal(tmp_path).next_file_token(name)
+        assert earlier == (tokens[:1] if index == 2 else [])
+        journal.write(Entry(token, name, 0, FILE, time.time(), 1 << 20, ()))
+        tokens.append(token)
+    assert [entry.token for entry in journal.files()] == tokens
+    assert [entry.token for entry in journal.files(before=tokens[2])] == tokens[:2]
+
+
+def test_an_adoption_whose_token_looks_like_a_file_does_not_count(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.open("file-a-" + "9" * 30, parse_uri("s3://bucket/run/step-1"), 0, 1 << 20)
+    token, _ = journal.next_file_token("s3://bucket/data")
+    journal.write(Entry(token, "s3://bucket/data", 0, FILE, 1.0, 1 << 20, ()))
+    assert [entry.token for entry in journal.files()] == [token]

@@ -37,7 +37,8 @@ from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, Tier
-from . import local_commit, marks, shared_commit
+from . import branches, local_commit, marks, shared_commit
+from .branches import Branch
 
 if TYPE_CHECKING:
     from .peer_copies import PeerCopies, PeerLookup
@@ -80,6 +81,14 @@ class Checkpoint:
     @property
     def created_unix_seconds(self) -> float:
         return self.manifest.created_unix_seconds if self.manifest is not None else 0.0
+
+    @property
+    def branch(self) -> Branch:
+        return branches.branch_of(self.manifest, self.location.name)
+
+    @property
+    def order(self) -> int:
+        return self.branch.order
 
     async def look(self) -> None:
         """Ask the peers which files they have, when this node lacks some."""
@@ -178,7 +187,7 @@ async def _newest_complete(
     if len(chosen) == 1:
         return chosen[0]
     replaced = {attempt for manifest in attempts.values() for attempt in manifest.replaces}
-    chosen.sort(key=lambda one: (one.attempt not in replaced, one.created_unix_seconds), reverse=True)
+    chosen.sort(key=lambda one: (one.attempt not in replaced, one.order, one.created_unix_seconds), reverse=True)
     for one in chosen:
         if await _is_known_complete(one):
             log.warning(
@@ -203,13 +212,17 @@ def _is_drained(directory: Path, local: Manifest | None) -> bool:
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
-    """Never assume that local is newer: an attempt that replaced the other one is; a drained local copy is not."""
+    """Never assume that local is newer: an attempt that replaced the other one is, and one of a process that started
+    later; a drained local copy is not."""
     if local is None or shared is None or local.attempt == shared.attempt:
         return local or shared
     if local.attempt in shared.replaces:
         return shared
     if shared.attempt in local.replaces:
         return local
+    orders = branches.order_of(local), branches.order_of(shared)
+    if all(orders) and orders[0] != orders[1]:  # each was saved without the other (B5)
+        return local if orders[0] > orders[1] else shared
     return shared if drained else local
 
 
@@ -270,6 +283,9 @@ class Row:
     shared: str
     files: int
     size_bytes: int
+    branch: Branch
+    is_abandoned: bool = False
+    """The job has gone back to an older step since."""
 
     @property
     def name(self) -> str:
@@ -286,6 +302,7 @@ class Row:
             "shared": self.shared,
             "files": self.files,
             "size_bytes": self.size_bytes,
+            "abandoned": self.is_abandoned,
         }
 
 
@@ -310,12 +327,14 @@ async def describe(location: Location, directory: Path, store: Store) -> Row | N
         "committed" if shared else ("-" if local else "uncommitted"),
         len(manifest.entries) if manifest else 0,
         manifest.size_bytes if manifest else 0,
+        branches.branch_of(_newer(local, shared, drained=True), location.name),
     )
 
 
 async def _stock_row(location: Location, store: Store) -> Row:
     sizes = [info.size_bytes async for info in store.list()]
-    return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes))
+    branch = branches.branch_of(None, location.name)
+    return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes), branch)
 
 
 def has_shards(directory: Path) -> bool:

@@ -96,16 +96,6 @@ def current(local_root: Path, run: Location) -> str:
         return os.pread(_open(local_root, run).file, EPOCH_BYTES, 0).decode("ascii", "replace")
 
 
-def stand_in(local_root: Path, run: Location) -> str:
-    """The epoch of ``run``, for a process that saves in place of its trainers: it counts as none, and begins none.
-
-    Raises OSError, PermissionDeniedError.
-    """
-    with _lock:
-        _open(local_root, run).is_joined = True
-    return current(local_root, run)
-
-
 @contextlib.contextmanager
 def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
     """Commit, inside, a save that was staged in ``epoch`` (F2). For a process that finishes what others had staged.

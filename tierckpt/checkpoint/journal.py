@@ -10,17 +10,21 @@ Invariants (tests cite them):
         somebody has said that they are not to be drained (`tierckpt drain --forget`).
     J4  An entry carries a digest of itself: a damaged one is reported and left alone, so nothing is sent to a wrong
         place and no file is deleted because of it.
+    J5  Files and their removals have one order, that of their tokens: each sorts after all that were in the journal
+        when it began. The clock may step back or forward, also at a reboot.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +59,8 @@ FORMAT_1_STATES = {"written": AWAITING_COMMIT, "kept": LOCAL_ONLY}
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
-AFTER = "after_uri"
+AFTER, BRANCH = "after_uri", "branch"
+_FILE_TOKEN = re.compile(r"file-[0-9a-f]+-([0-9]{20})-[0-9a-f]{8}")
 FIELDS = frozenset(
     ("token", "uri", "rank", "state", "created_unix_seconds", "chunk_size_bytes", "files", "manifest", "error")
 )
@@ -83,6 +88,8 @@ class Entry:
     mover do not begin it again. 0: it does not fail."""
     after_uri: str = ""
     """The file was removed with its directory: after all that this node had closed below here by then."""
+    branch: str = ""
+    """That of the save, as its manifest notes it (branches.py)."""
 
     @property
     def location(self) -> Location:
@@ -111,9 +118,10 @@ class Journal:
         durable_write(self.path(entry.token), encode(entry))
         return entry
 
-    def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int) -> Entry:
+    def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int, branch: str = "") -> Entry:
+        now = time.time()
         return self.write(
-            Entry(token, location.uri, rank, created_unix_seconds=time.time(), chunk_size_bytes=chunk_size_bytes)
+            Entry(token, location.uri, rank, created_unix_seconds=now, chunk_size_bytes=chunk_size_bytes, branch=branch)
         )
 
     def read(self, token: str) -> Entry | None:
@@ -127,11 +135,11 @@ class Journal:
         """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
         return sorted(self._read("*"), key=lambda entry: entry.created_unix_seconds, reverse=True)
 
-    def _read(self, pattern: str, before_ns: float = math.inf) -> Iterator[Entry]:
+    def _read(self, pattern: str, before: float = math.inf) -> Iterator[Entry]:
         with translated(self.directory, is_above=True):
             paths = matching(self.directory, f"{pattern}.json")
         for path in paths:
-            if before_ns < math.inf and _written_ns(path.stem) >= before_ns:
+            if before < math.inf and _order_of(path.stem) >= before:
                 continue
             try:
                 yield read_entry(path)
@@ -141,24 +149,27 @@ class Journal:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
 
     def next_file_token(self, uri: str) -> tuple[str, list[str]]:
-        """A token for ``uri`` that sorts after all that it has, and those: of two writes of a file the later counts."""
+        """A token for a write or a removal of ``uri``, and the tokens that ``uri`` has.
+
+        It sorts after every file in the journal (J5).
+        """
         with translated(self.directory, is_above=True):
-            names = matching(self.directory, f"{_files_of(uri)}.json")
-        latest = max((_written_ns(path.stem) for path in names), default=0)
-        token = f"file-{_name_of(uri)}-{max(time.time_ns(), latest + 1):020d}-{secrets.token_hex(4)}"
-        return token, [path.stem for path in names]
+            tokens = [path.stem for path in matching(self.directory, f"{_files_of(None)}.json")]
+        order = max(map(_order_of, tokens), default=0) + 1
+        token = f"file-{_name_of(uri)}-{max(time.time_ns(), order):020d}-{secrets.token_hex(4)}"
+        return token, [one for one in tokens if fnmatchcase(one, _files_of(uri))]
 
     def files(self, uri: str | None = None, *, before: str | None = None) -> list[Entry]:
         """The files that are still to be drained (of ``uri``; None: all), oldest first; those that are older than the
         one of the token ``before``. One whose bytes are not there was never whole."""
         found = [
             entry
-            for entry in self._read(_files_of(uri), math.inf if before is None else _written_ns(before))
+            for entry in self._read(_files_of(uri), math.inf if before is None else _order_of(before))
             # The name alone does not tell: somebody may call an adoption so.
             if entry.state in (FILE, FILE_SET_ASIDE)
             and (not entry.files or written_file(self.directory.parent, entry.token).exists())
         ]
-        return sorted(found, key=lambda entry: (_written_ns(entry.token), entry.token))
+        return sorted(found, key=lambda entry: (_order_of(entry.token), entry.token))
 
     def remove(self, token: str) -> None:
         """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
@@ -269,9 +280,10 @@ def _files_of(uri: str | None) -> str:
     return f"file-{_name_of(uri) if uri is not None else '*'}-*"
 
 
-def _written_ns(token: str) -> int:
-    written = token.split("-")[2]
-    return int(written) if written.isdigit() else 0
+def _order_of(token: str) -> int:
+    """0 for a token that only looks like one of a file."""
+    found = _FILE_TOKEN.fullmatch(token)
+    return int(found[1]) if found else 0
 
 
 def encode(entry: Entry) -> bytes:
@@ -290,6 +302,8 @@ def encode(entry: Entry) -> bytes:
         body[FAILING_SINCE] = entry.failing_since_unix_seconds
     if entry.after_uri:
         body[AFTER] = entry.after_uri
+    if entry.branch:
+        body[BRANCH] = entry.branch
     return manifests.seal(body)
 
 
@@ -302,7 +316,7 @@ def read_entry(path: Path) -> Entry:
 
 def decode(data: bytes, *, where: str) -> Entry:
     """Decode and validate (J4). Raises ManifestError."""
-    newer = frozenset({FAILING_SINCE, AFTER})
+    newer = frozenset({FAILING_SINCE, AFTER, BRANCH})
     body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
     if isinstance(body["state"], str):
         body["state"] = FORMAT_1_STATES.get(body["state"], body["state"])
@@ -322,6 +336,7 @@ def decode(data: bytes, *, where: str) -> Entry:
         error=body["error"],
         failing_since_unix_seconds=body.get(FAILING_SINCE, 0.0),
         after_uri=body.get(AFTER, ""),
+        branch=body.get(BRANCH, ""),
     )
 
 
@@ -339,6 +354,7 @@ def _problem(body: Json) -> str:
         "error": isinstance(body["error"], str),
         FAILING_SINCE: manifests.is_unix_seconds(body.get(FAILING_SINCE, 0.0)),
         AFTER: AFTER not in body or is_uri(body[AFTER]),
+        BRANCH: isinstance(body.get(BRANCH, ""), str),
     }
     return next((name for name, is_good in checks.items() if not is_good), "")
 

@@ -50,6 +50,7 @@ from ..format.manifest import FileEntry, Manifest, stale_files, stale_metadata
 from ..stores.verified_read import check_bytes
 from ..telemetry import ERRORS, logger
 from ..types import Tier
+from . import branches
 from .marks import is_drained
 from .shared_commit import already_committed
 
@@ -143,7 +144,11 @@ def _kept(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
 def _publish(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     had_manifest = (directory / MANIFEST).exists()
     current = _read_or_set_aside(directory)
-    if current is not None and current.attempt != manifest.attempt and current.attempt not in manifest.replaces:
+    if (
+        current is not None
+        and current.attempt not in {manifest.attempt, *manifest.replaces}
+        and not branches.takes_place(manifest, branches.branch_of(current, location.name), location.name)
+    ):
         raise already_committed(location, current.attempt, Tier.LOCAL)
     _replace(directory, current, manifest, metadata)
     for attempt in manifest.replaces if had_manifest and current is None else ():
@@ -191,6 +196,7 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         for name in MARKS:
             (directory / name).unlink(missing_ok=True)
         durable_write(directory / MANIFEST, manifest.encode())
+        branches.note_local(directory, manifest)
     except BaseException:
         with suppress(OSError, TierckptError):  # the first error is the one to tell
             take_back(directory, current, manifest)
@@ -297,7 +303,12 @@ def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, by
         current = _read_or_set_aside(directory)
         if current is not None and current.attempt == manifest.attempt:
             return
-        if current is None or current.attempt in manifest.replaces or is_drained(directory, current.attempt):
+        if (
+            current is None
+            or current.attempt in manifest.replaces
+            or is_drained(directory, current.attempt)
+            or branches.takes_place(manifest, branches.branch_of(current, directory.name), directory.name)
+        ):
             write_attempt_metadata(directory, manifest, metadata)
             _replace(directory, current, manifest, metadata)
 

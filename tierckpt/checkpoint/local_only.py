@@ -6,6 +6,7 @@ storage after all, when the job ends or the node is taken back. Once two newer o
 no manifest of it, because the coordinator was elsewhere, removes its files then, or nothing here would ever name them.
 
 Invariants:
+    K0  Older is what a job has abandoned, as it went back to an older step (branches.py); else a lower step is.
     K1  Superseded is only what at least two newer local commits of the same run and rank stand in front of (D4), or one
         that shared storage has.
     K2  What is local-only is promoted or superseded by whoever holds its journal entry, so never while it is drained.
@@ -19,10 +20,11 @@ from pathlib import Path
 
 from ..disk import read_lease
 from ..disk.durable import matching
-from ..errors import TierckptError
-from ..format.layout import DRAINED, Location, local_dir
+from ..errors import ManifestError, TierckptError
+from ..format.layout import DRAINED, Location, local_dir, step_of
 from ..telemetry import logger
-from . import local_commit, marks
+from . import branches, local_commit, marks
+from .branches import Branch
 from .journal import LOCAL_ONLY, READY, Entry, Journal
 from .select import age_of
 
@@ -39,9 +41,11 @@ def supersede_older(local_root: Path, journal: Journal, newest: Entry) -> list[s
     """
     superseded: list[str] = []
     try:
-        mine = [one for one in journal.entries() if _is_behind(one, newest)]
+        entries = journal.entries()
+        ages = _Ages(local_root, newest.location.parent, entries)
+        mine = [one for one in entries if _is_behind(one, newest, ages)]
         replaced = [one for one in mine if one.uri == newest.uri]
-        behind = sorted((one for one in mine if one.uri != newest.uri), key=_age, reverse=True)
+        behind = sorted((one for one in mine if one.uri != newest.uri), key=ages.of, reverse=True)
         candidates = replaced + behind[LOCAL_ONLY_MAX - 1 :]
         superseded.extend(entry.uri for entry in candidates if _supersede(local_root, journal, entry))
     except (TierckptError, OSError) as error:
@@ -59,26 +63,33 @@ def promote_newest(local_root: Path, journal: Journal, run: Location | None = No
     for parent, kept in _by_run(one for one in entries if one.state == LOCAL_ONLY).items():
         if run is not None and parent != run:
             continue
-        newest = max(map(_age, kept))
-        sent = [_age(one) for one in entries if one.state == READY and one.location.parent == parent]
-        if max([*sent, newest_drained(local_dir(local_root, parent))]) > newest:
+        ages = _Ages(local_root, parent, entries)
+        newest = max(map(ages.of, kept))
+        sent = [ages.of(one) for one in entries if one.state == READY and one.location.parent == parent]
+        if max([*sent, ages.newest_drained()]) > newest:
             continue
-        for entry in (one for one in kept if _age(one) == newest):
+        for entry in (one for one in kept if ages.of(one) == newest):
             with journal.own(entry.token) as free:
                 if free:
                     promoted.append(journal.write(replace(entry, state=READY)))
     return promoted
 
 
-def drop_superseded(local_root: Path, journal: Journal, run: Location | None = None, committed: str = "") -> None:
+def drop_superseded(
+    local_root: Path, journal: Journal, run: Location | None = None, committed: Entry | None = None
+) -> None:
     """Supersede what is local-only of ``run`` (None: of every run) and older than what shared storage has of it.
 
-    ``committed``: the name of a step that it is known to have, and of which nothing on this SSD tells.
+    ``committed``: a save that it is known to have, and of which nothing on this SSD tells.
     """
-    for parent, entries in _by_run(one for one in journal.entries() if one.state == LOCAL_ONLY).items():
-        drained = max(age_of(committed), newest_drained(local_dir(local_root, parent)))
-        for entry in entries if run is None or parent == run else ():
-            if _age(entry) < drained:
+    all_entries = journal.entries()
+    for parent, entries in _by_run(one for one in all_entries if one.state == LOCAL_ONLY).items():
+        if run is not None and parent != run:
+            continue
+        ages = _Ages(local_root, parent, [*all_entries, *([committed] if committed is not None else [])])
+        drained = max([ages.newest_drained(), *([ages.of(committed)] if committed is not None else [])])
+        for entry in entries:
+            if ages.of(entry) < drained:
                 _supersede(local_root, journal, entry)
 
 
@@ -100,9 +111,9 @@ def _supersede(local_root: Path, journal: Journal, entry: Entry) -> bool:
         return True
 
 
-def _is_behind(one: Entry, newest: Entry) -> bool:
+def _is_behind(one: Entry, newest: Entry, ages: _Ages) -> bool:
     is_ours = one.state == LOCAL_ONLY and one.rank == newest.rank and one.token != newest.token
-    return is_ours and one.location.parent == newest.location.parent and _age(one) <= _age(newest)
+    return is_ours and one.location.parent == newest.location.parent and ages.of(one) <= ages.of(newest)
 
 
 def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
@@ -112,9 +123,31 @@ def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
     return runs
 
 
-def newest_drained(run: Path) -> tuple[bool, int]:
-    return max((age_of(step.name) for step in matching(run, "*") if (step / DRAINED).exists()), default=age_of(""))
+class _Ages:
+    """The order of the checkpoints of one run on this node (K0): larger is newer."""
+
+    def __init__(self, local_root: Path, run: Location, entries: Iterable[Entry]) -> None:
+        self._directory = local_dir(local_root, run)
+        known = [(_branch(one), step_of(one.location.name)) for one in entries if one.location.parent == run]
+        noted = branches.read_local(self._directory)
+        self._branch = branches.current_of([*known, *([(noted, None)] if noted is not None else [])])
+
+    def of(self, entry: Entry) -> tuple[bool, bool, int]:
+        return self._age(entry.location.name, _branch(entry))
+
+    def newest_drained(self) -> tuple[bool, bool, int]:
+        names = [step.name for step in matching(self._directory, "*") if (step / DRAINED).exists()]
+        return max((self._age(name, self._branch_at(name)) for name in names), default=(False, *age_of("")))
+
+    def _branch_at(self, name: str) -> Branch:
+        try:
+            return branches.branch_of(local_commit.read_local_manifest(self._directory / name), name)
+        except ManifestError:
+            return Branch(name)
+
+    def _age(self, name: str, branch: Branch) -> tuple[bool, bool, int]:
+        return (self._branch is None or self._branch.holds(branch, step_of(name)), *age_of(name))
 
 
-def _age(entry: Entry) -> tuple[bool, int]:
-    return age_of(entry.location.name)
+def _branch(entry: Entry) -> Branch:
+    return branches.parse(entry.branch) or Branch(entry.token)

@@ -33,13 +33,14 @@ from ..errors import (
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
-from ..format.layout import MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, step_of
+from ..format.layout import BRANCHES_DIR, MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, step_of
 from ..format.manifest import FileEntry
 from ..stores.base import Browsable, Store
 from ..stores.hub.api import repository_of
 from ..telemetry import logger
 from ..types import ObjectInfo
 from . import local_commit, select
+from .branches import abandoned_here
 from .catalog import Checkpoint
 from .journal import Entry, Journal
 
@@ -428,8 +429,13 @@ def _suffices(directory: Path) -> bool:
     checkpoint, or the newest below it is this node's own (N3). Who takes the newest of a listing must not go back."""
     if (directory / MANIFEST).exists():
         return True
-    newest = max(_with_commits(directory), key=select.age_of, default="")
+    names = sorted(_with_commits(directory), key=select.age_of)
     try:
+        if (directory / BRANCHES_DIR).is_dir():
+            found = [(directory / name, local_commit.read_local_manifest(directory / name)) for name in names]
+            abandoned = abandoned_here((path, manifest) for path, manifest in found if manifest is not None)
+            names = [name for name in names if directory / name not in abandoned]
+        newest = names[-1] if names else ""
         manifest = local_commit.read_local_manifest(directory / newest) if newest else None
     except (ManifestError, StoreError):
         return False

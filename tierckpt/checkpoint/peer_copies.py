@@ -57,5 +57,13 @@ class PeerLookup(Protocol):
     async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
         """The copies of the checkpoint at ``location``, by attempt."""
 
-    async def committed(self, parent: Location) -> Mapping[str, Mapping[str, Sequence[Member]]]:
-        """The checkpoints below ``parent``: by name, by attempt, who has it."""
+    async def committed(
+        self, parent: Location, *, is_fresh: bool = False
+    ) -> Mapping[str, Mapping[str, Sequence[Member]]]:
+        """The checkpoints below ``parent``: by name, by attempt, who has it. ``is_fresh``: not from memory."""
+
+    async def silent(self, parent: Location) -> list[str]:
+        """The nodes that were to say what they have below ``parent``, and did not, asked anew.
+
+        Raises PermissionDeniedError: a node does not take this one for a member.
+        """

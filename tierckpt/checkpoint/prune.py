@@ -17,11 +17,12 @@ from ..disk.durable import matching
 from ..errors import ManifestError, StoreError, TierckptError
 from ..format import layout
 from ..format.layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
-from ..format.manifest import Manifest
+from ..format.manifest import BASE_NOTE, Manifest
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import local_commit, marks, retention, shared_commit
+from .branches import Branch, branch_of, current_of
 from .catalog import is_stock
 from .journal import Journal
 from .retention import CheckpointCopy, Health, Policy, Verdict
@@ -29,6 +30,7 @@ from .retention import CheckpointCopy, Health, Policy, Verdict
 log = logger("retention")
 
 KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
+LEADS_ON = "a gradient log leads on from it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Outcome:
             "reason": self.reason,
             "size_bytes": self.copy.size_bytes,
             "health": str(self.copy.health) if self.copy.health else None,
+            "abandoned": self.copy.is_abandoned,
         }
 
 
@@ -88,6 +91,12 @@ class _Seen:
     def name(self) -> str:
         return self.location.name
 
+    @property
+    def branches(self) -> list[tuple[Tier, Branch]]:
+        """Of what each tier has committed."""
+        copies = ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared))
+        return [(tier, branch_of(manifest, self.name)) for tier, manifest in copies if manifest is not None]
+
 
 class Pruner:
     """Prunes runs of one local root. Runs on one event loop; ``store_of`` opens the shared tier of a location."""
@@ -100,23 +109,38 @@ class Pruner:
         self._gate = asyncio.Semaphore(4 * settings.concurrency)
 
     async def prune(
-        self, names: Iterable[Location], policy: Policy, *, dry_run: bool, beside: Sequence[CheckpointCopy] = ()
+        self,
+        names: Iterable[Location],
+        policy: Policy,
+        *,
+        dry_run: bool,
+        beside: Sequence[CheckpointCopy] = (),
+        branch: Branch | None = None,
+        noted: Branch | None = None,
+        own: Sequence[int] = (),
     ) -> PruneResult:
         """Judge the checkpoints at ``names``, the children of one run, and remove what the policy says.
 
         Returns what became of each, failures among it: one copy that cannot be removed does not keep the others.
-        ``beside``: copies that count, and of which nothing becomes: a redo log is not the newest beside a newer one.
+        Args:
+            beside: copies that count, and of which nothing becomes: a redo log is not the newest beside a newer one.
+            branch: the branch that this process saves to. None: the one that the run continues.
+            noted: the newest that is noted of the run.
+            own: the steps that this process has saved, the latest last.
 
         Raises:
             StoreError: the shared tier cannot be asked, so that nothing can be judged; nothing was removed.
         Cost: one GET or two for each name, one listing of the newest; a removal costs one request for each file.
         """
         seen = await asyncio.gather(*(self._look(location) for location in names))
-        copies = await self._copies(seen)
+        if branch is None:
+            known = [(found, step_of(one.name)) for one in seen for _, found in one.branches]
+            branch = current_of([*known, *([(noted, None)] if noted is not None else [])])
+        copies = await self.copies_of(seen, branch)
         result = PruneResult([], {one.name: one.other for one in seen if one.other})
         locations = {one.name: one.location for one in seen}
         others = [replace(copy, name=f"beside/{copy.name}") for copy in beside]
-        for verdict in policy.judge([*copies, *others], drains=self._settings.drain):
+        for verdict in policy.judge([*copies, *others], drains=self._settings.drain, own=own):
             if verdict.copy.name not in locations:
                 continue
             result.outcomes.append(await self._carry_out(verdict, locations[verdict.copy.name], dry_run, result.errors))
@@ -176,23 +200,30 @@ class Pruner:
         except StoreError:
             return False
 
-    async def _copies(self, seen: Sequence[_Seen]) -> list[CheckpointCopy]:
+    async def copies_of(self, seen: Sequence[_Seen], branch: Branch | None) -> list[CheckpointCopy]:
+        """Return the copies of the run on both tiers, with what holds each of them."""
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         linked = await asyncio.to_thread(_linked, [one.location for one in seen if one.other == "a link"])
+        base = _base_of_log(seen, branch)
         copies = []
         for one in seen:
             step = step_of(one.name)
             if step is None:
                 one.other = one.other or ("no step number in its name" if one.local or one.shared else "")
                 continue
-            held = self._held(one.location, busy, linked)
+            held = self._held(one.location, busy, linked) or (LEADS_ON if step == base else "")
             for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
                 if manifest is not None:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
                     size_bytes, attempt = manifest.size_bytes, manifest.attempt
                     directory = local_dir(self._root, one.location)
                     peers = tier is Tier.LOCAL and not drained and marks.is_replicated(directory, attempt)
-                    copies.append(CheckpointCopy(one.name, step, tier, None, drained, held, attempt, size_bytes, peers))
+                    is_abandoned = branch is not None and not branch.holds(branch_of(manifest, one.name), step)
+                    copies.append(
+                        CheckpointCopy(
+                            one.name, step, tier, None, drained, held, attempt, size_bytes, peers, is_abandoned
+                        )
+                    )
         return await self._with_health(copies, {one.name: one for one in seen})
 
     def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
@@ -211,7 +242,8 @@ class Pruner:
         """Look at the newest copies of each tier, down to the first that is whole: older ones protect nothing."""
         known: dict[tuple[str, Tier], Health] = {}
         for tier in (Tier.LOCAL, Tier.SHARED):
-            here = sorted((copy for copy in copies if copy.tier is tier), key=lambda copy: copy.step, reverse=True)
+            here = [copy for copy in copies if copy.tier is tier]
+            here.sort(key=lambda copy: (not copy.is_abandoned, copy.step), reverse=True)
             for copy in here:
                 known[copy.name, tier] = await self._health(seen[copy.name], tier)
                 if known[copy.name, tier] is Health.WHOLE:
@@ -314,6 +346,21 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
             log.warning("leftovers in %s stay: %s", directory, error)
     read_lease.forget_dead(local_root)
     return found
+
+
+def _base_of_log(seen: Sequence[_Seen], branch: Branch | None) -> int | None:
+    """Return the step of the newest checkpoint of ``branch`` that a gradient log leads on from; None without one.
+
+    The log may reach further than any checkpoint, whichever process has saved that since, and wherever the log is.
+    """
+    steps = []
+    for one in seen:
+        step, found = step_of(one.name), one.local or one.shared
+        if step is None or found is None or BASE_NOTE not in found.notes:
+            continue
+        if branch is None or branch.holds(branch_of(found, one.name), step):
+            steps.append(step)
+    return max(steps, default=None)
 
 
 def _is_link(location: Location) -> bool:

@@ -12,6 +12,9 @@ Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
     N5  Only what a manifest of ours names is deleted. What other people keep in the directory stays, and so does a
         directory that has no mark of ours.
     N6  Removed is the very attempt that was judged. A save that takes its id over meanwhile ends whole or not at all.
+    N7  Steps that a job has abandoned, as it went back to an older one, count for no rule, and no rule removes them.
+        They go when that is asked for, or their numbers are saved again. A process judges by the branch it saves to.
+    N8  Of what a process itself has saved its rule keeps as many as of all, whatever others save beside it.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ class CheckpointCopy:
     size_bytes: int = 0
     is_replicated: bool = False
     """Local tier: not on the shared tier, and all its copies on other nodes are whole."""
+    is_abandoned: bool = False
+    """The job has gone back to an older step since (branches.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,13 @@ class Rule:
         kept = dict.fromkeys(multiples, f"a multiple of {self.every}")
         return kept | dict.fromkeys(newest_first[: self.last or 0], f"among the newest {self.last}")
 
+    def kept_of(self, saved: Sequence[int]) -> set[int]:
+        """Return which steps this rule keeps of those that one process has ``saved``, the latest last (N8)."""
+        if not self:
+            return {*saved}
+        latest_first = [*dict.fromkeys(reversed(saved))]
+        return {*latest_first[: self.last or 1], *(step for step in saved if self.every and step % self.every == 0)}
+
     def __str__(self) -> str:
         """Why a step goes that this rule does not keep."""
         newest = [f"not among the newest {self.last}"] if self.last else []
@@ -108,6 +120,8 @@ class Policy:
 
     local: Rule = field(default_factory=Rule)
     shared: Rule = field(default_factory=Rule)
+    abandoned: frozenset[Tier] = frozenset()
+    """Where abandoned steps go (N7)."""
 
     @classmethod
     def of(
@@ -115,24 +129,30 @@ class Policy:
     ) -> Policy:
         """Build one from what people write: a number for both tiers, or one by tier. Raises ConfigError."""
         last, every = _by_tier("keep_last", keep_last), _by_tier("keep_every", keep_every)
-        return cls(*(Rule(last.get(tier), every.get(tier)) for tier in ("local", "shared")))
+        local, shared = (Rule(last.get(tier), every.get(tier)) for tier in ("local", "shared"))
+        return cls(local, shared)
 
     def __bool__(self) -> bool:
-        return bool(self.local or self.shared)
+        return bool(self.local or self.shared or self.abandoned)
 
-    def judge(self, copies: Sequence[CheckpointCopy], *, drains: bool = True) -> list[Verdict]:
+    def judge(self, copies: Sequence[CheckpointCopy], *, drains: bool = True, own: Sequence[int] = ()) -> list[Verdict]:
         """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
 
         Args:
             drains: False where nothing is drained, so that the local tier is the last one.
+            own: the steps that this process has saved, the latest last.
         """
-        shared = [copy for copy in copies if copy.tier is Tier.SHARED]
+        shared = [copy for copy in copies if copy.tier is Tier.SHARED and not copy.is_abandoned]
         shared_whole = max((copy.step for copy in shared if copy.health is Health.WHOLE), default=None)
         verdicts = []
         for tier, rule in ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared)):
-            here = [copy for copy in copies if copy.tier is tier]
-            protected = protect(here)
-            kept = rule.kept(copy.step for copy in here)
+            every = [copy for copy in copies if copy.tier is tier]
+            here = [copy for copy in every if not copy.is_abandoned]
+            verdicts += [self._judge_abandoned(copy, here, every) for copy in every if copy.is_abandoned]
+            protected, steps = protect(here), {copy.step for copy in here}
+            kept = rule.kept(steps)
+            own_here = rule.kept_of([step for step in own if step in steps])
+            kept = dict.fromkeys(own_here, "saved by this process") | kept
             for copy in here:
                 needs_lower = tier is Tier.LOCAL and drains
                 reason = (
@@ -143,6 +163,17 @@ class Policy:
                 )
                 verdicts.append(Verdict(copy, not reason, reason or str(rule)))
         return sorted(verdicts, key=lambda verdict: (-verdict.copy.step, verdict.copy.name, verdict.copy.tier))
+
+    def _judge_abandoned(
+        self, copy: CheckpointCopy, here: Sequence[CheckpointCopy], every: Sequence[CheckpointCopy]
+    ) -> Verdict:
+        """``here``: the copies of the tier that are not abandoned; ``every``: all of them."""
+        reason = copy.held
+        if not reason and not any(one.health in (Health.WHOLE, Health.PARTIAL) for one in here):
+            reason = protect(every).get(copy.name, "")  # the tier has nothing else
+        if not reason and copy.tier not in self.abandoned:
+            reason = "abandoned; `tierckpt prune --abandoned` removes it"
+        return Verdict(copy, not reason, reason or "abandoned: the job has gone back to an older step")
 
 
 def protect(copies: Sequence[CheckpointCopy]) -> dict[str, str]:

@@ -2,11 +2,15 @@
 
 Invariants (tests cite them):
     N1  "None" is said only after a listing of the shared tier that succeeded. A store that refuses, fails, hangs or
-        breaks off in the middle of a listing is waited for, and then it is an error.
+        breaks off in the middle of a listing is waited for, and then it is an error. A run that was listed is listed
+        again when its names have gone before they were read: a job that keeps one step has then saved the next.
     N2  A child that the shared tier cannot be asked about is never passed over for an older one.
     N3  While the shared tier cannot be asked, the newest step here is taken only if this node saved it and has not
         drained it: then no other node can have gone on from it by way of the shared tier. Others may have gone on from
         a step that was drained.
+    N4  Configured peers that do not say what they have are waited for as the shared tier is, ``store_wait_seconds``;
+        then what others have is taken, and a warning names them. One that refuses this node's secret is an error.
+    N5  A step that a job has abandoned, as it went back to an older one, is no candidate (branches.py).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -34,14 +38,17 @@ from ..errors import (
     StoreUnavailableError,
     UncommittedCheckpointError,
 )
-from ..format.layout import PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, adopted_dir, step_of
+from ..format.layout import BRANCHES_DIR, PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, adopted_dir, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Recoverable, Store
 from ..telemetry import logger
 from ..types import Json, Tier
-from . import catalog, local_commit, marks
+from . import branches, catalog, local_commit, marks
+from .branches import Branch
 from .catalog import Checkpoint
+from .listing import LISTINGS_MAX, changing, listed_again
 from .peer_copies import PeerLookup
+from .silent_peers import SilentPeers
 
 log = logger("select")
 
@@ -52,10 +59,11 @@ DENIED_SECONDS = 5.0
 LOOK_SECONDS_MIN = 10.0
 """What one look may take at least, so that ``store_wait_seconds=0`` is one try and not none."""
 PAUSE_SECONDS = 1.0
+PEER_SECONDS = 0.5
+"""How long a peer may list a checkpoint that it has removed."""
 QUIET_SECONDS = 2.0
 """A store that has not answered for so long is told of, and every ``TELL_SECONDS`` from then on."""
 TELL_SECONDS = 10.0
-
 
 LOOK_MAX, AT_ONCE = 256, 16
 """Directories that a search for runs looks into, a listing and up to four requests each; so many of them at a time."""
@@ -109,6 +117,7 @@ class Selector:
         cluster: PeerLookup | None,
     ) -> None:
         self._settings, self._store_at, self._directory_of, self._cluster = settings, store_at, directory_of, cluster
+        self._silent_peers = SilentPeers(cluster, settings.store_wait_seconds)
         self.reached: set[tuple[str, str]] = set()
         """The stores (``place_of``) that have answered in this process as they should."""
 
@@ -116,9 +125,27 @@ class Selector:
         return await catalog.find(location, self._directory_of(location), self._store_at(location), self._cluster)
 
     async def found(self, location: Location) -> Checkpoint:
-        """``find``, waiting for a shared tier that does not answer when this node and its peers lack some file."""
+        """``find``, waiting for a shared tier that does not answer when this node and its peers lack some file; and for
+        silent peers when nobody else has a checkpoint there."""
         wait = _Wait(self._settings, self._store_at(location), location)
-        return await wait.until_seen(lambda: self._explicit(location), lambda error: self._whole_near(location, error))
+
+        async def look() -> Checkpoint:
+            return await wait.until_seen(
+                lambda: self._explicit(location), lambda error: self._whole_near(location, error)
+            )
+
+        try:
+            return await look()
+        except (CheckpointNotFoundError, UncommittedCheckpointError):
+            if self._cluster is None:
+                raise
+        silent = await self._silent_peers.wait(location.parent)
+        try:
+            return await look()
+        except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
+            if silent:
+                error.context["not_heard"] = ", ".join(silent)
+            raise
 
     async def newest(
         self, location: Location, step_max: int | None = None, *, may_be_own: bool = True, windows: bool = False
@@ -133,7 +160,8 @@ class Selector:
             windows: take a redo log (``layout.WINDOWS_DIR``) that is newer than every checkpoint, too.
 
         Raises:
-            StoreUnavailableError, PermissionDeniedError: nobody could look, so nobody knows what is newest (N1).
+            StoreUnavailableError, PermissionDeniedError: nobody could look, so nobody knows what is newest (N1); or a
+                peer does not take this node for a member (N4).
         """
         wait = _Wait(self._settings, self._store_at(location), location)
 
@@ -159,7 +187,17 @@ class Selector:
                 self.reached.add(place_of(location))
             return Newest(newest, newest.unseen if newest is not None else None)
 
-        return await wait.until_seen(look, own)
+        silent = await self._silent_peers.wait(location)
+        newest = await wait.until_seen(look, own)
+        if silent:
+            found = newest.checkpoint
+            log.warning(
+                "%s: the newest checkpoint found is %s; a newer one may be on %s, which did not answer",
+                location.uri,
+                found.location.name if found is not None else "none",
+                ", ".join(silent),
+            )
+        return newest
 
     # --- all tiers ----------------------------------------------------------------------------------------------
 
@@ -172,7 +210,7 @@ class Selector:
 
     async def _whole_near(self, location: Location, error: StoreError) -> Checkpoint | None:
         """What this node and its peers have whole of a checkpoint that was asked for by name."""
-        for found in await self._committed_near(location):
+        for found in await self.committed_near(location):
             if not await catalog.lacking_near(found):
                 log.warning("%s: going by the copy near, as shared storage does not say more: %s", location.uri, error)
                 return replace(found, unseen=error)
@@ -183,11 +221,59 @@ class Selector:
             return await self._explicit(location)
         except (CheckpointNotFoundError, UncommittedCheckpointError):
             pass
-        names = {*await self._names_near(location), *await self._store_at(location).list_dirs()}
+        names = await self._listed(location, windows)
+        for _ in range(LISTINGS_MAX):
+            ordered = _newest_first(names, step_max)
+            found, gone = await self._first_usable(location, ordered, await self.noted_branch(location, names))
+            if not ordered or (found is not None and found.location == location.child(ordered[0])):
+                return found
+            # What was passed over may have been removed since the listing, by a job that has committed newer steps.
+            before, names = names, await self._listed(location, windows, is_again=True)
+            new = _newest_first(names - before, step_max)
+            if self._cluster is not None and gone & {*await self._cluster.committed(location)}:
+                await asyncio.sleep(PEER_SECONDS)  # a peer lists what it has removed since, and not yet what is new
+                continue
+            if found is not None and not any(age_of(name) > age_of(found.location.name) for name in new):
+                return found
+            if found is not None or new:
+                continue
+            # Of two steps the older is removed after the newer is committed, so this order misses neither.
+            ordered = _newest_first(names, step_max)[::-1]
+            found, _ = await self._first_usable(location, ordered, await self.noted_branch(location, names))
+            before, names = names, await self._listed(location, windows, is_again=True)
+            if found is None and names <= before:
+                return None
+        if found is not None:
+            return found
+        raise changing(location)
+
+    async def _listed(self, location: Location, windows: bool, *, is_again: bool = False) -> set[str]:
+        """Names at ``location`` on all tiers. ``is_again``: peers are asked anew, too."""
+        names = {*await self._names_near(location, is_again), *await self._store_at(location).list_dirs()}
         if windows and WINDOWS_DIR in names:
             names |= below(WINDOWS_DIR, await self._store_at(location).list_dirs(WINDOWS_DIR))
-            names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR)))
-        for name in _newest_first(names, step_max):
+            names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR), is_again))
+        return names
+
+    async def noted_branch(self, location: Location, names: Collection[str], *, is_near: bool = False) -> Branch | None:
+        """The branch noted for the run that was listed as ``names``; ``is_near``: on this node and its peers."""
+        if BRANCHES_DIR not in names:
+            return None
+        found = [await asyncio.to_thread(branches.read_local, self._directory_of(location))]
+        if not is_near:
+            found.append(await branches.read_shared(self._store_at(location)))
+        if self._cluster is not None:
+            for name in (await self._cluster.committed(location)).get(BRANCHES_DIR, ()):
+                copies = (await self._cluster.at(location.child(name))).values()
+                found += [branches.branch_of(copy.manifest, name) for copy in copies]
+        return branches.current_of((one, None) for one in found if one is not None)
+
+    async def _first_usable(
+        self, location: Location, names: Sequence[str], branch: Branch | None
+    ) -> tuple[Checkpoint | None, set[str]]:
+        """The first of ``names`` that is whole, and those before it where no checkpoint is (any more)."""
+        gone: set[str] = set()
+        for name in names:
             try:
                 checkpoint = await self.find(location.child(name))
             except BucketNotFoundError:
@@ -195,13 +281,19 @@ class Selector:
             except (CheckpointError, IntegrityError, ObjectNotFoundError) as error:
                 is_damage = isinstance(error, IntegrityError)
                 (log.warning if is_damage else log.info)("latest: passing over %s: %s", name, error)
+                gone |= {name} if isinstance(error, CheckpointNotFoundError) else set()
                 continue
             if checkpoint.unseen is not None and not await asyncio.to_thread(self._is_own, checkpoint):
                 raise checkpoint.unseen  # N2
+            if branch is not None and not branch.holds(checkpoint.branch, checkpoint.step):
+                if checkpoint.branch.order > branch.order:
+                    return await self._first_usable(location, names, checkpoint.branch)
+                log.info("latest: passing over %s: the job has gone back to an older step since", name)
+                continue
             if await catalog.is_complete(checkpoint):
-                return checkpoint
+                return checkpoint, gone
             log.warning("latest: passing over %s: some files have no copy", name)
-        return None
+        return None, gone
 
     # --- near ---------------------------------------------------------------------------------------------------
 
@@ -210,15 +302,34 @@ class Selector:
 
         Only for those who show or remove what is near: what is left out here may be newer than all of it.
         """
+        return sorted(name for name in (await self.all_names(location))[0] if not name.startswith("."))
+
+    async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
+        """Return the branch that a job of the run at ``location`` continues; None where no step is abandoned.
+
+        On this node and its peers alone when the shared tier does not answer, as ``names``. ``known``: branch and step
+        of checkpoints that the caller has seen.
+        """
+        names, is_near = await self.all_names(location)
+        noted = await self.noted_branch(location, names, is_near=is_near)
+        return branches.current_of([*known, *([(noted, None)] if noted is not None else [])])
+
+    async def all_names(self, location: Location, timeout_seconds: float | None = None) -> tuple[set[str], bool]:
+        """All names below ``location``, and True when the shared tier did not answer.
+
+        With ``timeout_seconds`` one that has not answered by then, or refuses, counts as one that did not.
+        """
         near = await self._names_near(location)
         try:
-            shared = await self._store_at(location).list_dirs()
-        except (StoreUnavailableError, EndpointError) as error:
-            if not near:
+            async with asyncio.timeout(timeout_seconds):
+                return {*near, *await self._store_at(location).list_dirs()}, False
+        except TimeoutError:
+            return {*near}, True
+        except (StoreUnavailableError, EndpointError, PermissionDeniedError) as error:
+            if timeout_seconds is None and (not near or isinstance(error, PermissionDeniedError)):
                 raise
             log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
-            shared = []
-        return sorted({name for name in (*near, *shared) if not name.startswith(".")})
+            return {*near}, True
 
     async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[Run], bool]:
         """Return the runs in and below ``places``, by URI, and whether all directories there were looked into.
@@ -241,30 +352,48 @@ class Selector:
         newest directory is a checkpoint, the others that end in a step are taken for steps unseen."""
         if location.scheme == "file" and Path(location.path).is_relative_to(self._settings.local_root):
             return None, []
-        try:
-            names = {name for name in await self.names(location) if not name.startswith(adopted_dir(""))}
-            place = location.child(_newest_first(names)[0]) if names else location
+
+        async def newest_in(names: Collection[str]) -> tuple[tuple[set[str], Location, catalog.Row | None], set[str]]:
+            ordered = _newest_first({*names})
+            place = location.child(ordered[0]) if ordered else location
+            if BRANCHES_DIR in names and (found := await self._look(location, None, windows=False)) is not None:
+                place = found.location
             newest = await catalog.describe(place, self._directory_of(place), self._store_at(place))
+            return ({*names}, place, newest), {place.name} if ordered and newest is None else set()
+
+        async def names_of_run() -> list[str]:
+            listed = (await self.all_names(location))[0]
+            return [name for name in listed if not name.startswith((".", adopted_dir(""))) or name == BRANCHES_DIR]
+
+        try:
+            names, place, newest = await listed_again(location, names_of_run, newest_in)
         except (PermissionDeniedError, ManifestError) as error:
             log.warning("%s is passed over: %s", location.uri, error)
             return None, []
         if newest is None:
-            return None, [location.child(name) for name in sorted(names)]
-        others = sorted(name for name in names - {place.name} if step_of(name) is None)
+            return None, [location.child(name) for name in sorted(names - {BRANCHES_DIR})]
+        others = sorted(name for name in names - {place.name, BRANCHES_DIR} if step_of(name) is None)
         return Run(place.parent, max(1, len(names) - len(others)), newest), [location.child(name) for name in others]
 
-    async def _names_near(self, location: Location) -> list[str]:
+    async def _names_near(self, location: Location, is_again: bool = False) -> list[str]:
         """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""
         local = await asyncio.to_thread(_directories, self._directory_of(location))
-        return local + list(await self._cluster.committed(location) if self._cluster is not None else ())
+        if self._cluster is None:
+            return local
+        return local + list(await self._cluster.committed(location, is_fresh=is_again))
 
     async def _near(self, location: Location, step_max: int | None, windows: bool) -> _Near:
         is_newest, is_own = True, False
         names = set(await self._names_near(location))
         if windows:
             names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR)))
+        branch = await self.noted_branch(location, names, is_near=True)
         for name in _newest_first(names):
-            for checkpoint in await self._committed_near(location.child(name)):
+            for checkpoint in await self.committed_near(location.child(name)):
+                if branch is not None and not branch.holds(checkpoint.branch, checkpoint.step):
+                    if checkpoint.branch.order < branch.order:
+                        continue
+                    branch = checkpoint.branch
                 is_whole = not await catalog.lacking_near(checkpoint)
                 if is_newest:
                     is_newest, is_own = False, is_whole and await asyncio.to_thread(self._is_own, checkpoint)
@@ -272,7 +401,7 @@ class Selector:
                     return _Near(is_own, checkpoint)
         return _Near(is_own)
 
-    async def _committed_near(self, location: Location) -> list[Checkpoint]:
+    async def committed_near(self, location: Location) -> list[Checkpoint]:
         """The attempts that this node and its peers have committed at ``location``, the newest first."""
         directory, store = self._directory_of(location), self._store_at(location)
         try:
@@ -292,7 +421,7 @@ class Selector:
                 frozenset({Tier.LOCAL if local is not None and manifest.attempt == local.attempt else Tier.PEER}),
                 found.get(manifest.attempt),
             )
-            for manifest in sorted(attempts.values(), key=lambda one: one.created_unix_seconds, reverse=True)
+            for manifest in sorted(attempts.values(), key=_age_of_attempt, reverse=True)
         ]
 
     def _is_own(self, checkpoint: Checkpoint) -> bool:
@@ -445,6 +574,10 @@ def age_of(name: str) -> tuple[bool, int]:
     """Larger is newer: by step. What has no step in its name is older than all that have one."""
     step = step_of(name)
     return step is not None, step or 0
+
+
+def _age_of_attempt(manifest: Manifest) -> tuple[int, float]:
+    return branches.order_of(manifest), manifest.created_unix_seconds
 
 
 def newest_of(names: Iterable[str]) -> list[str]:

@@ -29,17 +29,20 @@ from ..format.layout import (
     pending,
     private_files,
     removal_note,
+    step_of,
 )
 from ..format.manifest import Manifest, stale_files, stale_metadata
 from ..stores.base import Conditional, Store
 from ..stores.verified_read import check_bytes, verified
 from ..telemetry import logger
 from ..types import Json, Tier
+from . import branches
 
 log = logger("commit")
 
 CLAIM_TRIES = 8
 CLAIM_FIELDS = frozenset({"attempt", "replaces"})
+CLAIM_NEWER = frozenset({"uri", branches.NOTE})
 
 
 async def read_shared_manifest(store: Store) -> Manifest | None:
@@ -58,6 +61,13 @@ async def replaced_by_claim(store: Store) -> frozenset[str]:
     """Return the attempts that the holder of the claim was told to replace: an attempt among them is superseded."""
     claim = await _read_claim(store)
     return frozenset(claim["replaces"]) if claim else frozenset()
+
+
+async def is_abandoned(store: Store, location: Location, manifest: Manifest) -> bool:
+    """True when an attempt owns this id whose job has abandoned ``manifest`` (branches.py, B5)."""
+    branch, claim = branches.branch_of(manifest, location.name), await _read_claim(store)
+    holder = branches.parse(claim.get(branches.NOTE)) if claim else None
+    return holder is not None and holder.order > branch.order and not holder.holds(branch, step_of(location.name))
 
 
 async def read_claim(store: Store) -> str | None:
@@ -105,7 +115,7 @@ async def _read_claim(store: Store) -> Json | None:
             await store.get(CLAIM),
             CLAIM_FIELDS,
             where=where,
-            newer=frozenset({"uri"}),
+            newer=CLAIM_NEWER,
             size_bytes_max=manifests.MANIFEST_BYTES_MAX,
         )
         if not manifests.is_token(claim["attempt"]) or not manifests.is_tokens(claim["replaces"]):
@@ -138,7 +148,11 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     """
     await put_claim(store, location, manifest)
     current, etag = await _read_versioned(store)
-    if current is not None and current.attempt not in {manifest.attempt, *manifest.replaces}:
+    if (
+        current is not None
+        and current.attempt not in {manifest.attempt, *manifest.replaces}
+        and not branches.takes_place(manifest, branches.branch_of(current, location.name), location.name)
+    ):
         # Its claim was lost: to a removal that was overtaken, or on a store without conditional puts.
         raise already_committed(location, current.attempt, Tier.SHARED)
     if current is None or current.attempt != manifest.attempt:
@@ -287,8 +301,12 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
     """Take the id for this attempt: from nobody, or from exactly the holder that was seen and is to be replaced.
 
     An attempt that it was to replace and that retention has removed meanwhile is nobody: nothing that stands is lost.
+    Nor is one of an abandoned branch, that this one did not see (branches.py, B5).
     """
-    claim = manifests.seal({"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri})
+    body = {"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri}
+    if branches.NOTE in manifest.notes:
+        body[branches.NOTE] = str(manifest.notes[branches.NOTE])
+    claim = manifests.seal(body)
     for _ in range(CLAIM_TRIES):
         try:
             await store.put(CLAIM, claim, if_absent=True)
@@ -296,12 +314,15 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
         except PreconditionFailedError:
             pass
         etag = await etag_of(store, CLAIM)
-        holder = await read_claim(store)
+        held = await _read_claim(store)
+        if held is None:
+            continue  # a removal took it away between the two requests
+        holder = str(held["attempt"])
         if holder == manifest.attempt:
             return  # ours already: an earlier try, or another rank's mover
-        if holder is None:
-            continue  # a removal took it away between the two requests
-        if holder not in manifest.replaces:
+        if holder not in manifest.replaces and not branches.takes_place(
+            manifest, branches.parse(held.get(branches.NOTE)), location.name
+        ):
             raise already_committed(location, holder, Tier.SHARED)
         try:
             await replace(store, CLAIM, claim, etag)

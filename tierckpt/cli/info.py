@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Collection
 from datetime import UTC, datetime
 
 from rich.console import RenderableType
 
-from ..agent.node_document import agent_status
 from ..cache.file_set import FileSpec
 from ..cache.prefetch import from_listing
+from ..checkpoint.branches import NOTE, run_of
 from ..checkpoint.catalog import Checkpoint
 from ..disk.durable import matching
-from ..errors import CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError
-from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_of
+from ..errors import (
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_name, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover
 from ..save import log_segments
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
-
-NO_AGENT = "no agent runs on this node: a job with mover='agent' starts one, and `tierckpt agent` does"
 
 
 def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
@@ -40,10 +44,14 @@ async def _inspect(mover: Mover, location: Location) -> Report:
     except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
         return await _inspect_plain(mover, location, error)
     if checkpoint.manifest is None:
-        return _plain("stock", location, await from_listing(checkpoint.store))
+        return _plain("stock", location, await from_listing(checkpoint.store, strict=False))
+    is_abandoned = False
+    with contextlib.suppress(PermissionDeniedError):  # of the run: whoever may read one checkpoint of it is not told
+        branch = await mover.selector.branch(run_of(location), [(checkpoint.branch, checkpoint.step)])
+        is_abandoned = branch is not None and not branch.holds(checkpoint.branch, checkpoint.step)
     logs = await asyncio.to_thread(_logs, mover, location.parent) if checkpoint.step is not None else []
     behind = [one for one in logs if one["base_step"] <= checkpoint.step <= (one["newest_step"] or one["base_step"])]
-    return await asyncio.to_thread(_committed, checkpoint, checkpoint.manifest, behind)
+    return await asyncio.to_thread(_committed, checkpoint, checkpoint.manifest, behind, is_abandoned)
 
 
 async def _inspect_plain(
@@ -57,7 +65,7 @@ async def _inspect_plain(
         if logs:
             return _run(location, (), logs)
         try:
-            return _plain("files", location, await from_listing(mover.store(location)))
+            return _plain("files", location, await from_listing(mover.store(location), strict=False))
         except ObjectNotFoundError:
             raise error from None
     if rows[0].location == location:
@@ -75,18 +83,16 @@ def _logs(mover: Mover, run: Location) -> list[Json]:
     directory = local_dir(mover.settings.local_root, run) / GRADIENTS_DIR
     logs = sorted((step_of(path.name) or 0, path) for path in matching(directory, "rank-*"))
     found = [(rank, one) for rank, path in logs for one in log_segments.chains(path)]
-    why = NO_AGENT if found and agent_status(mover.settings) == (None, None) else ""
-    return [{"rank": rank, **dataclasses.asdict(one), "not_folded": one.not_folded or why} for rank, one in found]
+    return [{"rank": rank, **dataclasses.asdict(one)} for rank, one in found]
 
 
 def _logs_table(logs: list[Json]) -> RenderableType:
     lines = [
         (item["rank"], item["base_step"], _shown(item["newest_step"]), item["steps"], human_bytes(item["size_bytes"]),
-         _shown(item["verified_step"]), f"no: {why}" if (why := item["not_folded"]) else "by the agent",
-         item["ended"] or "whole")
+         _shown(item["verified_step"]), item["ended"] or "whole")
         for item in logs
     ]  # fmt: skip
-    return table(">rank >behind_step >newest_step >steps >size >parameters_verified_at folded state", lines)
+    return table(">rank >behind_step >newest_step >steps >size >parameters_verified_at state", lines)
 
 
 def _shown(step: int | None) -> str:
@@ -95,15 +101,16 @@ def _shown(step: int | None) -> str:
 
 def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report:
     for item in logs:
-        if not any(item["base_step"] <= step for step in steps):  # a log that was folded begins anywhere
-            missing = f"step-{item['base_step']} is missing, and every later one that the log leads on from"
+        if item["base_step"] not in steps:
+            missing = f"step-{item['base_step']} is missing: the log leads on from a later checkpoint, or from none"
             item["ended"] = "; ".join(filter(None, (item["ended"], missing)))
     document: Json = {"uri": location.uri, "kind": "run", "checkpoints": len(steps), "gradient_logs": logs}
     summary = {"run": location.uri, "checkpoints": f"{len(steps)} (`tierckpt ls {location.uri}` lists them)"}
     return Report(document, [facts(summary), _logs_table(logs)])
 
 
-def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> Report:
+def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json], is_abandoned: bool) -> Report:
+    branch = checkpoint.branch
     files: list[Json] = [
         {
             "path": entry.path,
@@ -129,6 +136,9 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> 
         "adopted_in": folders,
         "size_bytes": manifest.size_bytes,
         "notes": dict(manifest.notes),
+        "branch": branch.id,
+        "went_back_to_step": branch.base,
+        "abandoned": is_abandoned,
         "files": files,
         "gradient_logs": logs,
     }
@@ -141,7 +151,9 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json]) -> 
         "committed on": ", ".join(document["tiers"]),
         "size": f"{human_bytes(manifest.size_bytes)} in {len(files)} files",
         **({"for other tools": ", ".join(folders)} if folders else {}),
-        **manifest.notes,
+        **{name: note for name, note in manifest.notes.items() if name != NOTE},
+        **({"went back to": step_name(branch.base)} if branch.base is not None else {}),
+        **({"abandoned": "the job has gone back to an older step since"} if is_abandoned else {}),
     }
     lines = [
         (item["path"], item["rank"], human_bytes(item["size_bytes"]), "yes" if item["on_this_node"] else "no")

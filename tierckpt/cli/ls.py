@@ -14,7 +14,8 @@ from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, o
 
 
 def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """List the checkpoints at or directly under URI, by step. What is not committed is marked so.
+    """List the checkpoints at or directly under URI, by step. What is not committed, or was abandoned when the job
+    went back to an older step, is marked so.
 
     Of a bucket, or of a directory above runs, the runs in it are listed, each with its newest step. Exit 3 when it has
     more directories than are looked into.
@@ -22,8 +23,16 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     location = location_of(uri)
     with open_client(local_root) as client:
         rows, runs, is_complete = client.run(_look(client.mover, location))
-    lines = [(row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes)) for row in rows]
-    view: list[RenderableType] = [table("name >step local shared >files >size", lines)] if rows else []
+    lines = [
+        (row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes),
+         "abandoned" if row.is_abandoned else "")
+        for row in rows
+    ]  # fmt: skip
+    view: list[RenderableType] = [table("name >step local shared >files >size branch", lines)] if rows else []
+    if any(row.is_abandoned for row in rows):
+        view.append(
+            "The job went back to an older step: restore(state, step=N) takes an abandoned one."
+        )
     if runs:
         below = f"{location.uri.rstrip('/')}/"
         found = [(run.location.uri.removeprefix(below), run.steps, run.newest) for run in runs]

@@ -14,7 +14,7 @@ from ..checkpoint.retention import Policy, Rule
 from ..errors import CheckpointNotFoundError, ConfigError, PartialTransferError, TierckptError
 from ..format.layout import Location
 from ..mover import Mover
-from ..types import Json
+from ..types import Json, Tier
 from .ui.output import Report, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
@@ -31,6 +31,9 @@ KeepLast = Annotated[
 KeepEvery = Annotated[
     int | None, typer.Option("--keep-every", metavar="N", min=1, help="Keep the steps that N divides, too.")
 ]
+Abandoned = Annotated[
+    bool, typer.Option("--abandoned", help="Remove the steps that the job abandoned when it went back to an older one.")
+]
 TierOption = Annotated[Tiers, typer.Option("--tier", help="Where to remove: local, shared or both.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Remove. Without it nothing is removed, only shown.")]
 
@@ -39,6 +42,7 @@ def prune(
     uri: UriArgument,
     keep_last: KeepLast = None,
     keep_every: KeepEvery = None,
+    abandoned: Abandoned = False,
     tier: TierOption = Tiers.BOTH,
     yes: Yes = False,
     as_json: JsonOption = False,
@@ -46,13 +50,17 @@ def prune(
 ) -> Report:
     """Show what retention would remove of the checkpoints directly under URI, and why it keeps the others.
 
+    Abandoned steps count for no rule, and go with --abandoned only.
+
     Never removed: the newest of a tier and its newest good one, a local copy that is not on the shared tier yet, what
     is being saved, drained or read on this node, and anything that tierckpt did not write.
     """
     location = location_of(uri)
     rule = Rule(keep_last, keep_every)
     policy = Policy(
-        local=rule if tier is not Tiers.SHARED else Rule(), shared=rule if tier is not Tiers.LOCAL else Rule()
+        local=rule if tier is not Tiers.SHARED else Rule(),
+        shared=rule if tier is not Tiers.LOCAL else Rule(),
+        abandoned=frozenset(one for one in Tier if abandoned and tier in (Tiers.BOTH, one.value)),
     )
     with open_client(local_root) as client:
         result = client.run(client.mover.prune(location, policy, dry_run=not yes))
@@ -118,7 +126,7 @@ def _view(result: PruneResult, yes: bool, has_rule: bool) -> list[RenderableType
     ]
     view: list[RenderableType] = [table("name >step tier outcome >size files why", rows)]
     if not has_rule:
-        view.append("No rule was given, so everything is kept: --keep-last K, --keep-every N.")
+        view.append("No rule was given, so everything is kept: --keep-last K, --keep-every N, --abandoned.")
     elif not yes:
         going = result.only(WOULD_GO)
         size = human_bytes(_size_bytes(going))

@@ -20,8 +20,9 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
 
 A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads. And
 ``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), laid out and committed as a
-checkpoint is. Nobody takes it for a checkpoint of step n before it was replayed. On the local tier alone
-``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps behind its checkpoints (save/log_segments.py).
+checkpoint is. Nobody takes it for a checkpoint of step n before it was replayed. A run whose job went back to an older
+step has ``<run>/.tierckpt-branches/<order>-<id>.json``, of each branch (checkpoint/branches.py). On the local tier
+alone ``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps behind its checkpoints (save/log_segments.py).
 
 The local root holds::
 
@@ -78,6 +79,9 @@ GRADIENTS_DIR = ".tierckpt-gradients"
 """Of a run, on the local tier: the steps behind its checkpoints, one directory a rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
 """Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
+
+BRANCHES_DIR = ".tierckpt-branches"
+"""Of a run: which steps were abandoned when a job went back to an older one (checkpoint/branches.py)."""
 
 WINDOWS_DIR = ".tierckpt-windows"
 """Of a run: redo logs by step, each of which becomes a checkpoint of that step when it is replayed."""

@@ -32,6 +32,8 @@ TREE_DIGEST = "xxh3-128-blocks"
 DIGEST_BLOCK_BYTES = 256 * 1024
 """What one block digest covers: the least that a partial read must read to be sure of a byte."""
 BLOCK_DIGEST_BYTES = 16
+BASE_NOTE = "gradient log"
+"""Among the notes: what gradient logs call this checkpoint, which lead on from it."""
 SIZE_BYTES_MAX = 1 << 50
 FILES_MAX = 4_000_000
 RANKS_MAX = 10_000_000

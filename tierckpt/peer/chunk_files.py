@@ -13,7 +13,9 @@ from typing import ClassVar
 from xxhash import xxh3_128
 
 from ..cache.file_set import FileSet, decode, from_manifest
-from ..cache.partial_entry import ENTRY, FILLING, RECEIPT, SHARED, ProgressLog, is_being_filled
+from ..cache.partial_entry import ENTRY, FILLING, SHARED, ProgressLog, is_being_filled
+from ..cache.receipt import RECEIPT
+from ..checkpoint.branches import NOTE, parse
 from ..disk.claims import holder_of, is_live
 from ..disk.file_io import read_into, stat_version
 from ..disk.open_beneath import open_beneath
@@ -246,7 +248,9 @@ class Committed(Recorded):
 
     def _decode(self, record: bytes, directory: Path) -> FileSet:
         manifest = decode_manifest(record, where=str(directory / MANIFEST))
+        branch = parse(manifest.notes.get(NOTE))
         self.attempt = manifest.attempt
+        self.went_back_at = branch.order if branch is not None and branch.base is not None else 0
         return frozen_of(manifest, str(directory))
 
     @property

@@ -222,6 +222,14 @@ class Lookup:
         found_all = [*literal, *(address for found in self._known.values() for address in found), *self._told]
         return list(dict.fromkeys(found_all))[:MEMBERS_MAX]
 
+    def places(self) -> dict[str, list[str]]:
+        """The nodes that are configured, each with the addresses that are known of it. Asks nobody."""
+        known = {address_of(host, port): [address_of(host, port)] for host, port in self._hosts if _is_ip(host)}
+        known |= {address_of(host, port): [] for host, port in self._hosts if not _is_ip(host)} | self._known
+        if self.sources.kind == "dns" and any(known.values()):
+            known = {address: [address] for found in known.values() for address in found}
+        return {**known, **{address: [address] for address in self._told}}
+
     def _tell_problems(self, problems: Sequence[str]) -> None:
         text = f"{len(problems)} of the names in peers cannot be looked up: {problems[0]}" if problems else ""
         if text and text != self.problem:

@@ -54,8 +54,10 @@ class Gossip:
     ) -> None:
         self.table = table
         self.seeds: list[str] = []
-        self.denied = ""
-        """Why another node did not take us for a member; "" when none has refused lately."""
+        self._refusals: dict[str, str] = {}
+        """Why nodes did not take us for a member, by address, until they do."""
+        self._names: dict[str, str] = {}
+        """The members that have answered, by the address they were asked at."""
         self._ask, self._look_up = ask, look_up
         self._rng = rng or random.Random()
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -131,6 +133,7 @@ class Gossip:
             return
         fresh = set(seeds) - set(self.seeds)
         self.seeds = list(seeds)
+        self._refusals = {seed: text for seed, text in self._refusals.items() if seed in set(seeds)}
         self._mute = {seed: state for seed, state in self._mute.items() if seed in set(seeds)}
         if fresh:
             self._wake.set()
@@ -155,18 +158,32 @@ class Gossip:
             self._note_denial(address, error)
             return
         self._mute.pop(address, None)
-        self.denied = ""
+        self._refusals.pop(address, None)
         self.table.take(answer, address)
+        if isinstance(answer.get("me"), dict):
+            self._names[address] = str(answer["me"].get("name", ""))
         if isinstance(answer.get("me"), dict) and answer["me"].get("name") == self.table.me.name:
             self._mute[address] = (0, loop.time() + SEED_SECONDS_MAX)  # it is ourselves
 
     def _note_denial(self, address: str, error: Exception) -> None:
         if not isinstance(error, PermissionDeniedError):
+            self._refusals.pop(address, None)
             return
         text = f"{address}: {error}"
-        if not self.denied:
+        if not self._refusals:
             log.warning("a peer does not take this node for a member: %s", text)
-        self.denied = text
+        self._refusals[address] = text
+
+    @property
+    def denied(self) -> str:
+        """Why another node does not take us for a member; "" when none refuses."""
+        return next(iter(self._refusals.values()), "")
+
+    def is_heard(self, address: str) -> bool:
+        """True when this node, or a member that can be asked, answers at ``address``."""
+        usable = {record.member for record in self.table.records.values() if self.table.is_usable(record)} | {self.me}
+        named = self._names.get(address)
+        return any(address == member.address or named == member.name for member in usable)
 
     async def goodbye(self) -> None:
         """Tell some members that this node leaves; they pass it on. Bounded in time, best effort: else its silence

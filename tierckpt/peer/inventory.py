@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..cache.partial_entry import RECEIPT, SUFFIX, incoming_beside, incoming_of
+from ..cache.partial_entry import SUFFIX, incoming_beside, incoming_of
+from ..cache.receipt import RECEIPT
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError, TierckptError
-from ..format.layout import MANIFEST, PRIVATE_DIR, location_at
+from ..format.layout import BRANCHES_DIR, MANIFEST, PRIVATE_DIR, location_at
 from ..format.manifest import digest_of
 from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
@@ -189,7 +190,7 @@ class Holdings:
             self.bad += 1
         QUARANTINES.emit(1, tier=Tier.LOCAL)
         log.error(
-            "%s: bytes %d-%d of %s are not what landed: no peer gets them. `tierckpt prefetch --check --read-data` or "
+            "%s: bytes %d-%d of %s are not what landed: no peer gets them. `tierckpt cache check --read-data` or "
             "`tierckpt verify --read-data` says what else is damaged",
             place.directory,
             place.byte_range.start,
@@ -245,7 +246,8 @@ class Holdings:
             return None
 
     def steps(self, parent_digest: str) -> dict[str, str]:
-        """Names and attempts of the checkpoints of this node directly below the URI with this digest."""
+        """Names and attempts of the checkpoints of this node directly below the URI with this digest. And, as
+        ``BRANCHES_DIR``, the name of one whose manifest tells of the newest branch that went back (branches.py)."""
         with self._lock:
             self._scan()
             return dict(self._steps.get(parent_digest, {}))
@@ -343,11 +345,15 @@ class Holdings:
 
     def _index_checkpoints(self) -> None:
         self._manifests, self._steps = {}, {}
+        went_back_at = dict[Path, int]()
         for directory, source in self._sources.items():
             if isinstance(source, Committed) and (location := location_at(self._root, directory)) is not None:
                 self._manifests[digest_of(location.uri.encode())] = directory
                 parent, _, name = location.uri.rpartition("/")
-                self._steps.setdefault(digest_of((parent or "/").encode()), {})[name] = source.attempt
+                steps = self._steps.setdefault(digest_of((parent or "/").encode()), {})
+                steps[name] = source.attempt
+                if source.went_back_at > went_back_at.get(directory.parent, 0):
+                    went_back_at[directory.parent], steps[BRANCHES_DIR] = source.went_back_at, name
 
     def _candidates(self) -> Iterator[tuple[Path, Callable[[Path], ChunkSource | None]]]:
         for version, directory in list(self._named):

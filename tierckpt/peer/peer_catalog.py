@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..cache.file_set import FileSet, from_manifest
 from ..config import Settings
-from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, TierckptError
-from ..format.layout import Location
+from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, PermissionDeniedError, TierckptError
+from ..format.layout import BRANCHES_DIR, Location
 from ..format.manifest import FileEntry, Manifest, decode, digest_of, is_token
 from ..ipc.agent_client import own_contact
 from ..telemetry import logger
@@ -59,6 +59,10 @@ class Live:
 
     this: Member | None
     others: tuple[Member, ...]
+    unheard: tuple[str, ...] = ()
+    """Configured nodes that have not answered this node's agent."""
+    denied: str = ""
+    """Why one of them does not take this node for a member."""
 
     @property
     def me(self) -> str:
@@ -84,6 +88,8 @@ class PeerCatalog:
         self._has_met = False
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
         self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]]]] = {}
+        self._silent: dict[Location, list[str]] = {}
+        """Members that did not answer when they were asked for those."""
 
     async def close(self) -> None:
         await self.wire.close()
@@ -98,7 +104,10 @@ class PeerCatalog:
                 self._live = await self._ask_live()
             except (TierckptError, OSError) as error:
                 log.warning("cannot find the other nodes, using this node's disk only: %s", error)
-                self._live, pause = Live(None, ()), RETRY_SECONDS
+                self._live, pause = (
+                    Live(None, (), (f"the other nodes, as this node's agent says: {error}",)),
+                    RETRY_SECONDS,
+                )
             self._ask_at = time.monotonic() + pause
         return self._live
 
@@ -128,22 +137,42 @@ class PeerCatalog:
 
     # --- what they have ------------------------------------------------------------------------------------------
 
-    async def committed(self, parent: Location) -> Mapping[str, Mapping[str, list[Member]]]:
+    async def committed(self, parent: Location, *, is_fresh: bool = False) -> Mapping[str, Mapping[str, list[Member]]]:
         """The checkpoints directly below ``parent`` that other nodes have committed: by name and attempt, who has it.
 
-        Cost: one small question to each member, at most once in ``LIVE_SECONDS`` for one place.
+        Cost: one small question to each member, at most once in ``LIVE_SECONDS`` for one place unless ``is_fresh``.
         """
         asked_at, known = self._committed.get(parent, (float("-inf"), {}))
-        if time.monotonic() - asked_at > LIVE_SECONDS:
-            known = {}
-            for member, answer in await self._all(lambda member: self.wire.steps(member, parent.uri)):
+        if is_fresh or time.monotonic() - asked_at > LIVE_SECONDS:
+            known, others = {}, (await self.meet()).others
+            answers = await self._all(lambda member: self.wire.steps(member, parent.uri), others)
+            silent = {*others} - {member for member, _ in answers}
+            self._silent[parent] = [f"{member.name} ({member.address})" for member in silent]
+            for member, answer in answers:
                 for name, attempt in list(answer.items())[:NAMES_MAX]:
-                    if _is_name(name) and is_token(attempt):
+                    if _is_name(name) and is_token(attempt):  # as BRANCHES_DIR, the name of a step
                         known.setdefault(name, {}).setdefault(attempt, []).append(member)
             while len(self._committed) >= PLACES_MAX:
-                del self._committed[next(iter(self._committed))]
+                self._silent.pop(parent_before := next(iter(self._committed)), None)
+                del self._committed[parent_before]
             self._committed[parent] = (time.monotonic(), known)
         return known
+
+    async def silent(self, parent: Location) -> list[str]:
+        """The nodes that were to say what they have below ``parent``, and did not.
+
+        Raises PermissionDeniedError: a node does not take this one for a member.
+        """
+        self._ask_at = float("-inf")
+        await self.committed(parent, is_fresh=True)
+        if self._live.denied:
+            raise PermissionDeniedError(
+                f"which checkpoints of {parent.uri} other nodes have is not known: {self._live.denied}",
+                hint="Give every node the same secret (peer_secret_file, TIERCKPT_PEER_SECRET_FILE), or leave the node "
+                "out of peers (TIERCKPT_PEERS)",
+                tier=Tier.PEER,
+            )
+        return sorted([*self._live.unheard, *self._silent.get(parent, ())])
 
     async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
         """The checkpoints at ``location`` that are committed on other nodes, by attempt.
@@ -266,7 +295,9 @@ class PeerReplicas:
 
 
 def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= 255 and "/" not in name and "\0" not in name and name[0] != "."
+    return name == BRANCHES_DIR or (
+        isinstance(name, str) and 0 < len(name) <= 255 and "/" not in name and "\0" not in name and name[0] != "."
+    )
 
 
 class ByContact:
@@ -287,7 +318,8 @@ def live_of(answer: Any) -> Live:
     """Decode what the agent answers to ``peers``."""
     me = member_of(answer["me"])
     rows = (member_of(row) for row in answer["live"])
-    return Live(me, tuple(member for member in rows if member.name != me.name))
+    others = tuple(member for member in rows if member.name != me.name)
+    return Live(me, others, tuple(map(str, answer.get("unheard", ()))), str(answer.get("denied", "")))
 
 
 class PeerWire:

@@ -25,7 +25,7 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -34,6 +34,7 @@ from urllib.parse import unquote
 
 from ..config import Settings
 from ..errors import ConfigError
+from ..resources import ThreadPool
 from ..stores import get_concurrency
 from ..telemetry import BYTES, Repeats, logger
 from ..types import ByteRange, Json, Tier
@@ -177,7 +178,7 @@ class PeerServer:
         self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
         self._tls = server_tls(settings)
         self._fresh, self._segment, self._hub = fresh, segment, hub
-        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="tierckpt-peer")
+        self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
         self._from: Counter[str] = Counter()

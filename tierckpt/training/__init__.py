@@ -1,7 +1,7 @@
 """Training loops: the Checkpointer, and state that differs by rank."""
 
 from .checkpointer import Checkpointer
-from .codec.job_state import PerRank, RngState
+from .codec.rank_state import PerRank, RngState
 from .data_order import DataOrder
 from .saves import SaveRecord
 

@@ -27,6 +27,7 @@ from ..dcp.stager import storage_id
 from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
 from ..replay.optimizers import parameters_of
+from ..resources import start_thread
 from ..telemetry import logger
 from ..torch_internals import tree_leaves
 from .codec import job_state
@@ -110,8 +111,7 @@ class FinalSave:
         if not is_distributed():
             return self._wants and self._settle(*judge(step, self._cost(), self._deadline - time.monotonic()))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="tierckpt-last-save", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(threading.Thread(target=self._watch, name="tierckpt-last-save", daemon=True))
         with self._lock:
             self._step = step
             must_wait = self._promise is not None and step >= self._promise and self._decision is None

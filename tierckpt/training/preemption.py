@@ -21,6 +21,7 @@ import time
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from ..resources import start_thread
 from ..telemetry import logger
 
 log = logger("checkpointer")
@@ -81,7 +82,7 @@ def _listen() -> None:
         os.close(writing)
         return
     _pipe[:] = [reading, writing]
-    threading.Thread(target=_hear, args=(reading,), name="tierckpt-signals", daemon=True).start()
+    start_thread(threading.Thread(target=_hear, args=(reading,), name="tierckpt-signals", daemon=True))
 
 
 def _hear(reading: int) -> None:

@@ -20,6 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ..config import Settings
+from ..resources import start_thread
 from ..telemetry import logger
 
 log = logger("notices")
@@ -53,7 +54,7 @@ class Notices:
         self._has_failed = False
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         if self._cloud != "none":
-            threading.Thread(target=self._watch, name="tierckpt-notices", daemon=True).start()
+            start_thread(threading.Thread(target=self._watch, name="tierckpt-notices", daemon=True))
 
     def close(self) -> None:
         self._closed.set()

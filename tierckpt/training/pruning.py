@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -15,10 +16,12 @@ from ..checkpoint.prune import PruneResult
 from ..checkpoint.retention import Policy, Rule
 from ..client import get_client
 from ..config import Settings
-from ..format.layout import Location
 from ..mover import Mover
+from ..resources import ThreadPool
 from ..telemetry import logger
+from .run_branch import RunBranch
 from .run_log import RunLog
+from .saves import SaveRecord
 
 log = logger("checkpointer")
 
@@ -29,9 +32,12 @@ class BackgroundPruning:
     The coordinator prunes the shared tier, and one rank of each node its local tier; the other ranks nothing.
     """
 
-    def __init__(self, settings: Settings, location: Location, policy: Policy, run_log: RunLog) -> None:
-        self._settings, self._location, self._policy, self._run_log = settings, location, policy, run_log
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierckpt-retention")
+    def __init__(
+        self, policy: Policy, branch: RunBranch, run_log: RunLog, saves: Sequence[SaveRecord], settings: Settings
+    ) -> None:
+        self._settings, self._location, self._policy, self._run_log = settings, branch.location, policy, run_log
+        self._branch, self._saves = branch, saves
+        self._pool = ThreadPool(1, thread_name_prefix="tierckpt-retention")
         self._last: Future[None] = Future()
         self._last.set_result(None)
 
@@ -54,9 +60,11 @@ class BackgroundPruning:
         if not self._run_log.is_alone():
             return  # what this job counts as old may be the newest of another
 
+        own = [one.step for one in list(self._saves) if one.local_commit_seconds is not None and not one.error]
+
         async def within(mover: Mover) -> PruneResult:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await mover.prune(self._location, policy)
+                return await mover.prune(self._location, policy, branch=self._branch.now, own=own)
 
         try:
             client = get_client(self._settings)

@@ -29,6 +29,7 @@ from ..disk.illness import ILL_SECONDS
 from ..disk.quarantine import open_regular
 from ..format.layout import HISTORY_DIR, Location, local_dir
 from ..mover import Mover
+from ..resources import start_thread
 from ..telemetry import logger
 from .other_jobs import OtherJobs, identity
 
@@ -244,8 +245,7 @@ class RunLog:
         self._left_seconds = KEEP_SECONDS if self._kept == self._changes else self._left_seconds
         self._changes += 1
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
         self._lock.notify_all()
         if self._left_seconds > 0:  # so that a kill hides no step, and a disk that hangs costs no more than that, once
             begun = time.monotonic()

@@ -21,6 +21,7 @@ from ..arena import slots
 from ..checkpoint.retention import Rule
 from ..client import get_client
 from ..config import Settings
+from ..dcp.gc_pause import gc_paused
 from ..dcp.handoff.handoff_client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import StagedItems, TierStager
@@ -28,7 +29,9 @@ from ..dcp.writer import TierStorageWriter
 from ..disk.illness import HINT, ill_disk, requests
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
+from ..poll import Pauses, Poll
 from ..replay.optimizers import optimizers_in
+from ..resources import exhausted
 from ..telemetry import logger
 from ..torch_internals import DistWrapper
 from ..types import Tier
@@ -42,6 +45,8 @@ EXTRA_SECONDS = 60.0
 PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
 """How often ranks that wait for their oldest saves tell each other how they stand."""
+LAST_TRIES = 10
+LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
 
 Notes = dict[str, str | int | bool]
@@ -137,13 +142,14 @@ class Job:
             self.writer.hand_over()
             if record.is_direct_put:
                 wait_shared()
-        except BaseException as error:
+        except BaseException as caught:
+            error = exhausted(caught) or caught
             record.error = f"{type(error).__name__}: {error}"
             if isinstance(error, TierckptError):
                 error.context.setdefault("checkpoint", record.uri)
             self.writer.report_outcome(error)
             is_settled = self.give_up()
-            raise
+            raise error from (caught if error is not caught else caught.__cause__)
         finally:
             if is_settled:
                 self.take_back_handoff()
@@ -196,10 +202,24 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError) -> Future[None]:
     return skipped
 
 
+def tried_again(save: Callable[[], Future[None]], records: list[SaveRecord]) -> None:
+    """``save`` what a job ends with. Where it is left out, as a disk is ill, nothing trains that a wait would hold up:
+    it is tried ``LAST_TRIES`` times, on all ranks alike. ``records`` gets one record, of the last try."""
+    pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
+    for _ in range(LAST_TRIES - 1):
+        future = save()
+        if not future.done() or not isinstance(future.exception(), CheckpointSkippedError):
+            return
+        records.pop()
+        pauses.pause()
+    save()
+
+
 def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
     """Return the newest save of each step, without those that retention has removed or is about to."""
-    newest = {record.step: record for record in records if not record.error and record.is_sent}
-    kept = rule.kept(newest)
+    sent = [record for record in records if not record.error and record.is_sent]
+    newest = {record.step: record for record in sent}
+    kept = {*rule.kept(newest), *rule.kept_of([record.step for record in sent])}
     return [record for step, record in newest.items() if step in kept or step == max(newest)]
 
 
@@ -322,6 +342,16 @@ class RunningSaves:
         while self._saves and self._saves[0][1].done():
             self._finish_oldest()
 
+    def raise_failed_drains(self, run: Location, records: Sequence[SaveRecord]) -> None:
+        """Raise the first error of the drains of ``records`` that does not pass by itself; others are tried again."""
+        client = get_client(self._settings)
+        drains = client.mover.drains
+        for token, (uri, failure) in drains.take_failures({record.uri for record in records}).items():
+            if not drains.may_pass(run, failure):
+                raise failure
+            log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
+            client.drain_in_background(token)
+
     def finish(self, deadline: float | None = None) -> None:
         """Wait for every save that is under way. Raises the first error among them; the others are logged.
 
@@ -396,8 +426,9 @@ def plan_save(
 
     def local_step() -> SavePlan:
         raise_failures()  # here, so that all ranks raise it and none is left in the collective
-        collected = collect()  # here too: what one rank cannot save is raised on all of them
-        planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
+        with gc_paused():
+            collected = collect()  # here too: what one rank cannot save is raised on all of them
+            planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 

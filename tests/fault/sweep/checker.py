@@ -30,6 +30,7 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 LEFT = {
     re.compile(r"^shared/.*/\..+\.tmp$"): "a mount that others write to as well: whose it is cannot be known",
+    re.compile(r"^local/flush\.mark$"): "the file of a lock stays: a save that an error sent another way makes it",
 }
 """What a kill may leave for good, and why."""
 

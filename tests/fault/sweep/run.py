@@ -129,7 +129,11 @@ class Sweep:
             kinds = answers(call)
             wanted = kinds if is_full() else kinds[number % len(kinds) :][:1]
             points += [(phase, call, kind) for kind in wanted]
-        for phase, call, kind in self.mine(_mostly_changing(points, ERRNOS)):
+        chosen = _mostly_changing(points, ERRNOS)
+        there = {phase.name for phase, _, _ in chosen}
+        rest = {phase.name: (phase, call) for phase, call in _points(recorded) if call.changes}
+        chosen += [(phase, call, answers(call)[0]) for name, (phase, call) in rest.items() if name not in there]
+        for phase, call, kind in self.mine(chosen):
             self.answer(phase, [f"{call.name}:{kind}:when={call.number}"], f"{call.name} {call.number} {kind}")
         halves = [
             (BY_NAME[name], number + 1)

@@ -1,0 +1,431 @@
+"""Histories of a run whose job goes back, saves, is killed, pruned and started again, on one node or two.
+
+    python -m tests.fault.histories FIRST COUNT BUG       prints a line for each history; exit 1 when one is wrong
+
+Each start of the job is a process of its own, forked with torch imported. What it was told (steps restored, saves
+acknowledged) comes back by a file; what stands on the tiers is read between the starts. A model that knows only the
+tree of starts and steps says which step a restart takes, which are abandoned, and what retention may remove.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierckpt
+from tierckpt.checkpoint import branches, local_commit, retention
+from tierckpt.checkpoint.branches import Branch
+from tierckpt.checkpoint.prune import Pruner
+from tierckpt.checkpoint.retention import Policy
+from tierckpt.client import get_client
+from tierckpt.config import Settings
+from tierckpt.drain.drainer import Drainer, DrainResult
+from tierckpt.errors import OperationTimeoutError, TierckptError
+from tierckpt.format.layout import local_dir, parse_uri, step_of
+from tierckpt.types import Tier
+
+LIFE_SECONDS = 120.0
+LIVES_MIN, LIVES_MAX, SAVES_MAX = 4, 8, 3
+SHARED = "shared"
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Line:
+    """A line of steps: the first of the run, or one that a job began by going back to ``base`` of ``parent``."""
+
+    parent: Line | None = None
+    base: int = 0
+
+    def holds(self, other: Line, step: int) -> bool:
+        line: Line | None = self
+        limit = sys.maxsize
+        while line is not None:
+            if line is other:
+                return step <= limit
+            line, limit = line.parent, min(limit, line.base)
+        return False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint: ``life`` numbers the starts of the job."""
+
+    step: int
+    life: int
+    line: Line
+    value: float
+    attempt: str
+
+
+@dataclass
+class Model:
+    tiers: dict[str, dict[int, Saved]]
+    noted: dict[str, dict[Line, int]]
+    """The lines that a tier knows to have gone back, and the last start that committed there."""
+
+    def seen(self, node: str) -> dict[int, Saved]:
+        """What a job on ``node`` finds. Of two saves of one step the later start's counts."""
+        found: dict[int, Saved] = {}
+        for tier in (SHARED, node):
+            for step, one in self.tiers[tier].items():
+                if step not in found or found[step].life <= one.life:
+                    found[step] = one
+        return found
+
+    def current(self, node: str) -> Line | None:
+        starts: dict[Line, int] = {}
+        for tier in (SHARED, node):
+            for line, life in self.noted[tier].items():
+                starts[line] = max(life, starts.get(line, 0))
+        if not starts:
+            return None
+        line = max(starts, key=lambda one: starts[one])
+        life = starts[line]
+        while True:
+            seen = self.seen(node).values()
+            newest = max((one.step for one in seen if line.holds(one.line, one.step)), default=-1)
+            later = [
+                one for one in seen if one.step > newest and one.life > life and not line.holds(one.line, one.step)
+            ]
+            if not later:
+                return line
+            last = max(later, key=lambda one: one.life)
+            line, life = last.line, last.life
+
+    def alive(self, node: str) -> dict[int, Saved]:
+        line, seen = self.current(node), self.seen(node)
+        return {step: one for step, one in seen.items() if line is None or line.holds(one.line, step)}
+
+
+# --- one start of the job -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    node: str
+    asked: int | None
+    saves: list[int]
+    keep_last: int
+    drains: bool
+    end: str
+    """How it ends: "close", or killed after the "restore", after the last "save" is acknowledged, or "during" it."""
+    life: int = 0
+
+    def __str__(self) -> str:
+        back = f"restore({'' if self.asked is None else self.asked})"
+        drained = "" if self.drains else ", not drained"
+        return f"{self.node}: {back}, saves {self.saves}, keep_last={self.keep_last}{drained}, ends by {self.end}"
+
+
+def live(run: str, plan: Plan, told: Path) -> None:
+    """Runs in the forked process."""
+
+    def tell(**line: Any) -> None:
+        with told.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    if not plan.drains:
+
+        async def hang(self: Drainer, *_: Any, **__: Any) -> Any:
+            await asyncio.sleep(3600)
+
+        async def wait(self: Drainer, token: str) -> DrainResult:
+            return DrainResult(token, "", "waiting")
+
+        Drainer.drain, Drainer.commit_if_complete = hang, wait  # type: ignore[method-assign]
+    keep: Any = {"keep_last": plan.keep_last} if plan.keep_last else {}
+    checkpointer = tierckpt.Checkpointer(run, exit_timeout_seconds=30 if plan.drains else 0.01, **keep)
+    state = {"w": torch.zeros(4)}
+    reached = checkpointer.restore(state, step=plan.asked)
+    tell(what="restored", step=reached, value=state["w"][0].item())
+    if plan.end == "restore":
+        os.kill(os.getpid(), signal.SIGKILL)
+    for step in plan.saves:
+        value = float(plan.life * 1000 + step)
+        tell(what="begun", step=step, value=value)
+        future = checkpointer.save(step, {"w": torch.full((4,), value)})
+        if plan.end == "during" and step == plan.saves[-1]:
+            time.sleep(random.Random(plan.life).random() * 0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        future.result()
+        if plan.drains:
+            checkpointer.wait("shared", 30)
+        standing = local_commit.read_local_manifest(
+            local_dir(checkpointer.settings.local_root, parse_uri(f"{run}/step-{step}"))
+        )
+        tell(what="saved", step=step, attempt=standing.attempt if standing else "")
+    if plan.end == "save":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(OperationTimeoutError):
+        checkpointer.close()
+
+
+def forked(work: Callable[[], None], log: Path) -> int:
+    """Run ``work`` in a process of its own; return how that ended."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setsid()
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            faulthandler.dump_traceback_later(LIFE_SECONDS * 0.8)  # says where it hangs
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + LIFE_SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1000
+
+
+# --- a history ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class History:
+    seed: int
+    folder: Path
+    random: random.Random = field(init=False)
+    model: Model = field(init=False)
+    told: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.run = str(self.folder / "run")
+        self.nodes = ["one"] if self.random.random() < 0.5 else ["one", "two"]
+        self.tiers = {"one": self._local("one"), "two": self._local("two"), SHARED: Path(self.run)}
+        self.model = Model({tier: {} for tier in self.tiers}, {tier: {} for tier in self.tiers})
+        self.attempts: dict[str, Saved] = {}
+        self.values: dict[tuple[int, int], float] = {}
+        self.root = Line()
+
+    def _local(self, node: str) -> Path:
+        return local_dir(self.folder / node, parse_uri(self.run))
+
+    def play(self) -> None:
+        lives = self.random.randint(LIVES_MIN, LIVES_MAX)
+        for life in range(1, lives + 1):
+            if life > 2 and self.random.random() < 0.2:
+                self._prune_abandoned(self.random.choice(self.nodes))
+            self._live(self._plan(life))
+            if self.wrong:
+                return
+
+    def _plan(self, life: int) -> Plan:
+        rng = self.random
+        if life == 1:  # one line from the beginning, and on shared storage: the other node begins with it
+            return Plan("one", None, [10, 20, 30], 0, True, "close", life)
+        node = rng.choice(self.nodes)
+        seen = self.model.seen(node)
+        asked = rng.choice(sorted(seen)) if seen and rng.random() < 0.5 else None
+        base = asked if asked is not None else max(self.model.alive(node), default=0)
+        steps = sorted(
+            {base + rng.choice((1, 2, 5, 10, 20)) * count for count in range(1, rng.randint(2, SAVES_MAX + 1))}
+        )
+        end = rng.choice(("close", "save", "save", "during", "restore"))
+        return Plan(node, asked, steps, rng.choice((0, 1, 2, 3)), rng.random() < 0.6, end, life)
+
+    def _live(self, plan: Plan) -> None:
+        self.told.append(str(plan))
+        alive, current = self.model.alive(plan.node), self.model.current(plan.node)
+        seen = self.model.seen(plan.node)
+        expected = seen.get(plan.asked) if plan.asked is not None else alive.get(max(alive, default=-1))
+        path, log = self.folder / f"told-{plan.life}", self.folder / f"log-{plan.life}"
+        os.environ["TIERCKPT_LOCAL_ROOT"] = str(self.folder / plan.node)
+        code = forked(lambda: live(self.run, plan, path), log)
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        killed = plan.end != "close"
+        if code != (-signal.SIGKILL if killed else 0) or not lines:
+            self.wrong.append(f"it ended with {code}: {log.read_text()[-1500:] if log.exists() else ''}")
+            return
+        got = (lines[0]["step"], lines[0]["value"] if lines[0]["step"] is not None else None)
+        if got != ((expected.step, expected.value) if expected is not None else (None, None)):
+            self.wrong.append(f"restored {got} and not {expected and (expected.step, expected.value)}")
+            return
+        line = self._line_of(plan, expected, current, alive)
+        before = {step: one for step, one in self.model.tiers[plan.node].items() if one is seen[step]}
+        for told in lines:
+            if told["what"] == "begun":
+                self.values[plan.life, told["step"]] = told["value"]
+        self._look(plan, line)
+        self._check_kept(plan, [told["step"] for told in lines if told["what"] == "saved"], before, line)
+
+    def _line_of(self, plan: Plan, restored: Saved | None, current: Line | None, alive: dict[int, Saved]) -> Line:
+        """The line that the saves of this start belong to."""
+        if restored is None:
+            return current or self.root
+        is_alive = current is None or current.holds(restored.line, restored.step)
+        if plan.asked is not None and (not is_alive or any(step > restored.step for step in alive)):
+            return Line(current if current is not None and is_alive else restored.line, restored.step)
+        return current or restored.line
+
+    def _look(self, plan: Plan | None, line: Line | None) -> None:
+        """Read what stands on the tiers now."""
+        for tier, directory in self.tiers.items():
+            standing: dict[int, Saved] = {}
+            for path in directory.glob("step-*"):
+                manifest = local_commit.read_local_manifest(path)
+                step = step_of(path.name)
+                if manifest is None or step is None:
+                    continue
+                if manifest.attempt not in self.attempts:
+                    if plan is None or line is None:
+                        self.wrong.append(f"{path} appeared from nowhere")
+                        continue
+                    value = self.values.get((plan.life, step), -1.0)
+                    self.attempts[manifest.attempt] = Saved(step, plan.life, line, value, manifest.attempt)
+                standing[step] = self.attempts[manifest.attempt]
+                if standing[step].line.parent is not None:
+                    noted = self.model.noted[tier]
+                    noted[standing[step].line] = max(standing[step].life, noted.get(standing[step].line, 0))
+            self.model.tiers[tier] = standing
+
+    def _check_kept(self, plan: Plan, saved: list[int], before: dict[int, Saved], line: Line) -> None:
+        """What was acknowledged stands; what another branch had still stands, unless it was saved again."""
+        local, shared = self.model.tiers[plan.node], self.model.tiers[SHARED]
+        own = list(dict.fromkeys(reversed(saved)))
+        for step in own[: plan.keep_last or len(own)]:
+            for tier, standing in ((plan.node, local), *(((SHARED, shared),) if plan.drains else ())):
+                if step not in standing or standing[step].life != plan.life:
+                    self.wrong.append(f"the acknowledged step {step} does not stand on {tier}")
+        for step, one in before.items():
+            if line.holds(one.line, step) or (plan.life, step) in self.values:
+                continue
+            if step not in local and (step not in shared or shared[step].life < one.life):
+                self.wrong.append(f"retention removed the abandoned step {step}")
+
+    def _prune_abandoned(self, node: str) -> None:
+        self.told.append(f"{node}: prune --abandoned")
+        self._look(None, None)
+        line, busy = self.model.current(node), set[int]()
+        doomed = {
+            tier: {step for step, one in self.model.tiers[tier].items() if line and not line.holds(one.line, step)}
+            for tier in (node, SHARED)
+        }
+        kept = {tier: self.model.tiers[tier].keys() - steps for tier, steps in doomed.items()}
+        os.environ["TIERCKPT_LOCAL_ROOT"] = str(self.folder / node)
+        for path in (self.folder / node / "journal").glob("*.json"):
+            with contextlib.suppress(ValueError):
+                busy.add(step_of(json.loads(path.read_text())["uri"]) or 0)
+
+        def prune() -> None:
+            client = get_client(Settings.load())
+            policy = Policy(abandoned=frozenset({Tier.LOCAL, Tier.SHARED}))
+            client.run(client.mover.prune(parse_uri(self.run), policy))
+
+        log = self.folder / "log-prune"
+        if forked(prune, log) != 0:
+            self.wrong.append(f"prune failed: {log.read_text()[-1500:]}")
+        self._look(None, None)
+        for tier, steps in doomed.items():
+            standing = self.model.tiers[tier].keys()
+            if kept[tier] - standing:
+                self.wrong.append(f"prune --abandoned removed {sorted(kept[tier] - standing)} on {tier}")
+            if kept[tier] and (left := (steps & standing) - busy):
+                self.wrong.append(f"prune --abandoned left {sorted(left)} on {tier}")
+
+
+def play(seed: int) -> History:
+    with tempfile.TemporaryDirectory(prefix="history-") as folder:
+        history = History(seed, Path(folder))
+        try:
+            history.play()
+        except TierckptError as error:
+            history.wrong.append(f"{error!r}")
+        if history.wrong and (kept := os.environ.get("TIERCKPT_TEST_HISTORY_KEPT")):
+            shutil.copytree(folder, Path(kept) / str(seed))
+        return history
+
+
+# --- bugs -----------------------------------------------------------------------------------------------------------
+
+
+def _holds_all(self: Branch, other: Branch, step: int | None) -> bool:
+    return True
+
+
+def _never(*_: Any, **__: Any) -> None:
+    return None
+
+
+async def _never_async(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def seeded(bug: str) -> Iterator[None]:
+    """Make tierckpt wrong in one of the ways of ``BUGS``."""
+    place, name, wrong = BUGS[bug]
+    right = getattr(place, name)
+    setattr(place, name, wrong)
+    try:
+        yield
+    finally:
+        setattr(place, name, right)
+
+
+def _counting_all(judge: Callable[..., Any]) -> Callable[..., Any]:
+    async def copies(self: Pruner, seen: Any, branch: Branch | None) -> Any:
+        return await judge(self, seen, None)
+
+    return copies
+
+
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "steps alone decide": (Branch, "holds", _holds_all),
+    "retention counts abandoned steps": (Pruner, "copies_of", _counting_all(Pruner.copies_of)),
+    "the local tier notes no branch": (branches, "note_local", _never),
+    "the shared tier notes no branch": (branches, "note_shared", _never_async),
+    "an older save keeps the id": (branches, "takes_place", lambda *_: False),
+    "own saves are not kept": (retention.Rule, "kept_of", lambda *_: set()),
+}
+
+
+def main() -> int:
+    first, count, bug = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
+    os.environ.update(TIERCKPT_MOVER="inline")
+    torch.set_num_threads(1)
+    assert tierckpt.Checkpointer.__module__  # imported before the forks: it takes longer than a start
+    with seeded(bug) if bug else contextlib.nullcontext():
+        for seed in range(first, first + count):
+            history = play(seed)
+            print(json.dumps({"seed": seed, "wrong": history.wrong, "told": history.told}), flush=True)
+            if history.wrong:
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

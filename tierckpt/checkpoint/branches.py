@@ -1,0 +1,233 @@
+"""Branches of a run: the steps that follow when a job goes back to an older step and trains on from there.
+
+Every save of a Checkpointer notes its branch in the manifest (``NOTE``). A branch that went back names the step where
+each branch before it ends: what lies behind is abandoned. Who reads a run takes the newest step that is not.
+
+Decisions:
+    B1  Nothing is recorded before the first checkpoint of a branch commits. A job that is killed between going back and
+        its first save is resumed from where it would have been without going back.
+    B2  A commit notes its branch beside the checkpoints of the run (``layout.BRANCHES_DIR``), after the manifest and
+        before anybody is told of the commit. A run without such notes is read as if there were no branches, at no cost.
+    B3  The last start decides. ``Branch.order`` is larger than any that the process that made it had seen, and not less
+        than its wall clock in milliseconds; so clocks decide only between two starts that cannot have seen each other.
+        Those that go on to lower steps than a branch they did not see lose to it, as they would without branches. Of
+        two jobs that save to one run at the same time the later start has the newest step, and each keeps its own.
+    B4  Only going back abandons steps. ``restore()`` without a step continues the branch that it finds, and a step of
+        it that this node did not see, because another was late to drain it, still counts.
+    B5  A step that is saved again is a checkpoint of the branch that saved it last: on a tier that still has the one of
+        an abandoned branch it takes its place, whoever commits first.
+    B6  A checkpoint whose manifest names no branch (older releases, ``dcp.save``, ``adopt``) is a branch of its own. It
+        counts as newest by its step, unless it was there, and newer, when a job went back.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..disk.durable import durable_write, make_dirs, matching, read_whole
+from ..errors import BucketNotFoundError, ManifestError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ..format import manifest as manifests
+from ..format.layout import BRANCHES_DIR, WINDOWS_DIR, Location, step_of
+from ..format.manifest import Manifest
+from ..stores.base import Store
+from ..telemetry import logger
+
+log = logger("branches")
+
+NOTE = "branch"
+"""The note of a manifest that holds ``Branch.encode``."""
+_FIELDS = frozenset({NOTE})
+_END = r"[A-Za-z0-9_.-]{1,80}=\d{1,18}"
+_ENCODED = re.compile(
+    rf"(\d{{1,16}}) ([A-Za-z0-9_.-]{{1,80}})(?: went back to (\d{{1,18}}))?(?: ends ({_END}(?: {_END})*))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The branch of one checkpoint, as its manifest records it."""
+
+    id: str
+    order: int = 0
+    """Of the start of the process that saved it (B3)."""
+    base: int | None = None
+    """The step that its first process went back to; None where none did."""
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """The last step of other branches that this one continues, by their ``id``."""
+
+    def holds(self, other: Branch, step: int | None) -> bool:
+        """False for a checkpoint that this branch has abandoned."""
+        if other.id == self.id:
+            return True
+        if other.id in self.ends:
+            return step is None or step <= self.ends[other.id]
+        return other.base is None  # B6
+
+    def encode(self) -> str:
+        base = f" went back to {self.base}" if self.base is not None else ""
+        ends = " ".join(f"{name}={step}" for name, step in sorted(self.ends.items()))
+        return f"{self.order} {self.id}{base}{f' ends {ends}' if ends else ''}"
+
+
+def parse(note: object) -> Branch | None:
+    """Return the branch that ``Branch.encode`` wrote, None for anything else."""
+    match = _ENCODED.fullmatch(note) if isinstance(note, str) else None
+    if match is None:
+        return None
+    order, name, base, ends = match.groups()
+    pairs = (pair.rpartition("=") for pair in (ends or "").split())
+    return Branch(name, int(order), None if base is None else int(base), {one: int(step) for one, _, step in pairs})
+
+
+def branch_of(manifest: Manifest | None, name: str) -> Branch:
+    """Return the branch of the checkpoint ``name``; ``manifest`` is None for one that stock DCP wrote."""
+    if manifest is None:
+        return Branch(f"stock-{manifests.digest_of(name.encode())[:16]}")
+    return parse(manifest.notes.get(NOTE)) or Branch(manifest.attempt)
+
+
+def order_of(manifest: Manifest) -> int:
+    branch = parse(manifest.notes.get(NOTE))
+    return branch.order if branch is not None else 0
+
+
+def current_of(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
+    """Return the branch that a job of this run continues, None where no checkpoint is abandoned.
+
+    ``seen``: branch and step of every known checkpoint, and of the notes of the run (``step`` None).
+    """
+    known = list(seen)
+    current = max((one for one, _ in known if one.base is not None), key=_order, default=None)
+    while current is not None:
+        # Of processes that did not see the going back, and started after it.
+        newest = max((step for one, step in known if step is not None and current.holds(one, step)), default=-1)
+        behind = [(one, step) for one, step in known if step is not None and step > newest]
+        later = [one for one, step in behind if one.order > current.order and not current.holds(one, step)]
+        if not later:
+            break
+        current = max(later, key=_order)
+    return current
+
+
+def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
+    """Return which of the directories of the local tier hold an abandoned checkpoint, as far as this node knows."""
+    runs: dict[Path, list[tuple[Path, Branch, int | None]]] = {}
+    for directory, manifest in checkpoints:
+        one = directory, branch_of(manifest, directory.name), step_of(directory.name)
+        runs.setdefault(_run_of(directory), []).append(one)
+    found = set[Path]()
+    for run, known in runs.items():
+        noted = read_local(run)
+        branch = current_of([*((one, step) for _, one, step in known), *([(noted, None)] if noted is not None else [])])
+        found |= {directory for directory, one, step in known if branch is not None and not branch.holds(one, step)}
+    return found
+
+
+def takes_place(manifest: Manifest, branch: Branch | None, name: str) -> bool:
+    """True when ``manifest`` takes the place of a checkpoint of ``branch`` called ``name``, which it abandons (B5)."""
+    mine = parse(manifest.notes.get(NOTE))
+    if mine is None or branch is None or mine.order <= branch.order:
+        return False
+    return not mine.holds(branch, step_of(name))
+
+
+def next_order(*known: Branch | None) -> int:
+    """Return the order of a process that starts now and has seen ``known`` (B3)."""
+    return max([time.time_ns() // 1_000_000, *(one.order + 1 for one in known if one is not None)])
+
+
+def gone_back(name: str, base: Branch, step: int, current: Branch | None, newer: Iterable[Branch]) -> Branch:
+    """Return the branch of a job that goes back to ``step`` of the branch ``base``.
+
+    ``newer``: the branches of all checkpoints of later steps.
+    """
+    newer = list(newer)
+    before = current if current is not None and current.holds(base, step) else base
+    ends = {**before.ends, before.id: step, base.id: step}
+    ends |= {one.id: step for one in newer if one.base is None and one.id not in ends}
+    kept = {one: min(end, step) for one, end in ends.items()}
+    return Branch(name, next_order(current, base, *newer), step, kept)
+
+
+def _order(branch: Branch) -> tuple[int, str]:
+    return branch.order, branch.id
+
+
+# --- the notes of a run ------------------------------------------------------------------------------------------
+
+
+def run_of(location: Location) -> Location:
+    """The run of a checkpoint or redo log."""
+    return location.parent.parent if location.parent.name == WINDOWS_DIR else location.parent
+
+
+def note_local(directory: Path, manifest: Manifest) -> None:
+    """Note the branch of what was committed in ``directory`` of the local tier, unless it did not go back (B2)."""
+    branch = parse(manifest.notes.get(NOTE))
+    if branch is None or branch.base is None:
+        return
+    path = _run_of(directory) / BRANCHES_DIR / _name(branch)
+    if not path.exists():
+        make_dirs(path.parent)
+        durable_write(path, manifests.seal({NOTE: branch.encode()}))
+    for other in matching(path.parent, f"*-{branch.id}.json"):
+        if other.name < path.name:  # of an earlier process of the same branch
+            other.unlink(missing_ok=True)
+
+
+def read_local(run: Path) -> Branch | None:
+    """Return the newest branch noted in the directory of a run on the local tier."""
+    for path in matching(run / BRANCHES_DIR, "*.json")[::-1]:
+        with suppress(ObjectNotFoundError):
+            if (branch := _decoded(read_whole(path, manifests.RECORD_BYTES_MAX), str(path))) is not None:
+                return branch
+    return None
+
+
+async def note_shared(store: Store, manifest: Manifest) -> None:
+    """Note the branch of ``manifest``, which is committed, at ``store``, that of its run (B2). Idempotent."""
+    branch = parse(manifest.notes.get(NOTE))
+    if branch is None or branch.base is None:
+        return
+    key, names = f"{BRANCHES_DIR}/{_name(branch)}", [info.key async for info in store.list(BRANCHES_DIR)]
+    if key not in names:
+        with suppress(PreconditionFailedError):
+            await store.put(key, manifests.seal({NOTE: branch.encode()}), if_absent=True)
+    for other in names:
+        if other.endswith(f"-{branch.id}.json") and other < key:
+            await store.delete(other)
+
+
+async def read_shared(store: Store) -> Branch | None:
+    """Return the newest branch noted at ``store``, that of a run. Cost: one listing, and a GET where there is one."""
+    for key in sorted([info.key async for info in store.list(BRANCHES_DIR)], reverse=True):
+        try:
+            data = await store.get(key)
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            continue
+        if (branch := _decoded(data, f"{store.uri}/{key}")) is not None:
+            return branch
+    return None
+
+
+def _run_of(directory: Path) -> Path:
+    return directory.parent.parent if directory.parent.name == WINDOWS_DIR else directory.parent
+
+
+def _name(branch: Branch) -> str:
+    return f"{branch.order:016d}-{branch.id}.json"
+
+
+def _decoded(data: bytes, where: str) -> Branch | None:
+    try:
+        return parse(manifests.unseal(data, _FIELDS, where=where)[NOTE])
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return None

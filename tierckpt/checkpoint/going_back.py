@@ -1,0 +1,62 @@
+"""Decides which branch a process continues, or begins, that has restored a checkpoint (branches.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from ..errors import CheckpointError, IntegrityError, StoreError
+from ..format.layout import WINDOWS_DIR, Location, step_of
+from ..telemetry import logger
+from . import branches
+from .branches import Branch
+from .catalog import ASK_SECONDS
+from .select import Selector, age_of, below
+
+log = logger("branches")
+
+GATHERED_MAX = 32
+"""Manifests that are read at a time."""
+
+
+async def branch_of_restored(
+    selector: Selector, run: Location, restored: Location, name: str, *, is_asked_for: bool
+) -> Branch:
+    """Return the branch of a process that has restored the checkpoint ``restored`` of ``run``.
+
+    It goes back when its caller wants this step and a newer one is there, when the step is an abandoned one, and when
+    the shared tier cannot say what is newer. Else it continues the branch of the run.
+
+    Args:
+        name: of no other branch.
+        is_asked_for: the caller has named the step.
+    Cost: a listing, and with ``is_asked_for`` a manifest of each later step.
+    """
+    names, is_near = await selector.all_names(run, ASK_SECONDS)
+    if WINDOWS_DIR in names and not is_near:
+        names |= below(WINDOWS_DIR, await selector.names(run.child(WINDOWS_DIR)))
+    age = age_of(restored.name)
+    later = [one for one in sorted(names) if is_asked_for and age_of(one) > age]
+    gate = asyncio.Semaphore(GATHERED_MAX)
+
+    async def find(location: Location) -> list[tuple[Branch, int | None]]:
+        try:
+            async with gate:
+                found = await selector.committed_near(location) if is_near else [await selector.find(location)]
+        except (CheckpointError, IntegrityError, StoreError) as error:
+            log.info("%s: %s", location.uri, error)
+            return []
+        return [(one.branch, one.step) for one in found]
+
+    base, *found = await asyncio.gather(*(find(one) for one in (restored, *map(run.child, later))))
+    own = base[0][0] if base else Branch(restored.name)
+    step, newer = step_of(restored.name), [one for some in found for one in some]
+    noted = await selector.noted_branch(run, names, is_near=is_near)
+    current = branches.current_of([(own, step), *newer, *([(noted, None)] if noted is not None else [])])
+    seen = [one for one, _ in newer]
+    if is_asked_for and step is not None:
+        has_newer = any(current is None or current.holds(*one) for one in newer)
+        if has_newer or is_near or (current is not None and not current.holds(own, step)):
+            return branches.gone_back(name, own, step, current, seen)
+    before = current or own
+    return replace(before if before.order else Branch(name), order=branches.next_order(current, own, *seen))

@@ -1,0 +1,74 @@
+"""Reads the checkpoints of a run that were listed, beside a job that removes them: then the run is listed again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import TypeVar
+
+from ..errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    ObjectNotFoundError,
+    OperationTimeoutError,
+    UncommittedCheckpointError,
+)
+from ..format.layout import Location, parse_uri, step_of
+
+T = TypeVar("T")
+
+LISTINGS_MAX = 16
+"""Listings of one run whose checkpoints are removed between the listing and the reading, before that is an error."""
+UNREADABLE = (IntegrityError, ObjectNotFoundError, CheckpointNotFoundError, UncommittedCheckpointError)
+"""What is said of a checkpoint that is damaged, or was removed since it was found."""
+
+
+async def listed_again(
+    location: Location,
+    names: Callable[[], Awaitable[Collection[str]]],
+    look: Callable[[Collection[str]], Awaitable[tuple[T, set[str]]]],
+) -> T:
+    """Return what ``look`` makes of ``names``; list them again when one that it did not find is no longer there.
+
+    ``look`` returns its result and the names that it did not find.
+
+    Raises OperationTimeoutError: names have gone during each of ``LISTINGS_MAX`` looks.
+    """
+    listed = await names()
+    for _ in range(LISTINGS_MAX):
+        result, missing = await look(listed)
+        if not missing or missing <= {*(listed := await names())}:
+            return result
+    raise changing(location)
+
+
+def read_newest(location: Location, newest: Callable[[], str | None], read: Callable[[str], T]) -> T:
+    """Return what ``read`` makes of the newest checkpoint at or under ``location``, or of ``location`` where ``newest``
+    finds none. One that is removed while it is read, by a job that has committed a newer one, is followed by that.
+
+    Raises OperationTimeoutError: that has happened ``LISTINGS_MAX`` times.
+    """
+    found = newest()
+    for _ in range(LISTINGS_MAX):
+        try:
+            return read(found or location.uri)
+        except UNREADABLE:
+            before, found = found, newest()
+            if not is_newer(found, before):
+                raise
+    raise changing(location)
+
+
+def is_newer(uri: str | None, other: str | None) -> bool:
+    """True where ``uri`` is of a later step than ``other``. None is older than all."""
+    if uri is None or other is None:
+        return uri is not None
+    step, other_step = (step_of(parse_uri(one).name) for one in (uri, other))
+    return step is not None and (other_step is None or step > other_step)
+
+
+def changing(location: Location) -> OperationTimeoutError:
+    return OperationTimeoutError(
+        f"{location.uri} was listed {LISTINGS_MAX} times, and its checkpoints were removed before they were read",
+        hint="Run it again. A job that keeps more steps (keep_last) leaves time to read them",
+        uri=location.uri,
+    )

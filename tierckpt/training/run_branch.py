@@ -1,0 +1,62 @@
+"""The branch of a run that this process saves to (``checkpoint.branches``)."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ..checkpoint import branches
+from ..checkpoint.branches import Branch
+from ..checkpoint.going_back import branch_of_restored
+from ..client import get_client
+from ..config import Settings
+from ..format.layout import Location, local_dir, parse_uri
+from .rank_exchange import all_gather, is_distributed, portable
+
+
+class RunBranch:
+    """Which branch this process continues: that of the checkpoint it has restored, or a new one behind it.
+
+    ``job``: the same on all ranks, and of no other job.
+    """
+
+    def __init__(self, location: Location, job: str, settings: Settings) -> None:
+        self.location, self._job, self._settings, self._restored = location, job, settings, 0
+        self.now: Branch | None = None
+        """None until a restore or ``look``."""
+
+    def restored(self, uri: str, *, is_asked_for: bool) -> Branch:
+        """``uri`` was restored. Returns the branch that saves go to from now on. On all ranks together: rank 0 decides.
+
+        Args:
+            is_asked_for: the caller has named the step, so that what is newer is abandoned with the next save.
+
+        Raises what keeps rank 0 from reading the run, on all ranks.
+        """
+        self._restored += 1
+        mine: Branch | BaseException | None = None
+        if not is_distributed() or dist.get_rank() == 0:
+            client, name = get_client(self._settings), f"{self._job}-{self._restored}"
+            work = branch_of_restored(
+                client.mover.selector, self.location, parse_uri(uri), name, is_asked_for=is_asked_for
+            )
+            try:
+                mine = client.run(work)
+            except Exception as error:
+                mine = portable(error)
+        decided: Branch | BaseException = all_gather(mine)[0]
+        if isinstance(decided, BaseException):
+            raise decided
+        self.now = decided
+        return decided
+
+    def look(self) -> None:
+        """Read which branch this node knows of: a process that has restored nothing continues it. Asks the disk."""
+        if self.now is None:
+            noted = branches.read_local(local_dir(self._settings.local_root, self.location))
+            order = branches.next_order(noted)
+            self.now = Branch(noted.id, order, noted.base, noted.ends) if noted else Branch(self._job, order)
+
+    def of_save(self) -> Branch:
+        """Return the branch of the save that begins; one of its own where ``look`` could not read, which fails the
+        save."""
+        return self.now or Branch(self._job)
