@@ -14,7 +14,7 @@
     │       ├── HubOfflineError                       exit 2   HF_HUB_OFFLINE is set
     │       └── PeerError                                      another node does not answer, or not as it should
     │           └── PeerBusyError                              it serves as much as it may: .retry_after_seconds
-    ├── CapacityError (OSError)                       exit 1   no room: disk full, quota
+    ├── CapacityError (OSError)                       exit 1   no room: disk full, quota; no memory, thread or file
     ├── IntegrityError                                exit 5   bytes are not what the manifest says
     │   ├── ManifestError (ValueError)                         the manifest itself is not acceptable
     │   └── UnsafeCheckpointError (ValueError)                 it asks for more than to be read: code, paths, lies

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from .errors import TierckptError
+from .resources import exhausted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,5 +35,9 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
             if keeps_tracebacks():
                 raise
             raise error.with_traceback(None) from None
+        except (MemoryError, RuntimeError, OSError) as error:
+            if (found := exhausted(error)) is None:
+                raise
+            raise found from error
 
     return call

@@ -25,13 +25,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ..errors import CapacityError, ConfigError
 from ..quantities import round_up
+from ..resources import ThreadPool
 from ..telemetry import logger
 from . import capacity, numa, pages
 
@@ -357,7 +357,7 @@ class Memory:
                 position = end  # the other thread need not go on
                 raise
 
-        with ThreadPoolExecutor(PREFAULT_THREADS, "tierckpt-prefault") as pool:
+        with ThreadPool(PREFAULT_THREADS, "tierckpt-prefault") as pool:
             for done in [pool.submit(fill) for _ in range(PREFAULT_THREADS)]:
                 done.result()
         self._huge = None  # there is something to measure now

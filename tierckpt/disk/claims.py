@@ -26,6 +26,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..ownership import file_mode
+from ..resources import start_thread
 from ..telemetry import logger
 from ..types import Tier
 from .durable import CANNOT_LINK, make_dirs, translated, write_new
@@ -290,8 +291,8 @@ class _Heart:
         with self._lock:
             self._files[file] = beats
             if not self._is_beating:
+                start_thread(threading.Thread(target=self._beat, name="tierckpt-heart", daemon=True))
                 self._is_beating = True
-                threading.Thread(target=self._beat, name="tierckpt-heart", daemon=True).start()
 
     def remove(self, file: int) -> None:
         with self._lock:

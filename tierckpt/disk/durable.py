@@ -30,6 +30,7 @@ from ..errors import (
     TierckptError,
 )
 from ..ownership import check, file_mode, mode_of, root_of
+from ..resources import exhausted
 from ..types import Buffer, Tier
 from .illness import requests
 from .processes import current_umask
@@ -73,6 +74,8 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
             path=path,
             tier=tier,
         )
+    if (found := exhausted(error)) is not None:
+        return found
     if error.errno in _NO_ROOM:
         free = _free_bytes(path)
         what = "the quota is used up" if error.errno == errno.EDQUOT else f"{free} bytes are free"

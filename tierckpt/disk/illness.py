@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ..errors import CheckpointSkippedError
+from ..errors import CapacityError, CheckpointSkippedError
 from ..poll import wait_while
+from ..resources import start_thread
 from ..types import Tier
 
 T = TypeVar("T")
@@ -105,7 +106,11 @@ class Errands:
             else:
                 done.set_result(result)
 
-        threading.Thread(target=do, name="tierckpt-errand", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=do, name="tierckpt-errand", daemon=True))
+        except CapacityError as error:
+            done.set_exception(error)  # it does not hang
+            raise
         return done
 
     def gets_on(self) -> bool:

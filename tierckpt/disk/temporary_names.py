@@ -13,6 +13,7 @@ from .processes import has_ended, pid_namespace, start_ticks
 
 _OWNED = re.compile(r"\.([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{16})[0-9a-f]{8}\.tmp$")
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{8,}\.tmp$", re.DOTALL)
+_MADE_HERE = re.compile(r"^\..+\.(?:[0-9a-f]{12}|[0-9a-f]{40})\.tmp$", re.DOTALL)
 
 
 STEM_BYTES_MAX = 97
@@ -41,6 +42,11 @@ def set_aside_name(path: str) -> str:
 def is_temporary(name: str) -> bool:
     """True for ``.<name>.<random>.tmp``: an object on its way, never listed."""
     return bool(_TEMPORARY.match(name))
+
+
+def is_made_here(name: str) -> bool:
+    """True for a temporary name of this version. A file of a user may look like one of another version."""
+    return bool(_MADE_HERE.match(name))
 
 
 def temporary_of_this_process(name: str) -> str:

@@ -28,6 +28,7 @@ from ..disk.durable import read_whole
 from ..errors import TierckptError
 from ..format.layout import agent_dir
 from ..poll import Pauses, Poll
+from ..resources import start_if_possible
 from ..telemetry import logger
 
 log = logger("agent")
@@ -74,7 +75,10 @@ class AgentBreaker:
             self._local_root,
             reason,
         )
-        threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True).start()
+        waits = threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True)
+        if not start_if_possible(waits):
+            with self._lock:
+                self.is_open = False  # the next question finds out
 
     def _await(self, probe: Probe, start: bool) -> None:
         poll = Poll(pauses=PROBE_PAUSES)

@@ -32,6 +32,7 @@ from ..disk.quarantine import open_regular
 from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from ..format.layout import agent_dir
 from ..poll import BRIEF, Poll
+from ..resources import start_if_possible
 from ..telemetry import logger
 from ..types import Json, Tier
 from .agent_breaker import PATIENCE_SECONDS, STARVED_SECONDS, AgentAnswer, AgentBreaker, Starvation
@@ -240,8 +241,8 @@ class AgentClient:
             self._untold += 1
             self._outbox.put(message)
             if self._sending is None or not self._sending.is_alive():
-                self._sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
-                self._sending.start()
+                sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
+                self._sending = sending if start_if_possible(sending) else None  # else the next message has it sent
 
     def _send_all(self) -> None:
         while True:

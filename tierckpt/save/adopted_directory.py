@@ -18,7 +18,6 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from ..disk.file_io import open_file, pread_all
 from ..errors import CheckpointError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR, Location
 from ..format.manifest import chunk_count, digest_of, is_safe_path
+from ..resources import ThreadPool
 from ..stores.schemes import check_object_name
 from ..types import ByteRange
 
@@ -181,7 +181,7 @@ def _is_open_for_writing(path: Path) -> bool:
 
 def take_in(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
     """Give each file a name below ``target``: a hard link where ``links``, else a reflink, else a copy (A3)."""
-    with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as pool:
+    with translated(target, is_above=True), ThreadPool(THREADS) as pool:
         for place in sorted({(target / path).parent for path in files}):
             make_dirs(place)
         list(pool.map(lambda path: _take_file(files[path].place, target / path, links), files))
@@ -219,7 +219,7 @@ def settle(
 
     starts = {path: range(chunk_count(size, chunk_size_bytes)) for path, size in sizes.items()}
     places = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]
-    with translated(target, is_above=True), ThreadPoolExecutor(THREADS) as disk, ThreadPoolExecutor(THREADS) as pool:
+    with translated(target, is_above=True), ThreadPool(THREADS) as disk, ThreadPool(THREADS) as pool:
         flushed = disk.map(lambda path: fsync_file(target / path), sorted(sizes, key=lambda path: -sizes[path]))
         found, done = [], 0
         for (path, start), one in zip(places, pool.map(digest, places), strict=True):

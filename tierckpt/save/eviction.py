@@ -8,7 +8,7 @@ it drained copies go and saves wait for drains; but a disk that other people's f
 
 Invariants:
     E1  Evicted is only what was drained or is not to be, what nobody reads, saves or drains, and never the newest of
-        its run (N1).
+        its run (N1). Steps that a job has abandoned go first.
     E2  A save never waits for what cannot come: no drain under way, or not enough of it, ends the wait at once.
 """
 
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from ..cache.pool import Pool
 from ..checkpoint import local_commit, marks
+from ..checkpoint.branches import abandoned_here
 from ..checkpoint.journal import READY, Journal
 from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, protect
 from ..checkpoint.select import age_of
@@ -169,9 +171,10 @@ def evict(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes
     if lack.is_none:
         return lack, _Waits()
     here = list(local_checkpoints(settings.local_root))
-    protected = _newest_of_each_run(here)
+    abandoned = abandoned_here(here)
+    protected = _newest_of_each_run(here, abandoned)
     busy, waits = _draining(settings, protected | {directory})
-    for old, manifest in _oldest_first(here):
+    for old, manifest in sorted(_oldest_first(here), key=lambda item: item[0] not in abandoned):
         if old in protected | busy | {directory} or not marks.is_evictable(old, manifest.attempt):
             continue
         size_bytes = _own_bytes(old, manifest)
@@ -197,7 +200,7 @@ def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifes
     return sorted(here, key=lambda item: (ages[item[0]], age_of(item[0].name)))
 
 
-def _newest_of_each_run(here: list[tuple[Path, Manifest]]) -> set[Path]:
+def _newest_of_each_run(here: list[tuple[Path, Manifest]], abandoned: Set[Path]) -> set[Path]:
     """The copies that retention never removes (N1), for every run on this node."""
     runs: dict[Path, list[CheckpointCopy]] = {}
     for directory, manifest in here:
@@ -209,9 +212,11 @@ def _newest_of_each_run(here: list[tuple[Path, Manifest]]) -> set[Path]:
             local_health(directory, manifest),
             is_replicated=marks.is_replicated(directory, manifest.attempt)
             and not marks.is_drained(directory, manifest.attempt),
+            is_abandoned=directory in abandoned,
         )
         runs.setdefault(directory.parent, []).append(copy)
-    return {run / name for run, copies in runs.items() for name in protect(copies)}
+    counting = {run: [copy for copy in copies if not copy.is_abandoned] or copies for run, copies in runs.items()}
+    return {run / name for run, copies in counting.items() for name in protect(copies)}
 
 
 def _draining(settings: Settings, protected: set[Path]) -> tuple[set[Path], _Waits]:

@@ -44,6 +44,7 @@ from ..errors import OperationTimeoutError
 from ..format.manifest import DIGEST_BLOCK_BYTES, block_digest, blocks_of, digest_of_blocks
 from ..format.shard import Flushed
 from ..quantities import round_up
+from ..resources import start_thread
 from .shard_plan import Record, Shard
 
 _ZEROS = bytes(64 * 1024)
@@ -261,7 +262,7 @@ class FlushJob:
         with self.changed:
             self.working += 1
         try:
-            thread.start()
+            start_thread(thread)
             self.threads_started.append(thread)
         except BaseException:
             if thread.ident is None:  # it never ran, so it cannot say that it has ended

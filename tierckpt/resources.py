@@ -1,0 +1,68 @@
+"""Threads, descriptors and memory that the system does not give: one error says which, and what limits it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+
+from .errors import CapacityError, TierckptError
+
+_NO_THREAD = "can't start new thread"
+_REMEDIES = {
+    "descriptors": "Raise `ulimit -n`, or close files",
+    "threads": "Raise `ulimit -u`, `ulimit -v` or the pids limit of the container, or run fewer threads",
+    "memory": "Raise `ulimit -v` or the memory limit of the container, or use less memory",
+}
+
+
+def exhausted(error: BaseException) -> CapacityError | None:
+    """Return the typed error for one that says that the system gives no thread, descriptor or memory; else None."""
+    if isinstance(error, TierckptError):
+        return None
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        what = "memory"
+    elif isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+        what = "threads"
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        what = "descriptors"
+    else:
+        return None
+    return CapacityError(
+        f"this process can have no more {what}: {error or type(error).__name__}", hint=_REMEDIES[what], resource=what
+    )
+
+
+def start_thread(thread: Thread) -> Thread:
+    """Start ``thread`` and return it. Raises CapacityError when the system gives none."""
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise exhausted(error) or error from error
+    return thread
+
+
+def start_if_possible(thread: Thread) -> bool:
+    """Start a thread whose work others do where it is missing. False when the system gives none."""
+    try:
+        start_thread(thread)
+    except CapacityError:
+        return False
+    return True
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """A pool that makes do with the threads it has. ``submit`` raises CapacityError when it has none."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except (RuntimeError, MemoryError) as error:
+            if any(thread.is_alive() for thread in self._threads):
+                return
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._work_queue.get_nowait()  # its caller is told that it is not done
+            raise exhausted(error) or error from error
