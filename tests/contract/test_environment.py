@@ -104,9 +104,7 @@ def system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def private(
-    moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Regional, Path]]:
+def private(moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Regional, Path]]:
     """A server whose certificate is of a private authority, and a bundle with that authority after another one."""
     authority = Authority(tmp_path)
     server = Regional(moto, 301, has_header=True, tls=authority.server_side())
@@ -141,9 +139,7 @@ async def test_a_private_authority_is_believed_on_every_way(
 
 
 @pytest.mark.server
-async def test_an_authority_that_nothing_names(
-    private: tuple[Regional, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_authority_that_nothing_names(private: tuple[Regional, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     with pytest.raises(TierckptError):
         await opened("bucket").head("key")

@@ -34,6 +34,10 @@ def open_store(location: Location, settings: Settings, retries: Retries | None =
         from .hub.store import HubStore
 
         return HubStore(location, settings, retries)
+    if location.scheme in ("http", "https"):
+        from .http_store import HttpStore
+
+        return HttpStore(location, settings, retries)
     from .fsspec_store import open_universal
 
     return open_universal(location)

@@ -260,10 +260,13 @@ def _parse(path: str) -> dict[str, dict[str, Any]]:
             f"{path} is no file of AWS profiles: {type(error).__name__}",
             hint="Correct it; `aws configure list` reads it too",
         ) from None
-    return {
+    found = {
         section: {key: _nested(value) if value.startswith("\n") else value for key, value in parser.items(section)}
         for section in parser.sections()
     }
+    for section in (*parser.values(), parser):
+        vars(section).clear()  # they refer to each other: only a garbage collection would remove them
+    return found
 
 
 def _nested(block: str) -> dict[str, str]:

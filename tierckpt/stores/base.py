@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
-from ..errors import TierckptError
+from ..errors import StoreError, TierckptError
 from ..types import Buffer, ByteRange, ObjectInfo
 
 T = TypeVar("T")
@@ -110,6 +111,23 @@ class ReadsInto(Protocol):
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
         """``get_range`` into the first bytes of ``into``, which nothing writes to any more once this has ended."""
+
+
+class RangesIgnoredError(StoreError):
+    """The server answers a request for a range with the whole object: it is to be read whole (``ReadsWhole``)."""
+
+
+@runtime_checkable
+class ReadsWhole(Protocol):
+    """What a store offers besides whose server may ignore ranges."""
+
+    def reading(
+        self, key: str, *, if_match: str | None = None
+    ) -> AbstractAsyncContextManager[Callable[[memoryview], Awaitable[None]]]:
+        """Open an object; yield a function that fills a view with its next bytes. One request for all of them.
+
+        Raises as ``get_range`` does, here and in the function; after StoreUnavailableError it begins at the first byte.
+        """
 
 
 @runtime_checkable

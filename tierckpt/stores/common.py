@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..config import MiB
 from ..errors import ConfigError, IntegrityError
 from ..quantities import round_up
-from ..types import Buffer, ByteRange
+from ..types import Buffer, ByteRange, ObjectInfo
 
 T = TypeVar("T")
 
@@ -117,3 +117,33 @@ def frozen_piece(piece: Buffer) -> Buffer:
 PART_SIZE_BYTES_MIN = 8 * MiB
 PARTS_MAX = 10_000
 """S3's and GCS's limit on parts of one object; Azure allows more."""
+
+
+class FolderMarkers:
+    """Tells objects that stand for folders from others in a listing, which comes in any order.
+
+    Consoles, Hadoop, blobfuse and s3fs make them: ``x/``, an empty ``x`` beside ``x/...``, and ``x_$folder$``.
+    """
+
+    def __init__(self) -> None:
+        self._empty: list[ObjectInfo] = []
+        self._folders: set[str] = set()
+
+    def take(self, info: ObjectInfo) -> bool:
+        """True for an object; False for a marker, and for an empty object, about which ``empty`` decides."""
+        folder = info.key.rpartition("/")[0]
+        while folder and folder not in self._folders:
+            self._folders.add(folder)
+            folder = folder.rpartition("/")[0]
+        if info.size_bytes:
+            return True
+        if not info.key.endswith(("/", HADOOP_MARKER)):
+            self._empty.append(info)
+        return False
+
+    def empty(self) -> list[ObjectInfo]:
+        """Return the empty objects, when all were taken: those with nothing below them."""
+        return [info for info in self._empty if info.key not in self._folders]
+
+
+HADOOP_MARKER = "_$folder$"

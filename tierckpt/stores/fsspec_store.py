@@ -44,7 +44,16 @@ from ..errors import (
 from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
+from .common import (
+    FolderMarkers,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    closing,
+    short_answer,
+    to_completion,
+)
 from .environment import drop_empty
 from .proxies import proxy_for
 from .schemes import check_read_as
@@ -72,7 +81,12 @@ _TIME_FIELDS = ("mtime", "modified", "LastModified", "last_modified", "updated",
 
 
 def open_universal(location: Location) -> UniversalStore:
-    """Return the store for an fsspec URL.
+    """Return the store for an fsspec URL. Raises as ``open_filesystem``."""
+    return UniversalStore(*open_filesystem(location), location.uri)
+
+
+def open_filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
+    """Return fsspec's file system for a URL, and the root in it.
 
     Raises:
         ConfigError: fsspec knows no such scheme, or the URL does not suit it.
@@ -95,7 +109,7 @@ def open_universal(location: Location) -> UniversalStore:
     except Exception as error:
         raise _translate(error, location.uri) from printable(error)
     check_read_as(location, root)
-    return UniversalStore(fs, root, location.uri)
+    return fs, root
 
 
 def _client_options(location: Location) -> dict[str, Any]:
@@ -133,7 +147,7 @@ class UniversalStore:
         """Run ``verb`` in a thread and to its end, its errors translated."""
 
         def run() -> T:
-            with _errors(self.uri), self._turn:
+            with errors_of(self.uri), self._turn:
                 return verb(*args, **options)
 
         return await to_completion(asyncio.to_thread(run))
@@ -147,7 +161,7 @@ class UniversalStore:
         info = self.fs.info(path)
         if info["type"] != "file":
             raise ObjectNotFoundError(f"{self.uri}/{key} is not a file", uri=self.uri, key=key)
-        return ObjectInfo(key, info["size"], _etag(info))
+        return ObjectInfo(key, self._size(path, info), _etag(info))
 
     async def get(self, key: str) -> bytes:
         return bytes(await self._call(self.fs.cat_file, self._path(key)))
@@ -235,7 +249,11 @@ class UniversalStore:
         return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        markers = FolderMarkers()
         for info in await self._call(self._find, check_prefix(prefix)):
+            if markers.take(info):
+                yield info
+        for info in markers.empty():
             yield info
 
     def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
@@ -250,8 +268,15 @@ class UniversalStore:
             # Some backends answer with the path itself when it is a file, or with a leading slash more or less.
             path = self._normal(path)
             if path.startswith(below) and info["type"] == "file" and not is_temporary(path.rpartition("/")[2]):
-                infos.append(ObjectInfo(path[len(self.root) + 1 :], info["size"], _etag(info)))
+                if info.get("size") is None:  # backends that list names only
+                    info = self.fs.info(path)
+                infos.append(ObjectInfo(path[len(self.root) + 1 :], self._size(path, info), _etag(info)))
         return infos
+
+    def _size(self, path: str, info: dict[str, Any]) -> int:
+        if not isinstance(info.get("size"), int):
+            raise StoreError(f"{self.uri} does not say how long {path} is", tier=Tier.SHARED, file=path)
+        return int(info["size"])
 
     def _normal(self, path: str) -> str:
         if self.root.startswith("/") and not path.startswith("/"):
@@ -356,7 +381,8 @@ def _etag(info: dict[str, Any]) -> str | None:
 
 
 @contextlib.contextmanager
-def _errors(uri: str) -> Iterator[None]:
+def errors_of(uri: str) -> Iterator[None]:
+    """Raise errors of backends as ours."""
     try:
         yield
     except TierckptError:

@@ -24,11 +24,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 from ..errors import TierckptError
+from ..resources import ThreadPool
 from .common import ended
 
 IDLE_SECONDS_MAX: Final = 15.0
@@ -381,12 +381,12 @@ def _look_at(future: asyncio.Future[memoryview]) -> None:
         future.exception()  # so that asyncio does not log it
 
 
-_executors: dict[str, ThreadPoolExecutor] = {}
+_executors: dict[str, ThreadPool] = {}
 
 
-def _executor(name: str, threads_max: int) -> ThreadPoolExecutor:
+def _executor(name: str, threads_max: int) -> ThreadPool:
     if name not in _executors:
-        _executors[name] = ThreadPoolExecutor(threads_max, thread_name_prefix=f"tierckpt-{name}")
+        _executors[name] = ThreadPool(threads_max, thread_name_prefix=f"tierckpt-{name}")
     return _executors[name]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -19,22 +20,27 @@ from ..disk.durable import (
     durable_write,
     fsync_dir,
     make_dirs,
+    matching,
     name_new,
     publish,
     remove_tree,
     temporary_beside,
+    translate_os_error,
     translated,
     write_all,
     write_new,
 )
 from ..disk.file_io import pread_all, stat_version
 from ..disk.processes import boot_id
-from ..disk.temporary_names import is_abandoned, is_temporary, stem_of, temporary_of_this_process
+from ..disk.quarantine import kind_of
+from ..disk.temporary_names import is_abandoned, is_made_here, is_temporary, stem_of, temporary_of_this_process
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
+MARK = f".{'0' * 8}.tmp"
+"""Ends the name of a mark: digits that no random name has with this length."""
 LOCK_SECONDS = 10.0
 """A holder that shows no other mark for so long has ended: each change takes milliseconds."""
 TICK_NS = 2_000_000_000
@@ -51,7 +57,7 @@ def _locked(path: Path) -> Iterator[None]:
 
     Raises StoreUnavailableError: others hold it all the time.
     """
-    mark = path.with_name(f".{stem_of(path.name)}.{'0' * 8}.tmp")
+    mark = _mark_on(path)
     boot, name = boot_id(), temporary_of_this_process("lock")
     seen, since, own = "", time.monotonic(), f"{boot} {name}"
     for _ in Poll(3 * LOCK_SECONDS, BRIEF):
@@ -61,14 +67,16 @@ def _locked(path: Path) -> Iterator[None]:
         holder = _mark_of(mark)
         if holder != seen:
             seen, since = holder, time.monotonic()
-        has_ended = holder.startswith(f"{boot} ") and is_abandoned(holder)
-        if (has_ended or time.monotonic() - since > LOCK_SECONDS) and _mark_of(mark) == seen:
+        if (_has_ended(holder) or time.monotonic() - since > LOCK_SECONDS) and _mark_of(mark) == seen:
             mark.unlink(missing_ok=True)
     else:
         raise StoreUnavailableError(f"{path} is locked by other processes", hint="Try again later", path=path)
     try:
         if _mark_of(mark) != own:
             raise StoreUnavailableError(f"{path} is locked by another process", hint="Try again later", path=path)
+        for left in matching(path.parent, f".*{MARK}.*.tmp"):  # a process was killed while it made its mark
+            if is_abandoned(left.name):
+                left.unlink(missing_ok=True)
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -76,11 +84,20 @@ def _locked(path: Path) -> Iterator[None]:
                 mark.unlink()
 
 
+def _mark_on(path: Path) -> Path:
+    return path.with_name(f".{stem_of(path.name)}{MARK}")
+
+
+def _has_ended(holder: str) -> bool:
+    """True for what a mark says whose process, of this machine, has ended."""
+    return holder.startswith(f"{boot_id()} ") and is_abandoned(holder)
+
+
 def _put_mark(mark: Path, own: str) -> None:
     """Make the mark, whole where the file system can. Raises FileExistsError."""
     if mark.exists():
         raise FileExistsError(mark)
-    with temporary_beside(mark) as temporary:
+    with temporary_beside(mark, is_owned=True) as temporary:
         write_new(temporary, own.encode())
         try:
             name_new(temporary, mark)
@@ -136,8 +153,16 @@ class LocalStore:
         return ObjectInfo(key, status.st_size, stat_version(status))
 
     def _stat(self, path: Path) -> os.stat_result:
-        with translated(path, self.tier):
-            status = path.stat()
+        """Raises ObjectNotFoundError. A mark on what is not there was left by a process that was killed in ``remove``:
+        whoever ends that removal looks here first."""
+        try:
+            with translated(path, self.tier):
+                status = path.stat()
+        except ObjectNotFoundError:
+            mark = _mark_on(path)
+            if _has_ended(_mark_of(mark)):
+                mark.unlink(missing_ok=True)
+            raise
         if not stat.S_ISREG(status.st_mode):
             raise ObjectNotFoundError(f"{path} is not a file", path=path, tier=self.tier)
         return status
@@ -301,6 +326,39 @@ class LocalStore:
                     infos.append(ObjectInfo(key, status.st_size, stat_version(status)))
         return infos, directories
 
+    def files(self) -> tuple[builtins.list[ObjectInfo], dict[str, str]]:
+        """Return all files, those in linked directories too, and what other entries are, by key. Blocking.
+
+        ``list`` does not follow links: what it lists may be removed.
+        """
+        infos: builtins.list[ObjectInfo] = []
+        others: dict[str, str] = {}
+        waiting: builtins.list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(self.root),))]
+        while waiting:
+            prefix, above = waiting.pop()
+            for entry in self._entries(prefix):
+                key = f"{prefix}/{entry.name}" if prefix else entry.name
+                try:
+                    if entry.is_dir():
+                        real = os.path.realpath(entry.path) if entry.is_symlink() else f"{above[-1]}/{entry.name}"
+                        if real in above:
+                            others[key] = f"is a link to {real}, which it is in"
+                        else:
+                            waiting.append((key, (*above, real)))
+                    elif entry.is_file():
+                        if not is_made_here(entry.name):
+                            status = entry.stat()
+                            infos.append(ObjectInfo(key, status.st_size, stat_version(status)))
+                    else:
+                        others[key] = _what_else(Path(entry.path))
+                except FileNotFoundError:
+                    continue  # it has vanished meanwhile
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise translate_os_error(error, Path(entry.path), self.tier) from error
+                    others[key] = _what_else(Path(entry.path))
+        return infos, others
+
     def _entries(self, prefix: str) -> builtins.list[os.DirEntry[str]]:
         path = self.root / prefix
         try:
@@ -346,3 +404,8 @@ class LocalStore:
 
     async def close(self) -> None:
         """Nothing is held open."""
+
+
+def _what_else(path: Path) -> str:
+    """What an entry is that is neither a file nor a directory. Raises FileNotFoundError."""
+    return f"is a link to {path.readlink()}, where no file is" if path.is_symlink() else f"is {kind_of(path)}"

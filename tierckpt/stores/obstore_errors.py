@@ -138,7 +138,7 @@ def translate(
             status=status,
             **context,
         )
-    if isinstance(error, obstore_errors.GenericError) and "Got invalid" in first_line(error) and not was_proven:
+    if is_no_xml(error) and not was_proven:
         return another_language(location, key, endpoint, "it sends no XML")
     reason = f"HTTP {status}" if status else _client_reason(error) or first_line(error) or type(error).__name__
     proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
@@ -258,7 +258,12 @@ def tunnel_refused(location: Location, key: str | None, endpoint: str) -> Tierck
 def is_foreign(error: Exception) -> bool:
     """True when something else than a store may have answered: ``endpoint_probe`` can tell what."""
     failure = _client_failure(error)
-    return any(name in failure for name in _FOREIGN)
+    return is_no_xml(error) or any(name in failure for name in _FOREIGN)
+
+
+def is_no_xml(error: Exception) -> bool:
+    """True when a listing was answered with something that is none."""
+    return isinstance(error, obstore_errors.GenericError) and "Got invalid" in first_line(error)
 
 
 def is_tunnel_refused(error: Exception) -> bool:
@@ -384,6 +389,11 @@ def in_another_region(location: Location, key: str | None) -> StoreUnavailableEr
 
 def is_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or http_status(error) == 404
+
+
+def ignores_ranges(error: Exception) -> bool:
+    """True when the server answered a request for a range with the whole object: the client has a name for it."""
+    return isinstance(error, obstore_errors.GenericError) and "source: NotPartial" in str(error)
 
 
 def http_status(error: Exception) -> int | None:

@@ -39,9 +39,11 @@ from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from . import get_concurrency
+from .base import RangesIgnoredError
 from .bucket import Client
 from .common import (
     PART_SIZE_BYTES_MIN,
+    FolderMarkers,
     check_key,
     check_prefix,
     check_range,
@@ -60,6 +62,7 @@ from .obstore_errors import (
     first_line,
     foreign_body,
     http_status,
+    ignores_ranges,
     in_another_region,
     is_foreign,
     is_missing,
@@ -89,6 +92,7 @@ T = TypeVar("T")
 DELETE_BATCH = 1000
 BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
 """Said of a bucket that was there before, too: a place that has gone is not an empty place."""
+AZURE_MARKER = "hdi_isfolder"
 PART_RETRIES_MAX = 3
 DIRECT_BYTES_MIN = 256 << 10
 """Smaller ranges are not worth a request of our own."""
@@ -226,6 +230,13 @@ class RemoteStore:
             except obstore_errors.GenericError as error:
                 if http_status(error) == 416:
                     raise short_answer(self.uri, key, byte_range, 0) from None
+                if ignores_ranges(error):
+                    raise RangesIgnoredError(
+                        f"{self.uri}: the store sends all of {key} for a range",
+                        hint="Fetch it whole: `tierckpt prefetch`",
+                        key=key,
+                        tier=Tier.SHARED,
+                    ) from None
                 raise
 
         data = await self._request(key, call)
@@ -248,6 +259,45 @@ class RemoteStore:
             except NotThisWay as reason:
                 self._bucket.ranges.miss(reason)
         into[:size_bytes] = await self.get_range(key, byte_range, if_match=if_match)
+
+    @contextlib.asynccontextmanager
+    async def reading(
+        self, key: str, *, if_match: str | None = None
+    ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
+        """Open a whole object, for servers that ignore ranges. Each piece has to come within a window."""
+        check_key(key)
+        options: GetOptions = {"if_match": if_match} if if_match is not None else {}
+        window = self._limit_seconds(MiB)
+
+        async def call(client: Client) -> Any:
+            async with asyncio.timeout(window):
+                return await obstore.get_async(client, self._prefix + key, options=options)
+
+        pieces = aiter((await self._request(key, call)).stream(min_chunk_size=MiB))
+        piece = memoryview(b"")
+
+        async def fill(view: memoryview) -> None:
+            nonlocal piece
+            done = 0
+            while done < len(view):
+                if not len(piece):
+                    piece = await self._next_piece(key, pieces, window)
+                count = min(len(piece), len(view) - done)
+                view[done : done + count] = piece[:count]
+                piece, done = piece[count:], done + count
+
+        yield fill
+
+    async def _next_piece(self, key: str, pieces: AsyncIterator[Any], window: float) -> memoryview:
+        try:
+            async with asyncio.timeout(window), self._errors(key, writing=False):
+                return memoryview(await anext(pieces)).cast("B")
+        except TimeoutError:
+            raise self._too_slow(key, window) from None
+        except StopAsyncIteration:
+            raise StoreUnavailableError(
+                f"{self.uri}/{key} ends early", hint="Retries are spent; try again later", tier=Tier.SHARED
+            ) from None
 
     async def _receive(
         self, client: Client, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None
@@ -465,15 +515,33 @@ class RemoteStore:
         return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        held: ObjectInfo | None = None  # an empty object may be the marker of the "directory" that comes after it
+        """Cost beside the listing: a request for each folder with empty objects that nothing is below; on Azure one for
+        each of these objects."""
+        markers = FolderMarkers()
         async for info in self._listed(check_prefix(prefix)):
-            if held is not None and not info.key.startswith(f"{held.key}/"):
-                yield held
-            held = None if info.size_bytes else info
-            if info.size_bytes:
+            if markers.take(info):
                 yield info
-        if held is not None:
-            yield held
+        folders: dict[str, builtins.list[str]] = {}
+        for info in markers.empty():
+            parent, _, name = info.key.rpartition("/")
+            # A listing gives ``x/`` as ``x``. That of one level tells them apart.
+            if parent not in folders:
+                folders[parent] = await self.list_dirs(parent)
+            if name not in folders[parent] and not await self._is_azure_folder(info.key):
+                yield info
+
+    async def _is_azure_folder(self, key: str) -> bool:
+        if self.location.scheme != "az":
+            return False
+
+        async def call(client: Client) -> Any:
+            return await obstore.get_async(client, self._prefix + key)
+
+        try:
+            attributes = (await self._request(key, call)).attributes
+        except ObjectNotFoundError:
+            return False
+        return str(attributes.get(AZURE_MARKER, "")).lower() == "true"
 
     async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield what the server lists, each key once. A page that fails begins the listing again."""
@@ -527,7 +595,7 @@ class RemoteStore:
 
     async def delete_dir(self, prefix: str) -> None:
         batch: builtins.list[str] = []
-        async for info in self.list(prefix):
+        async for info in self._listed(check_prefix(prefix)):  # markers of folders, too
             batch.append(info.key)
             if len(batch) == DELETE_BATCH:
                 await self._delete_all(batch)

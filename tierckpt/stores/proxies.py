@@ -18,6 +18,7 @@ import os
 import ssl
 import urllib.request
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -115,8 +116,12 @@ def routed(request: urllib.request.Request) -> urllib.request.Request:
     return request
 
 
+@lru_cache(maxsize=8)
 def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
-    """Return an opener that reads no variables of proxies."""
+    """Return an opener that reads no variables of proxies, one for each context.
+
+    An opener and its handlers are a cycle: only a garbage collection would remove one that is made for each request.
+    """
     direct = urllib.request.ProxyHandler({})
     return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=tls), *handlers)
 

@@ -15,12 +15,14 @@ import re
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
 from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from .base import RangesIgnoredError
 from .environment import tls_context
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 from .proxies import direct_opener, proxy_for, routed
@@ -45,6 +47,12 @@ class NotThisWay(Exception):  # it is no error: it says which way to go
         self.for_good = for_good
 
 
+def is_range(headers: Mapping[str, str], byte_range: ByteRange) -> bool:
+    """True for the headers of an answer with exactly this range."""
+    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+    return match is not None and (int(match[1]), int(match[2])) == (byte_range.start, byte_range.stop - 1)
+
+
 class Get(Call):
     """One range of one object."""
 
@@ -58,11 +66,20 @@ class Get(Call):
         window_seconds: float,
         enough_bytes: int,
         tls: ssl.SSLContext | None = None,
+        *,
+        size_bytes: int | None = None,
+        is_version: Callable[[Mapping[str, str]], bool] | None = None,
     ) -> None:
-        """``uri``: what it is about, for messages; the URL itself holds a signature."""
+        """``uri``: what it is about, for messages; the URL itself holds a signature.
+
+        Args:
+            size_bytes: of the object, where the server may answer with 200 and all of it.
+            is_version: True for the headers of the version that is wanted, where ``if_match`` is not sent.
+        """
         super().__init__()
         parts = urlsplit(url)
         self.uri, self.byte_range, self.into, self.if_match = uri, byte_range, into, if_match
+        self.size_bytes, self._is_version = size_bytes, is_version
         self.tls = tls if parts.scheme == "https" else None
         self.host, self.port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         self.connect_seconds = min(CONNECT_SECONDS, window_seconds)
@@ -99,15 +116,19 @@ class Get(Call):
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
         if status in MAY_PASS:
             raise self.unavailable(f"HTTP {status}", status=status)
-        if status != 206:
+        if status == 200 and self.size_bytes is not None:
+            if not at.size_bytes == self.size_bytes == answer.length:
+                raise RangesIgnoredError(f"{self.uri} sends the whole object for a range", tier=Tier.SHARED)
+        elif status != 206:
             raise NotThisWay(f"HTTP {status}")
-        match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-        if match is None or (int(match[1]), int(match[2])) != (at.start, at.stop - 1) or answer.length != at.size_bytes:
+        elif not is_range(headers, at) or answer.length != at.size_bytes:
             raise NotThisWay("another range than was asked for")
         if headers.get("content-encoding", "identity") not in ("identity", "", "aws-chunked"):
             raise NotThisWay("an encoded answer")
         etag = headers.get("etag")
         if self.if_match is not None and etag is not None and etag.strip('"') != self.if_match.strip('"'):
+            raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
+        if self._is_version is not None and not self._is_version(headers):
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
         return self.into[: at.size_bytes]
 

@@ -30,22 +30,50 @@ def options(access: Any, environment: dict[str, str], monkeypatch: pytest.Monkey
         ({"AZURE_STORAGE_KEY": " a2V5\n"}, "access_key", {"account_key": "a2V5"}),
         ({"AZURE_STORAGE_SAS_TOKEN": SAS, "AZURE_STORAGE_ACCOUNT_KEY": ""}, "sas_token", {"sas_key": SAS}),
         ({"AZURE_STORAGE_SAS_TOKEN": f"?{SAS}\n"}, "sas_token", {"sas_key": SAS}),
-        ({"AZURE_STORAGE_SAS_TOKEN": SAS, "AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t", "AZURE_CLIENT_SECRET": "s"},
-         "sas_token", {"sas_key": SAS}),
-        ({"AZURE_STORAGE_CONNECTION_STRING": STRING, "AZURE_STORAGE_ACCOUNT_KEY": "b3RoZXI="}, "sas_token",
-         {"sas_key": SAS, "endpoint": "https://me.blob.core.windows.net"}),
-        ({"AZURE_STORAGE_CONNECTION_STRING": "AccountName=me;AccountKey=a2V5;DefaultEndpointsProtocol=http"},
-         "access_key", {"account_key": "a2V5", "endpoint": "http://me.blob.core.windows.net"}),
-        ({"AZURE_STORAGE_CONNECTION_STRING": f"BlobEndpoint=http://127.0.0.1:10000/acct;SharedAccessSignature={SAS}"},
-         "sas_token", {"account_name": "acct", "endpoint": "http://127.0.0.1:10000/acct"}),
-        ({"AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t", "AZURE_CLIENT_SECRET": "s"}, "client_secret",
-         {"client_id": "c", "tenant_id": "t", "client_secret": "s"}),
-        ({"AZURE_CLIENT_ID": "c", "IDENTITY_ENDPOINT": "http://169.254.129.1/msi"}, "managed_identity",
-         {"client_id": "c", "msi_endpoint": "http://169.254.129.1/msi"}),
+        (
+            {
+                "AZURE_STORAGE_SAS_TOKEN": SAS,
+                "AZURE_CLIENT_ID": "c",
+                "AZURE_TENANT_ID": "t",
+                "AZURE_CLIENT_SECRET": "s",
+            },
+            "sas_token",
+            {"sas_key": SAS},
+        ),
+        (
+            {"AZURE_STORAGE_CONNECTION_STRING": STRING, "AZURE_STORAGE_ACCOUNT_KEY": "b3RoZXI="},
+            "sas_token",
+            {"sas_key": SAS, "endpoint": "https://me.blob.core.windows.net"},
+        ),
+        (
+            {"AZURE_STORAGE_CONNECTION_STRING": "AccountName=me;AccountKey=a2V5;DefaultEndpointsProtocol=http"},
+            "access_key",
+            {"account_key": "a2V5", "endpoint": "http://me.blob.core.windows.net"},
+        ),
+        (
+            {
+                "AZURE_STORAGE_CONNECTION_STRING": f"BlobEndpoint=http://127.0.0.1:10000/acct;SharedAccessSignature={SAS}"
+            },
+            "sas_token",
+            {"account_name": "acct", "endpoint": "http://127.0.0.1:10000/acct"},
+        ),
+        (
+            {"AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t", "AZURE_CLIENT_SECRET": "s"},
+            "client_secret",
+            {"client_id": "c", "tenant_id": "t", "client_secret": "s"},
+        ),
+        (
+            {"AZURE_CLIENT_ID": "c", "IDENTITY_ENDPOINT": "http://169.254.129.1/msi"},
+            "managed_identity",
+            {"client_id": "c", "msi_endpoint": "http://169.254.129.1/msi"},
+        ),
         ({"AZURE_USE_AZURE_CLI": "true"}, "azure_cli", {}),
         ({"AZURE_SKIP_SIGNATURE": "true", "AZURE_STORAGE_ACCOUNT_KEY": ""}, "bearer_token", {"skip_signature": "true"}),
-        ({"AZURE_STORAGE_ACCOUNT_KEY": "a2V5", "AZURE_STORAGE_ENDPOINT": ""}, "access_key",
-         {"endpoint": "https://me.blob.core.windows.net"}),
+        (
+            {"AZURE_STORAGE_ACCOUNT_KEY": "a2V5", "AZURE_STORAGE_ENDPOINT": ""},
+            "access_key",
+            {"endpoint": "https://me.blob.core.windows.net"},
+        ),
     ],
 )
 def test_azure_names_the_kind_of_credential(
@@ -123,9 +151,7 @@ def test_gcs_service_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"GOOGLE_BEARER_TOKEN": " ya29\n"}, {"bearer_token": "ya29"}),
     ],
 )
-def test_gcs_variables(
-    environment: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gcs_variables(environment: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert options(gcs_access, environment, monkeypatch) == expected
 
 

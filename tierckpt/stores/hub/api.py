@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import io
 import json
 import os
 import re
@@ -50,8 +49,8 @@ from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
 from ..endpoint_probe import language_of
-from ..get_concurrency import BYTES_PER_SECOND_MIN
 from ..http_client import said
+from ..http_reader import ANSWER_SECONDS_MAX, REDIRECTS_MAX, opener, range_header
 from ..proxies import proxy_for, routed
 from ..retry import Retries, Tries
 from ..signed_requests import MAY_PASS
@@ -59,8 +58,6 @@ from ..store_breaker import PROBE_SECONDS_MAX
 
 log = logger("stores.hub")
 
-ANSWER_SECONDS_MAX: Final = 30.0
-"""Until an answer begins, and for all of it what its bytes may take besides."""
 BODY_BYTES_MAX: Final = 64 << 20
 """Of a page of a listing, or of a file that the resolver sends itself: git holds no larger ones."""
 PAGES_MAX: Final = 10_000
@@ -71,8 +68,8 @@ RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """The Hub counts requests in windows of five minutes: two of them."""
 RATE_LIMIT_SECONDS: Final = 30.0
 """Waited where a limit does not say how long."""
-REDIRECTS_MAX: Final = 5
 REASON_MAX: Final = 200
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _MAY_PASS = MAY_PASS - {429}  # A2
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """An organisation or a repository: a Hub takes no other, and in a URL any other may mean something else."""
@@ -141,6 +138,8 @@ class Answer:
     body: bytes
     url: str
     """Whose answer it is."""
+    is_more: bool = False
+    """A range was asked for, and more is sent: none of it was read."""
 
     @property
     def reason(self) -> str:
@@ -228,10 +227,8 @@ class Hub:
         Raises:
             IntegrityError: an answer of another commit.
         """
-        prefix = "" if repository.kind == "models" else f"{repository.kind}/"
-        url = f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
-        at = {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}", "Accept-Encoding": "identity"}
-        answer = await self._api(url, repository, at, path=path)
+        url = self.path_of(repository, commit, path)
+        answer = await self._api(url, repository, range_header(byte_range), path=path)
         other = answer.headers.get("x-repo-commit", commit)
         if other != commit:
             raise IntegrityError(
@@ -242,9 +239,15 @@ class Hub:
         check_http(answer.headers["location"])
         return answer.headers["location"]
 
-    async def answer(self, path: str) -> Answer:
-        """Return what the Hub says to a GET of a path of its own, refusals too."""
-        return await self._ask(f"{self.endpoint}{path}", {})
+    def path_of(self, repository: Repository, commit: str, path: str) -> str:
+        """Return where the resolver has a file, below the endpoint."""
+        prefix = "" if repository.kind == "models" else f"{repository.kind}/"
+        return f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
+
+    async def answer(self, path: str, form: bytes | None = None) -> Answer:
+        """Return what the Hub says to a GET of a path of its own, or to a POST of ``form``; refusals too."""
+        headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
+        return await self._ask(f"{self.endpoint}{path}", headers, form)
 
     # --- how -----------------------------------------------------------------------------------------------------
 
@@ -264,12 +267,12 @@ class Hub:
                 return Answer(answer.status, {**answer.headers, "location": url}, b"", answer.url)
         raise StoreError(f"{self.host} redirects {repository.page} in a circle", tier=Tier.SHARED)
 
-    async def _ask(self, url: str, headers: Mapping[str, str]) -> Answer:
+    async def _ask(self, url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
         """Make one request, again while it fails in a way that may pass, or is put off (A2)."""
         if _is_true(_environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
             raise HubOfflineError(
                 f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
-                hint="`tierckpt prefetch --check` lists what is on this node; unset it to fetch more",
+                hint="`tierckpt cache ls` lists what is on this node; unset it to fetch more",
                 tier=Tier.SHARED,
                 attempts=0,
             )
@@ -278,7 +281,7 @@ class Hub:
             await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
             try:
                 async with self._retries.asking(self._breaker, self.probe):
-                    answer = await asyncio.to_thread(request, url, {**headers, **self._authorization(url)})
+                    answer = await asyncio.to_thread(request, url, {**headers, **self.authorization(url)}, form)
                     if answer.status in _MAY_PASS:
                         raise unavailable(self.host, f"HTTP {answer.status}", status=answer.status)
             except StoreUnavailableError as error:
@@ -316,7 +319,7 @@ class Hub:
         """True for the Hub's host, reached as it is to be: a redirect may not take the token out of TLS."""
         return urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
 
-    def _authorization(self, url: str) -> dict[str, str]:
+    def authorization(self, url: str) -> dict[str, str]:
         token = hub_token() if self._is_own(url) else ""  # A1
         return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -377,8 +380,8 @@ def hub_of(retries: Retries) -> Hub:
     return hub
 
 
-def request(url: str, headers: Mapping[str, str]) -> Answer:
-    """Make one GET and return the answer, whatever it says; a redirect is not followed. Blocking.
+def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
+    """Make one GET, or POST of ``form``; return the answer, whatever it says. A redirect is not followed. Blocking.
 
     Raises:
         StoreUnavailableError: there is no answer, or no whole one.
@@ -386,12 +389,12 @@ def request(url: str, headers: Mapping[str, str]) -> Answer:
     """
     host = check_http(url)
     try:
-        asked = urllib.request.Request(url, headers={"User-Agent": "tierckpt", **headers})
-        with _opener.open(routed(asked), timeout=ANSWER_SECONDS_MAX) as reply:
-            answer = _answer(reply, url)
+        asked = urllib.request.Request(url, data=form, headers={"User-Agent": "tierckpt", **headers})
+        with opener.open(routed(asked), timeout=ANSWER_SECONDS_MAX) as reply:
+            answer = _answer(reply, url, headers)
     except urllib.error.HTTPError as refusal:
         with refusal:
-            answer = _answer(refusal, url)
+            answer = _answer(refusal, url, {})
     except ConfigError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -471,68 +474,19 @@ def check_http(url: str) -> str:
     return parts.netloc
 
 
-def _answer(reply: Any, url: str) -> Answer:
+def _answer(reply: Any, url: str, asked: Mapping[str, str]) -> Answer:
     headers = {name.lower(): value for name, value in reply.headers.items()}
-    body = b"" if 300 <= reply.status < 400 else reply.read(BODY_BYTES_MAX + 1)
-    if len(body) > BODY_BYTES_MAX:
-        raise StoreError(f"{urlsplit(url).netloc} sends more than {BODY_BYTES_MAX} bytes", tier=Tier.SHARED)
-    return Answer(reply.status, headers, body, url)
-
-
-class _Paced(io.RawIOBase):
-    """What comes on a socket, until it falls behind (A4). Raises TimeoutError."""
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
-        self._raw, self._sock = raw, sock
-        self._ends_at = time.monotonic() + ANSWER_SECONDS_MAX
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int | None:
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left)
-        count = self._raw.readinto(into)
-        self._ends_at += (count or 0) / BYTES_PER_SECOND_MIN
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _PacedAnswer(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, *given: Any, **named: Any) -> None:
-        super().__init__(sock, *given, **named)
-        self.fp = io.BufferedReader(_Paced(self.fp.detach(), sock))
-
-
-class _Connection(http.client.HTTPConnection):
-    response_class = _PacedAnswer
-
-
-class _TlsConnection(http.client.HTTPSConnection):
-    response_class = _PacedAnswer
-
-
-class _Http(urllib.request.HTTPHandler):
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, request)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_TlsConnection, request)
-
-
-class _Unfollowed(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Say where it leads: whoever asked knows whom the token is for."""
-
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, _Unfollowed)
+    wanted = _RANGE.fullmatch(asked.get("Range", "")) if reply.status == 200 else None
+    size_bytes_max = int(wanted[2]) - int(wanted[1]) + 1 if wanted is not None else BODY_BYTES_MAX
+    length = headers.get("content-length", "")
+    if wanted is not None and length.isdecimal() and int(length) > size_bytes_max:
+        return Answer(reply.status, headers, b"", url, is_more=True)
+    body = b"" if 300 <= reply.status < 400 else reply.read(size_bytes_max + 1)
+    if len(body) <= size_bytes_max:
+        return Answer(reply.status, headers, body, url)
+    if wanted is not None:
+        return Answer(reply.status, headers, b"", url, is_more=True)
+    raise StoreError(f"{urlsplit(url).netloc} sends more than {BODY_BYTES_MAX} bytes", tier=Tier.SHARED)
 
 
 def no_object(where: str, path: str) -> ObjectNotFoundError:

@@ -5,7 +5,7 @@ Invariants:
         revision becomes meanwhile.
     H2  Requests to the Hub: one for the revision, one for each 1000 files listed (once for all directories of a
         repository), one for each file read. Ranges are read from the URL that the resolver gives, on
-        connections of our own (``http_range``); it is renewed when it has expired.
+        connections of our own (``HttpReader``); it is renewed when it has expired.
     H3  A file is identified by its content: ``sha256:...`` where LFS has it, else its git blob. ``cache`` compares it
         with the bytes of each file that has landed whole.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -33,11 +34,12 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...types import Buffer, ByteRange, ObjectInfo, Tier
-from .. import get_concurrency
+from ..base import RangesIgnoredError
 from ..common import check_key, check_prefix, check_range, short_answer
+from ..http_reader import HttpReader
 from ..retry import Retries
-from ..signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy
-from .api import HubFile, Repository, hub_of, no_object, repository_of, request, unavailable
+from ..signed_requests import NotThisWay
+from .api import HubFile, Repository, hub_of, no_object, repository_of
 
 T = TypeVar("T")
 
@@ -58,7 +60,8 @@ class HubStore:
         self.retries = retries or Retries(settings)
         self._repository = repository_of(location)
         self._settings = settings
-        self._ranges = Ranges()
+        self._is_whole_only = False
+        """The server has sent a whole file for a range: no other range is asked for."""
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
         self._commit = ""
@@ -78,6 +81,10 @@ class HubStore:
                 tier=Tier.SHARED,
             )
         return self._repository
+
+    @cached_property
+    def _reader(self) -> HttpReader:
+        return HttpReader(self.uri, self._settings, self.retries, hub_of(self.retries).probe)
 
     @property
     def commit(self) -> str:
@@ -132,6 +139,7 @@ class HubStore:
         Raises:
             ObjectNotFoundError: the file is listed, and has no object.
             IntegrityError: the Hub sends other bytes than it lists.
+            RangesIgnoredError: a mirror, or what it leads to, gives whole files only (``reading``).
         """
         commit, file = await self._file(key, if_match)
         size_bytes = check_range(byte_range).size_bytes
@@ -139,12 +147,21 @@ class HubStore:
             raise short_answer(self.uri, key, byte_range, max(0, file.size_bytes - byte_range.start))
         if not size_bytes:
             return
+        try:
+            await self._read(commit, file, byte_range, into)
+        except RangesIgnoredError:
+            self._is_whole_only = True
+            raise
+
+    async def _read(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> None:
+        if self._is_whole_only and byte_range.size_bytes < file.size_bytes:
+            raise self._ranges_ignored(file)
         reason = url = ""
         for _ in range(URLS_MAX):
             if not (url := await self._locate(commit, file, byte_range, into) or ""):
                 return
             try:
-                await self._receive(url, byte_range, into)
+                await self._reader.receive(url, byte_range, into, file.size_bytes)
                 return
             except NotThisWay as refusal:  # mostly it has expired
                 reason = str(refusal)
@@ -177,9 +194,12 @@ class HubStore:
         if isinstance(found, str):
             self._urls[commit, file.path] = found
             return found
+        if found.is_more and found.headers.get("content-length", str(file.size_bytes)) == str(file.size_bytes):
+            raise self._ranges_ignored(file)
         data = found.body[byte_range.start : byte_range.stop] if found.status == 200 else found.body
         if len(data) != byte_range.size_bytes:
-            what = "a pointer without its object" if found.body.startswith(_POINTER) else f"{len(data)} bytes"
+            sent = found.headers.get("content-length", "more") if found.is_more else len(data)
+            what = "a pointer without its object" if found.body.startswith(_POINTER) else f"{sent} bytes"
             raise IntegrityError(
                 f"{self.uri} lists {file.path} with {file.size_bytes} bytes, and sends {what}",
                 hint="The repository is damaged: tell whoever owns it",
@@ -190,23 +210,19 @@ class HubStore:
         into[: len(data)] = data
         return None
 
-    async def _receive(self, url: str, byte_range: ByteRange, into: memoryview) -> None:
-        """Raises NotThisWay: the URL is not good for it, or not any more."""
-        host = urlsplit(url).netloc
-        breaker, crowd = self.retries.breaker(host), self.retries.get_concurrency(host)
-        window = min(get_concurrency.WINDOW_SECONDS, self._settings.store_timeout_seconds)
-        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
-        tls = self._ranges.tls if url.startswith("https:") else None
+    @contextlib.asynccontextmanager
+    async def reading(
+        self, key: str, *, if_match: str | None = None
+    ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
+        commit, file = await self._file(key, if_match)
+        hub = hub_of(self.retries)
+        url = f"{hub.endpoint}{hub.path_of(self.repository, commit, file.path)}"
+        known = self._urls.get((commit, file.path), "")
+        async with self._reader.reading(url, file.size_bytes, hub.authorization, received_at=known) as fill:
+            yield fill
 
-        async def ask() -> None:
-            async with self.retries.asking(breaker, hub_of(self.retries).probe):
-                if is_behind_proxy(url):
-                    await asyncio.to_thread(_read_by_proxy, url, byte_range, into)
-                else:
-                    get = Get(f"{self.uri} at {host}", url, byte_range, into, None, window, enough, tls)
-                    await crowd.run(partial(self._ranges.connections.run, get))
-
-        await self.retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
+    def _ranges_ignored(self, file: HubFile) -> RangesIgnoredError:
+        return RangesIgnoredError(f"{self.uri} sends all of {file.path} for a range", tier=Tier.SHARED)
 
     # --- listing -------------------------------------------------------------------------------------------------
 
@@ -241,7 +257,7 @@ class HubStore:
     async def reconnect(self, damage: TierckptError) -> None:
         if not await self.retries.pay():
             raise damage
-        self._ranges.connections.close()
+        self._reader.renew()
         self._urls.clear()
 
     async def available(self) -> bool:
@@ -271,13 +287,4 @@ class HubStore:
         )
 
     async def close(self) -> None:
-        self._ranges.close()
-
-
-def _read_by_proxy(url: str, byte_range: ByteRange, into: memoryview) -> None:
-    answer = request(url, {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}"})
-    if answer.status in MAY_PASS:
-        raise unavailable(urlsplit(url).netloc, f"HTTP {answer.status}", status=answer.status)
-    if answer.status != 206 or len(answer.body) != byte_range.size_bytes:
-        raise NotThisWay(f"HTTP {answer.status}")
-    into[: byte_range.size_bytes] = answer.body
+        self._reader.close()

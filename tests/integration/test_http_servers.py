@@ -1,0 +1,379 @@
+"""Servers as they are, plain HTTP and S3: what they say of ranges, versions, sizes and directories."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+import pytest
+
+import tierckpt
+from tierckpt.cache import whole_file
+from tierckpt.errors import IntegrityError, PartialTransferError, TierckptError
+from tierckpt.loading.cached_view import open_cached
+from tierckpt.stores import get_concurrency
+
+KIB = 1024
+CHUNK = 64 * KIB
+
+
+@dataclass
+class Server:
+    """One server, and how it behaves."""
+
+    files: dict[str, bytes]
+    ranges: str = "given"  # or "ignored", "chunked" (200, of no length), "refused" (501)
+    etags: str = "strong"  # or "weak", "disagreeing", "none"
+    head: str = "given"  # or "refused", "without length"
+    page: Callable[[str, list[str]], str] | None = None
+    changed: float = 1_700_000_000.0
+    conditions: str = "given"  # or "refused" (501), "never met" (412)
+    listed: str = ""
+    """Of S3: an etag that listings say, and answers do not."""
+    redirects: bool = False
+    resets: int = 0
+    """Answers that break off in the middle, of those with a body of more than a chunk."""
+    drips: bool = False
+    sent: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
+    uri: str = ""
+
+    def etag(self, name: str) -> str | None:
+        known = f'"{hash(self.files[name]) & 0xFFFFFFFF:x}"'
+        if self.etags == "disagreeing":
+            return f'"{sum(self.asked.values()):x}"'
+        return {"strong": known, "weak": f"W/{known}", "none": None}[self.etags]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FileServer
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(OSError):
+            self._answer(self.server.told)
+
+    def _answer(self, told: Server) -> None:
+        path = unquote(urlsplit(self.path).path)
+        told.asked[f"{self.command} {path}"] += 1
+        if told.redirects and not path.startswith("/moved/"):
+            return self._say(302, b"", Location=f"/moved{quote(path)}")
+        name = path.removeprefix("/moved").removeprefix("/m/").removeprefix("m/")
+        if name in told.files:
+            return self._file(told, name)
+        if "list-type=2" in self.path:
+            return self._say(200, listing(told).encode(), Content_Type="application/xml")
+        below = {key.removeprefix(name) for key in told.files if key.startswith(name)}
+        if not path.endswith("/") or told.page is None or not below:
+            return self._say(404, b"<Error><Code>NoSuchKey</Code></Error>", Content_Type="application/xml")
+        shown = sorted({key.partition("/")[0] + "/" * ("/" in key) for key in below})
+        return self._say(200, told.page(path, shown).encode(), Content_Type="text/html")
+
+    def _file(self, told: Server, name: str) -> None:
+        data, wanted = told.files[name], self.headers.get("Range")
+        etag = told.etag(name)
+        facts = {"Last_Modified": email.utils.formatdate(told.changed, usegmt=True), **({"ETag": etag} if etag else {})}
+        if self.command == "HEAD" and told.head == "refused":
+            return self._say(405, b"")
+        if self.command == "HEAD" and told.head == "without length":
+            return self._say(200, b"", is_chunked=True, **facts)
+        if self.command == "GET" and told.head == "without length" and told.ranges == "ignored":
+            return self._say(200, data, is_chunked=True, **facts)
+        condition = self.headers.get("If-Match")
+        if condition is not None and told.conditions != "given":
+            return self._say(501 if told.conditions == "refused" else 412, b"")
+        if condition not in (None, etag):
+            return self._say(412, b"")
+        if wanted is None or told.ranges in ("ignored", "chunked"):
+            is_chunked = told.ranges == "chunked" and self.command == "GET"
+            return self._say(200, data, is_chunked=is_chunked, name=name, **facts)
+        if told.ranges == "refused":
+            return self._say(501, b"no ranges here")
+        start, stop = (int(part) for part in wanted.removeprefix("bytes=").split("-"))
+        if start >= len(data):
+            return self._say(416, b"", Content_Range=f"bytes */{len(data)}")
+        part = data[start : stop + 1]
+        facts["Content_Range"] = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
+        return self._say(206, part, name=name, **facts)
+
+    def _say(self, status: int, body: bytes, is_chunked: bool = False, name: str = "", **headers: str) -> None:
+        self.send_response(status)
+        for header, value in headers.items():
+            self.send_header(header.replace("_", "-"), value)
+        is_head = self.command == "HEAD"
+        if is_chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        told = self.server.told
+        if is_head:
+            return
+        if told.resets and len(body) > CHUNK:
+            told.resets -= 1
+            self.wfile.write(body[: len(body) // 2] if not is_chunked else b"10\r\nhalf")
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
+        if told.drips and len(body) > CHUNK:
+            for at in range(len(body)):
+                self.wfile.write(body[at : at + 1])
+                time.sleep(0.05)
+        if is_chunked:
+            for at in range(0, len(body), 10_000):
+                piece = body[at : at + 10_000]
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.wfile.write(body)
+        if name:
+            told.sent[name] += len(body)
+
+
+def listing(told: Server) -> str:
+    """Of a bucket."""
+    objects = "".join(
+        f"<Contents><Key>m/{escape(name)}</Key><LastModified>2023-01-01T00:00:00.000Z</LastModified>"
+        f"<ETag>{escape(told.listed or str(told.etag(name)))}</ETag><Size>{len(data)}</Size></Contents>"
+        for name, data in told.files.items()
+    )
+    return f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{objects}</ListBucketResult>'
+
+
+class FileServer(ThreadingHTTPServer):
+    told: Server
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None: ...
+
+
+def index_page(path: str, names: list[str]) -> str:
+    """As Apache shows it, with links to sort it and to the directory above."""
+    links = "".join(f'<tr><td><a href="{quote(name)}">{name}</a></td><td>12K</td></tr>' for name in names)
+    return f'<html><h1>Index of {path}</h1><a href="?C=N;O=D">Name</a> <a href="/m/../">Parent</a>{links}</html>'
+
+
+@pytest.fixture
+def served() -> Iterator[Server]:
+    files = {
+        "config.json": b"{}",
+        "empty.txt": b"",
+        "weights.bin": random.Random(1).randbytes(10 * CHUNK + 17),
+        "more/part 1%.bin": random.Random(2).randbytes(3 * CHUNK),
+    }
+    told = Server(files, page=index_page)
+    server = FileServer(("127.0.0.1", 0), Handler)
+    server.told = told
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    told.uri = f"http://127.0.0.1:{server.server_port}/m"
+    yield told
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(told: Server, to: Path, **options: object) -> dict[str, bytes]:
+    tierckpt.prefetch(told.uri, to=to, chunk_size_bytes=CHUNK, store_timeout_seconds=10, **options)
+    return {
+        str(path.relative_to(to)): path.read_bytes()
+        for path in to.rglob("*")
+        if path.is_file() and ".tierckpt" not in path.parts
+    }
+
+
+BEHAVIOURS = [
+    {},
+    {"ranges": "ignored"},
+    {"ranges": "chunked"},
+    {"ranges": "ignored", "etags": "weak"},
+    {"ranges": "ignored", "head": "refused"},
+    {"etags": "weak"},
+    {"etags": "disagreeing"},
+    {"etags": "disagreeing", "ranges": "ignored"},
+    {"etags": "none"},
+    {"head": "refused"},
+    {"head": "without length"},
+    {"redirects": True},
+    {"redirects": True, "ranges": "ignored"},
+    {"resets": 3},
+    {"resets": 3, "ranges": "ignored"},
+]
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
+def test_each_file_arrives_whole_and_is_sent_once(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
+    for name, value in behaviour.items():
+        setattr(served, name, value)
+    assert fetch(served, tmp_path / "to") == served.files
+    for name, data in served.files.items():
+        assert served.sent[name] <= len(data) * (1 if served.head == "given" else 2) + CHUNK
+    assert served.sent["weights.bin"] >= len(served.files["weights.bin"])
+
+
+def test_a_whole_answer_is_asked_for_once_a_file(served: Server, tmp_path: Path) -> None:
+    """One request finds out that the server ignores ranges; the files after it are asked for whole at once."""
+    served.ranges = "ignored"
+    fetch(served, tmp_path / "to")
+    asked = sum(count for what, count in served.asked.items() if what.startswith("GET") and what.endswith(".bin"))
+    assert asked <= 2 + 2
+
+
+def test_two_prefetches_of_one_target_stream_a_file_once(served: Server, tmp_path: Path) -> None:
+    served.ranges = "ignored"
+    served.files["weights.bin"] = random.Random(3).randbytes(600 * CHUNK)
+    found: list[dict[str, bytes]] = []
+    threads = [threading.Thread(target=lambda: found.append(fetch(served, tmp_path / "to"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [served.files] * 2
+    assert served.sent["weights.bin"] <= 1.1 * len(served.files["weights.bin"])
+
+
+def test_a_chunk_is_read_past_a_cache_without_room(served: Server, tmp_path: Path) -> None:
+    served.ranges = "ignored"
+    served.files = {"weights.bin": served.files["weights.bin"]}
+    with open_cached(served.uri, local_root=tmp_path / "root", cache_bytes_max=1, chunk_size_bytes=CHUNK) as view:
+        found = bytes(view.read("weights.bin", 5 * CHUNK + 7, 6 * CHUNK + 9))
+        assert found == served.files["weights.bin"][5 * CHUNK + 7 : 6 * CHUNK + 9]
+        assert not view.landed("weights.bin", 5 * CHUNK + 7, 6 * CHUNK + 9)
+
+
+@pytest.mark.parametrize("ranges", ["given", "ignored"])
+def test_a_file_that_changes_while_it_is_fetched_is_an_error(
+    ranges: str, served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.ranges, begun = ranges, int(ranges == "given")
+    real = Server.etag
+
+    def etag(told: Server, name: str) -> str | None:
+        if sum(count for what, count in told.asked.items() if what == "GET /m/weights.bin") > begun:
+            told.changed += 1000
+            return '"another"'
+        return real(told, name)
+
+    monkeypatch.setattr(Server, "etag", etag)
+    with pytest.raises(IntegrityError, match="changed in the store"):
+        fetch(served, tmp_path / "to")
+
+
+def test_another_file_of_the_same_second_is_not_taken_for_the_one_before(served: Server, tmp_path: Path) -> None:
+    """``Last-Modified`` counts seconds: a file that was written just now may be another with the same."""
+    served.etags, served.changed = "disagreeing", time.time()
+    with pytest.raises(IntegrityError, match="changed in the store"):
+        fetch(served, tmp_path / "to")
+
+
+def test_a_server_that_drips_is_given_up(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", 1 << 30)
+    monkeypatch.setattr("tierckpt.stores.http_reader.ANSWER_SECONDS_MAX", 1.0)
+    served.drips, served.ranges = True, "ignored"
+    began = time.monotonic()
+    with pytest.raises(PartialTransferError, match="TimeoutError"):
+        fetch(served, tmp_path / "to")
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("what", ["no page", "a link to nothing", "no sizes"])
+def test_a_directory_that_cannot_be_read_is_an_error_that_says_why(what: str, served: Server, tmp_path: Path) -> None:
+    if what == "no page":
+        served.page, match = None, "index page"
+    elif what == "a link to nothing":
+        served.page, match = (lambda path, names: index_page(path, [*names, "gone.bin"])), "gone.bin"
+    else:
+        served.ranges, served.head, match = "ignored", "without length", "how long"
+    with pytest.raises(TierckptError, match=match):
+        fetch(served, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_server_that_refuses_ranges_is_an_error_with_its_status(served: Server, tmp_path: Path) -> None:
+    served.ranges = "refused"
+    with pytest.raises(PartialTransferError, match="501"):
+        fetch(served, tmp_path / "to")
+
+
+def test_a_stream_that_breaks_off_keeps_what_has_landed(
+    served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landed: list[int] = []
+    real = whole_file.WholeFile.take
+
+    async def take(whole: whole_file.WholeFile, chunk: int, data: memoryview, digest: str) -> None:
+        landed.append(chunk)
+        await real(whole, chunk, data, digest)
+
+    monkeypatch.setattr(whole_file.WholeFile, "take", take)
+    served.ranges, served.resets = "ignored", 2
+    served.files = {"weights.bin": served.files["weights.bin"]}
+    assert fetch(served, tmp_path / "to") == served.files
+    assert sorted(landed) == list(range(11)), "each chunk was written once"
+
+
+@pytest.fixture
+def bucket(served: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The same files, as objects of ``s3://m/m``."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": served.uri.removesuffix("/m"),
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    served.page, served.uri = None, "s3://m/m"
+    return served
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        {},
+        {"ranges": "ignored"},
+        {"ranges": "ignored", "resets": 2},
+        {"conditions": "refused"},
+        {"conditions": "never met"},
+        {"conditions": "never met", "ranges": "ignored"},
+        {"listed": '"another"'},
+        {"listed": '"another"', "ranges": "ignored"},
+        {"listed": '"another"', "conditions": "never met"},
+    ],
+    ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()),
+)
+def test_each_object_of_a_bucket_arrives(behaviour: dict[str, object], bucket: Server, tmp_path: Path) -> None:
+    for name, value in behaviour.items():
+        setattr(bucket, name, value)
+    assert fetch(bucket, tmp_path / "to") == bucket.files
+
+
+@pytest.mark.parametrize("conditions", ["given", "refused", "never met"])
+def test_an_object_that_changes_while_it_is_fetched_is_an_error(
+    conditions: str, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.conditions = conditions
+    real = Server.etag
+
+    def etag(told: Server, name: str) -> str | None:
+        if sum(count for what, count in told.asked.items() if what == "GET /m/m/weights.bin") > 2:
+            told.listed = '"another"'
+            return '"another"'
+        return real(told, name)
+
+    monkeypatch.setattr(Server, "etag", etag)
+    with pytest.raises(IntegrityError, match="changed in the store"):
+        fetch(bucket, tmp_path / "to")

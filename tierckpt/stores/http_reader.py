@@ -1,0 +1,316 @@
+"""Reads objects by URL: ranges on connections of our own, and whole objects of servers that ignore ranges.
+
+A Hub and a plain HTTP server use it. Many mirrors and CDNs answer a request for a range with 200 and the whole object:
+one request then streams the object, with a floor under its rate, and one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import io
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeAlias
+from urllib.parse import urljoin, urlsplit
+
+from ..config import Settings
+from ..errors import (
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreError,
+    StoreUnavailableError,
+)
+from ..types import ByteRange, Tier
+from . import get_concurrency
+from .base import RangesIgnoredError
+from .common import to_completion
+from .http_client import said
+from .proxies import routed
+from .retry import Retries
+from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
+from .store_breaker import Probe
+
+ANSWER_SECONDS_MAX: Final = 30.0
+"""For an answer, and more for each byte of it (``BYTES_PER_SECOND_MIN``)."""
+REDIRECTS_MAX: Final = 5
+
+Headers: TypeAlias = Mapping[str, str]
+IsVersion: TypeAlias = Callable[[Headers], bool]
+"""True when the headers of an answer, by names in lower case, are those of the version that is wanted."""
+
+
+class HttpReader:
+    """Reads URLs for one store, with the retries and the breakers of its mover."""
+
+    def __init__(self, uri: str, settings: Settings, retries: Retries, probe: Probe) -> None:
+        """``uri``: of the store, for messages. ``probe``: asks whether a host that was down is up again."""
+        self.uri, self._settings, self._retries, self._probe = uri, settings, retries, probe
+        self._ranges = Ranges()
+        self._learning = asyncio.Lock()
+        self._gives_ranges: set[str] = set()
+        """Hosts that have answered a request for a part of an object with this part."""
+        self._ignores_ranges: set[str] = set()
+        self._whole: dict[str, Any] = {}
+        """By URL, answers with whole objects to requests for ranges: ``reading`` goes on with them."""
+
+    async def receive(
+        self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None = None
+    ) -> None:
+        """Fill ``into`` with a range of an object of ``size_bytes``.
+
+        Raises:
+            RangesIgnoredError: the server sends the whole object: ``reading`` of the same URL receives it.
+            PreconditionFailedError: it is another version.
+            NotThisWay: another answer: the URL is not good for it, or not any more.
+            StoreUnavailableError: no answer, after retries.
+        """
+        host = urlsplit(url).netloc
+        by_itself = partial(self._receive_or_keep, url, byte_range, into, size_bytes, is_version)
+        if byte_range.size_bytes < size_bytes and host not in self._gives_ranges:
+            async with self._learning:  # else each of several requests would begin to receive the whole object
+                if host in self._ignores_ranges:
+                    raise _ranges_ignored(self.uri, host)
+                if host not in self._gives_ranges:
+                    await self._again(host, by_itself)
+                    self._gives_ranges.add(host)
+                    return
+        if is_behind_proxy(url):
+            await self._again(host, by_itself)
+            return
+        crowd = self._retries.get_concurrency(host)
+        window = min(get_concurrency.WINDOW_SECONDS, self._settings.store_timeout_seconds)
+        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
+        tls = self._ranges.tls if url.startswith("https:") else None
+        name = f"{self.uri} at {host}"
+
+        def receive() -> Awaitable[object]:
+            get = Get(
+                name, url, byte_range, into, None, window, enough, tls, size_bytes=size_bytes, is_version=is_version
+            )
+            return crowd.run(partial(self._ranges.connections.run, get))
+
+        await self._again(host, receive)
+
+    async def _again(self, host: str, request: Callable[[], Awaitable[object]]) -> None:
+        async def ask() -> None:
+            async with self._retries.asking(self._retries.breaker(host), self._probe):
+                await request()
+
+        await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
+
+    async def _receive_or_keep(
+        self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None
+    ) -> None:
+        """Receive a range by a request of its own, and keep an answer that is the whole object."""
+        host = urlsplit(url).netloc
+        reply = await to_completion(asyncio.to_thread(_open, self.uri, url, lambda _: range_header(byte_range)))
+        is_kept = False
+        try:
+            headers = _headers_of(reply)
+            if is_version is not None and not is_version(headers):
+                raise PreconditionFailedError(f"{self.uri}: an object has changed at {host}", tier=Tier.SHARED)
+            if reply.status == 200 and byte_range.size_bytes < size_bytes:
+                self._ignores_ranges.add(host)
+                self._keep(url, reply)
+                is_kept = True
+                raise _ranges_ignored(self.uri, host)
+            if reply.status != 200 and not is_range(headers, byte_range):
+                raise NotThisWay(f"HTTP {reply.status}, and not the range that was asked for")
+            await to_completion(asyncio.to_thread(_fill, self.uri, host, reply, into[: byte_range.size_bytes]))
+        finally:
+            if not is_kept:
+                reply.close()
+
+    def _keep(self, url: str, reply: Any) -> None:
+        known = self._whole.pop(url, None)
+        if known is not None:
+            known.close()
+        self._whole[url] = reply
+
+    @contextlib.asynccontextmanager
+    async def reading(
+        self,
+        url: str,
+        size_bytes: int,
+        headers_for: Callable[[str], Headers],
+        is_version: IsVersion | None = None,
+        *,
+        received_at: str = "",
+    ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
+        """Yield a function that fills a view with the next bytes of a whole object.
+
+        Args:
+            headers_for: headers of a request to a URL; redirects are followed, and not all hosts get a token.
+            received_at: the URL that ``receive`` had, where it is another.
+
+        Raises, here and in the function:
+            PreconditionFailedError, ObjectNotFoundError, PermissionDeniedError, StoreError.
+            StoreUnavailableError: no answer, or it ended early: it may be asked for once more, from the beginning.
+        """
+        host = urlsplit(url).netloc
+        reply = self._whole.pop(received_at or url, None)
+        if reply is None:
+            async with self._retries.asking(self._retries.breaker(host), self._probe):
+                try:
+                    reply = await to_completion(asyncio.to_thread(_open, self.uri, url, headers_for))
+                except NotThisWay as refusal:
+                    raise _refused(self.uri, host, refusal) from None
+        try:
+            headers = _headers_of(reply)
+            length = headers.get("content-length", str(size_bytes))
+            if length != str(size_bytes) or (is_version is not None and not is_version(headers)):
+                raise PreconditionFailedError(f"{self.uri}: an object has changed at {host}", tier=Tier.SHARED)
+
+            async def fill(view: memoryview) -> None:
+                await to_completion(asyncio.to_thread(_fill, self.uri, host, reply, view))
+
+            yield fill
+        finally:
+            reply.close()
+
+    def renew(self) -> None:
+        """Use new connections from here on."""
+        self._ranges.connections.close()
+        for reply in self._whole.values():
+            reply.close()
+        self._whole.clear()
+
+    def close(self) -> None:
+        self.renew()
+        self._ranges.close()
+
+
+def range_header(byte_range: ByteRange) -> dict[str, str]:
+    return {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}", "Accept-Encoding": "identity"}
+
+
+def _ranges_ignored(uri: str, host: str) -> RangesIgnoredError:
+    return RangesIgnoredError(
+        f"{uri}: {host} sends the whole object for a range",
+        hint="Fetch it whole: `tierckpt prefetch`",
+        tier=Tier.SHARED,
+    )
+
+
+def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
+    """Open a URL and follow where it leads; return the reply. Blocking. Raises NotThisWay, StoreUnavailableError."""
+    for _ in range(REDIRECTS_MAX):
+        host = urlsplit(url).netloc
+        headers = {"User-Agent": "tierckpt", "Accept-Encoding": "identity", **headers_for(url)}
+        try:
+            return opener.open(routed(urllib.request.Request(url, headers=headers)), timeout=ANSWER_SECONDS_MAX)
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                status, location = refusal.code, refusal.headers.get("location", "")
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):
+                raise NotThisWay(f"TLS: {reason.reason or said(reason)}", for_good=True) from None
+            raise _unavailable(uri, host, said(reason if isinstance(reason, OSError) else error)) from None
+        if 300 <= status < 400 and urljoin(url, location).startswith(("http://", "https://")):
+            url = urljoin(url, location)
+            continue
+        if status in MAY_PASS:
+            raise _unavailable(uri, host, f"HTTP {status}", status=status)
+        raise NotThisWay(f"HTTP {status}")
+    raise StoreError(f"{uri}: {host} redirects in a circle", tier=Tier.SHARED)
+
+
+def _refused(uri: str, host: str, refusal: NotThisWay) -> StoreError:
+    """The error for an answer to a request for a whole object."""
+    said = f"{uri}: {host} refuses an object: {refusal}"
+    if str(refusal) in ("HTTP 401", "HTTP 403"):
+        return PermissionDeniedError(said, hint="Check the credentials", tier=Tier.SHARED)
+    if str(refusal) in ("HTTP 404", "HTTP 410"):
+        return ObjectNotFoundError(said, tier=Tier.SHARED)
+    return StoreError(said, tier=Tier.SHARED)
+
+
+def _headers_of(reply: Any) -> dict[str, str]:
+    return {name.lower(): value for name, value in reply.headers.items()}
+
+
+def _fill(uri: str, host: str, reply: Any, view: memoryview) -> None:
+    done = 0
+    try:
+        while done < len(view):
+            count = reply.readinto(view[done:])
+            if not count:
+                raise _unavailable(uri, host, f"an answer ended {len(view) - done} bytes early")
+            done += count
+    except (OSError, http.client.HTTPException) as error:
+        raise _unavailable(uri, host, said(error)) from None
+
+
+def _unavailable(uri: str, host: str, reason: str, **context: object) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"{uri} cannot be read from {host}: {reason}",
+        hint="Retries are spent; try again later",
+        tier=Tier.SHARED,
+        **context,
+    )
+
+
+class _Paced(io.RawIOBase):
+    """What comes on a socket, until it falls behind ``BYTES_PER_SECOND_MIN``. Raises TimeoutError."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
+        self._raw, self._sock = raw, sock
+        self._ends_at = time.monotonic() + ANSWER_SECONDS_MAX
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int | None:
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        count = self._raw.readinto(into)
+        self._ends_at += (count or 0) / get_concurrency.BYTES_PER_SECOND_MIN
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _PacedAnswer(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *given: Any, **named: Any) -> None:
+        super().__init__(sock, *given, **named)
+        self.fp = io.BufferedReader(_Paced(self.fp.detach(), sock))
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _PacedAnswer
+
+
+class _TlsConnection(http.client.HTTPSConnection):
+    response_class = _PacedAnswer
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_TlsConnection, request)
+
+
+class _Unfollowed(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Return nothing: the caller follows, and knows which host may see a token."""
+
+
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, _Unfollowed)
+"""Follows no redirect, reads no variable of a proxy, and breaks off an answer that drips."""

@@ -1,0 +1,236 @@
+"""``http://`` and ``https://``: the files that a server shows on index pages, read only.
+
+fsspec finds the links of a page and asks for sizes; ranges and whole files are received here (``HttpReader``). What a
+page shows is a file or, with a ``/`` at its end, a directory; links with a query (to sort the page) and links that lead
+elsewhere are neither.
+
+A version is what the server says: the etag, else the time of the last change. Servers behind one address may disagree
+about etags. So no condition is sent, and an answer with another etag is still of the version that was listed when its
+``Last-Modified`` is the same, and was a minute old when the file was listed (RFC 9110, 8.8.2.2: a strong validator).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
+from time import time
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from ..config import Settings
+from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
+from ..format.layout import Location
+from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .common import check_key, check_range, short_answer
+from .fsspec_store import UniversalStore, errors_of, open_filesystem
+from .http_reader import HttpReader
+from .retry import Retries
+from .signed_requests import NotThisWay
+
+HEADS_AT_ONCE: Final = 16
+STRONG_SECONDS: Final = 60.0
+"""A second ``Last-Modified`` is that of one version only, when it is so old."""
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What an answer to ``HEAD`` said: ``changed`` is ``Last-Modified``. ``is_strong``: no other version has it."""
+
+    url: str
+    size_bytes: int
+    etag: str
+    changed: str
+    is_strong: bool
+
+    def is_that_of(self, headers: Mapping[str, str]) -> bool:
+        """True for the headers of an answer with the same version, or that say nothing of one."""
+        etag, changed = headers.get("etag", ""), headers.get("last-modified", "")
+        if etag and self.etag:
+            return _weak(etag) == _weak(self.etag) or (self.is_strong and changed == self.changed)
+        return not (changed and self.changed) or changed == self.changed
+
+
+class HttpStore(UniversalStore):
+    """Files below a URL. A key is the path with its percent-encoding resolved."""
+
+    def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
+        super().__init__(*open_filesystem(location), location.uri)
+        self.retries = retries or Retries(settings)
+        self._reader = HttpReader(self.uri, settings, self.retries, self._probe)
+        self._versions: dict[tuple[str, str | None], _Version] = {}
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{quote(check_key(key))}"
+
+    def _directory(self, prefix: str) -> str:
+        return f"{self.root}/{quote(prefix)}" if prefix else self.root
+
+    async def _probe(self) -> bool:
+        """Ask once whether the server answers, whatever it says."""
+        try:
+            await self._call(self.fs.exists, self.root)
+        except TierckptError:
+            return False
+        return True
+
+    def _head(self, key: str) -> ObjectInfo:
+        info = self.fs.info(self._path(key))
+        if not isinstance(info.get("size"), int):
+            raise StoreError(
+                f"{self.uri}: the server does not say how long {key} is",
+                hint="It has to answer HEAD or GET with Content-Length",
+                tier=Tier.SHARED,
+                file=key,
+            )
+        own, changed = str(info.get("ETag") or ""), str(info.get("Last-Modified") or "")
+        etag = own or changed or None
+        self._versions[key, etag] = _Version(str(info["url"]), info["size"], own, changed, _is_strong(changed))
+        return ObjectInfo(key, info["size"], etag)
+
+    async def _version(self, key: str, if_match: str | None) -> _Version:
+        """The version that was listed with etag ``if_match``. Raises PreconditionFailedError: it is another now."""
+        known = self._versions.get((key, if_match))
+        if known is not None and if_match is not None:
+            return known
+        found = await self.head(key)
+        if if_match not in (None, found.etag):
+            raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
+        return self._versions[key, found.etag]
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        into = memoryview(bytearray(check_range(byte_range).size_bytes))
+        await self.get_range_into(key, byte_range, into, if_match=if_match)
+        return into
+
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None:
+        version = await self._version(key, if_match)
+        if check_range(byte_range).stop > version.size_bytes:
+            raise short_answer(self.uri, key, byte_range, max(0, version.size_bytes - byte_range.start))
+        if not byte_range.size_bytes:
+            return
+        try:
+            await self._reader.receive(version.url, byte_range, into, version.size_bytes, version.is_that_of)
+        except NotThisWay as answer:
+            await self._receive_by_library(key, byte_range, into, if_match, answer)
+
+    async def _receive_by_library(
+        self, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None, answer: NotThisWay
+    ) -> None:
+        """Read a range by fsspec, which raises the error of an answer that is none."""
+        data = await super().get_range(key, byte_range, if_match=if_match)
+        if len(data) != byte_range.size_bytes:
+            raise IntegrityError(f"{self.uri}: {key} is answered with {answer}", tier=Tier.SHARED, file=key)
+        into[: byte_range.size_bytes] = data
+
+    @contextlib.asynccontextmanager
+    async def reading(
+        self, key: str, *, if_match: str | None = None
+    ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
+        version = await self._version(key, if_match)
+        async with self._reader.reading(version.url, version.size_bytes, lambda _: {}, version.is_that_of) as fill:
+            yield fill
+
+    # --- listing -------------------------------------------------------------------------------------------------
+
+    def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
+        keys = list(self._keys(prefix))
+        with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:  # an index page has no sizes that a program could read
+            return list(pool.map(partial(_named, self.uri, self._head), keys))
+
+    def _keys(self, prefix: str) -> Iterator[str]:
+        """The keys below a directory, one page after another: each once, though pages may lead in a circle."""
+        left, known = [prefix], {prefix}
+        while left:
+            directory = left.pop()
+            files, names = self._page(directory)
+            yield from files
+            below = [f"{directory}/{name}" if directory else name for name in names]
+            left += [name for name in below if name not in known]
+            known.update(below)
+
+    def _page(self, prefix: str) -> tuple[builtins.list[str], builtins.list[str]]:
+        """The keys of files and the names of directories that an index page shows. Raises ObjectNotFoundError."""
+        directory = f"{self._directory(prefix).rstrip('/')}/"
+        files, names = set(), set()
+        try:
+            shown = self.fs.ls(directory, detail=True)
+        except FileNotFoundError:
+            raise ObjectNotFoundError(
+                f"{directory} is not found, or has no index page",
+                hint="HTTP has no other listing: have the server show one, or name a file",
+                tier=Tier.SHARED,
+            ) from None
+        for info in shown:
+            name = unquote(str(info["name"]).removeprefix(directory))
+            is_below = str(info["name"]).startswith(directory) and not {"?", "#"} & set(str(info["name"]))
+            if is_below and name.endswith("/") and name.count("/") == 1 and name not in ("./", "../"):
+                names.add(name[:-1])
+            elif is_below and name and "/" not in name and name not in (".", ".."):
+                files.add(f"{prefix}/{name}" if prefix else name)
+        return sorted(files), sorted(names)
+
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        try:
+            files, names = await self._call(self._page, prefix)
+        except ObjectNotFoundError:
+            return None
+        return [await self.head(key) for key in files], names
+
+    def _list_dirs(self, prefix: str) -> builtins.list[str]:
+        try:
+            return self._page(prefix)[1]
+        except FileNotFoundError:
+            return []
+
+    # --- ways back -----------------------------------------------------------------------------------------------
+
+    async def again(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await self.retries.again(work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        if not await self.retries.pay():
+            raise damage
+        self._reader.renew()
+
+    async def available(self) -> bool:
+        return False
+
+    def hasten(self) -> None:
+        """A server that is down is asked in its turn."""
+
+    async def close(self) -> None:
+        self._reader.close()
+
+
+def _named(uri: str, head: Callable[[str], ObjectInfo], key: str) -> ObjectInfo:
+    """``head`` of a file that a page shows; the error names the file."""
+    try:
+        with errors_of(uri):
+            return head(key)
+    except ObjectNotFoundError as error:
+        raise StoreError(
+            f"{uri}: the server shows {key} on a page, and does not give it",
+            hint="Leave it out (--exclude), or have the link removed",
+            tier=Tier.SHARED,
+            file=key,
+        ) from error
+
+
+def _weak(etag: str) -> str:
+    return etag.removeprefix("W/")
+
+
+def _is_strong(changed: str) -> bool:
+    try:
+        return time() - parsedate_to_datetime(changed).timestamp() > STRONG_SECONDS
+    except (TypeError, ValueError):
+        return False
