@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 import random
 import socket
@@ -167,7 +168,7 @@ def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.Monkey
         assert (status, headers["x-error-code"]) == (404, code)
     assert ask(endpoint, config, Range=f"bytes={'9' * 5000}-")[::2] == (200, b'{"a": 1}')
     assert ask(endpoint, config, Host="evil.example")[0] == 403
-    assert ask(endpoint, config, "POST")[0] == 501
+    assert ask(endpoint, config, "POST")[0] == 404
 
 
 def test_who_waits_for_a_piece_gets_a_byte_meanwhile(
@@ -458,3 +459,86 @@ def test_three_nodes_download_at_once_and_the_hub_sends_it_once(hub: FakeHub, tm
         finally:
             cluster.close()
     assert dict(hub.sent) == sizes(files)
+
+
+CLIENT = """
+import json, os, sys
+from huggingface_hub import HfApi, HfFileSystem, hf_hub_download, snapshot_download
+repo, token, what = sys.argv[1], {"None": None, "True": True, "False": False}.get(sys.argv[2], sys.argv[2]), sys.argv[3]
+if what == "paths":
+    found = HfApi().get_paths_info(repo, ["config.json", "model-00000.safetensors", "sub dir", "gone"], token=token)
+    print(json.dumps([[type(one).__name__, one.path, getattr(one, "size", None)] for one in found]))
+elif what == "file system":
+    files = HfFileSystem(token=token)
+    print(json.dumps([
+        sorted(files.ls(repo, detail=False)),
+        files.info(f"{repo}/sub dir/vocab.txt")["size"],
+        files.isdir(f"{repo}/sub dir"),
+        files.exists(f"{repo}/gone"),
+        files.open(f"{repo}/model-00000.safetensors").read()[100:110].hex(),
+    ]))
+elif what == "one":
+    print(json.dumps(open(hf_hub_download(repo, "config.json", token=token)).read()))
+elif what == "snapshot":
+    folder = snapshot_download(repo, token=token, allow_patterns=["config.json", "sub dir/*"])
+    print(json.dumps(sorted(os.listdir(folder))))
+elif what == "dataset":
+    import datasets
+    print(json.dumps(datasets.load_dataset(repo, split="train", token=token)["a"][:]))
+"""
+
+
+def as_client(endpoint: str, home: Path, what: str, token: str = "None", **environment: str) -> Any:
+    """What an unmodified client finds, in a process of its own."""
+    pytest.importorskip("huggingface_hub")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TIERCKPT_"))}
+    clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, REPO, token, what], env=clean, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("token", ["None", "False", "hf_of_the_client"])
+def test_a_client_asks_what_some_paths_are(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    files = published(hub)
+    found = as_client(endpoint, tmp_path / "home", "paths", token)
+    assert sorted(found) == [
+        ["RepoFile", "config.json", len(files["config.json"])],
+        ["RepoFile", "model-00000.safetensors", len(files["model-00000.safetensors"])],
+        ["RepoFolder", "sub dir", None],
+    ]
+
+
+def test_the_file_system_of_the_client(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    files = published(hub)
+    names, size, is_dir, exists, data = as_client(endpoint, tmp_path / "home", "file system")
+    assert f"{REPO}/config.json" in names and is_dir and not exists
+    assert (size, data) == (len(files["sub dir/vocab.txt"]), files["model-00000.safetensors"][100:110].hex())
+
+
+@pytest.mark.parametrize("token", ["None", "True", "False", "hf_of_the_client"])
+def test_downloads_with_tokens_of_any_kind(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    files = published(hub)
+    home = tmp_path / "home"
+    assert as_client(endpoint, home, "one", token, HF_TOKEN="hf_of_the_client") == files["config.json"].decode()
+    assert as_client(endpoint, home, "snapshot", token, HF_TOKEN="hf_of_the_client") == ["config.json", "sub dir"]
+
+
+def test_a_dataset_is_loaded(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    hub.repositories[REPO] = Repository()
+    hub.repositories[REPO].commit({"train.csv": b"a,b\n1,2\n3,4\n", "README.md": b"# data\n"})
+    assert as_client(endpoint, tmp_path / "home", "dataset") == [1, 3]
+
+
+def test_other_posts_never_reach_the_hub(hub: FakeHub, endpoint: str) -> None:
+    published(hub)
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    api = f"/api/models/{REPO}"
+    for path in (f"{api}/commit/main", f"{api}/tree/main", f"/{REPO}/resolve/main/config.json"):
+        assert ask(endpoint, path, "POST", Content_Length="0", **form)[0] == 404
+    assert ask(endpoint, f"{api}/paths-info/main")[0] == 404  # by GET
+    assert ask(endpoint, f"{api}/paths-info/main", "POST", Content_Length=str(1 << 40), **form)[0] == 404
+    assert not hub.requests

@@ -31,6 +31,7 @@ from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import (
     AlreadyCommittedError,
     CheckpointNotFoundError,
+    EndpointError,
     IntegrityError,
     PermissionDeniedError,
     StoreError,
@@ -174,7 +175,9 @@ def test_nobody_could_look_is_an_error_and_never_none(
     breaks(proxy, run, monkeypatch)
     state = {"value": 0}
     checkpointer = Checkpointer(run)
-    kind = PermissionDeniedError if is_denial(breaks) else StoreUnavailableError
+    kind: Any = PermissionDeniedError if is_denial(breaks) else StoreUnavailableError
+    if breaks is unknown_host:
+        kind = StoreUnavailableError, EndpointError  # final, where the resolver knows that there is no such name
     with pytest.raises(kind) as caught:
         checkpointer.restore(state)
     assert state == {"value": 0}
@@ -473,3 +476,10 @@ def test_a_step_that_only_some_ranks_see_is_no_fresh_start(moto: S3Server, proxy
         ranks = _resumed(uri, roots, [moto.endpoint] * 2)
         assert [rank.get("error") for rank in ranks] == [CheckpointNotFoundError.__name__] * 2
         assert all("rank 0 sees step 8; rank 1 sees none" in rank["told"] for rank in ranks)
+
+
+def test_a_checkpoint_is_prefetched_where_nothing_may_be_listed(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    """Its manifest names the files."""
+    _answer(proxy, run, "403 Forbidden", "AccessDenied", lambda _, path: "list-type=2" in path)
+    directory = tierckpt.prefetch(f"{run}/step-{STEPS[-1]}", to=tmp_path / "to")
+    assert (directory / ".metadata").exists()

@@ -75,6 +75,10 @@ class FakeHub:
         self.on_resolve = lambda: None
         self.leads_to = ""
         """Where the resolver redirects, instead of to its CDN."""
+        self.ignores_ranges = False
+        """Whether a request for a range is answered with 200 and the whole file."""
+        self.is_mirror = False
+        """Whether the resolver sends large files itself."""
         self.xet = False
         """Whether large files are kept by Xet: the resolver redirects to its bridge, and the answers say so."""
         self.bridged: dict[str, tuple[str, str, str]] = {}
@@ -107,7 +111,7 @@ class FakeHub:
                 except ConnectionError:  # the client has gone
                     self.close_connection = True
 
-            do_HEAD = do_GET
+            do_HEAD = do_POST = do_GET
 
             def log_message(self, *_: Any) -> None: ...
 
@@ -141,7 +145,11 @@ class FakeHub:
         if repository.gated and token != TOKEN:
             return self._say(request, 403 if token else 401, b"", {"X-Error-Code": "GatedRepo"})
         if kind == "api":
-            return self._api(request, repository, parts[4], parts[5] if len(parts) > 5 else "main", parse_qs(url.query))
+            query = parse_qs(url.query)
+            if request.command == "POST":
+                query |= parse_qs(request.rfile.read(int(request.headers["Content-Length"])).decode())
+            what, revision = [*parts[4:6], "main"][:2] if len(parts) > 4 else ("revision", "main")
+            return self._api(request, repository, what, revision, query)
         return self._resolve(request, repository, parts[3], "/".join(parts[4:]))
 
     def _api(
@@ -164,7 +172,19 @@ class FakeHub:
             return self._say(request, 200, self.listing, {"Content-Type": "application/json"})
         begin = int(query.get("cursor", ["0"])[0])
         items = [{"type": "directory", "path": "sub", "oid": "0" * 40, "size": 0}]
-        for path in sorted(files)[begin : begin + self.page]:
+        chosen = sorted(files)[begin : begin + self.page]
+        if what == "paths-info":
+            asked = query.get("paths", [])
+            folders = [path for path in asked if any(file.startswith(f"{path}/") for file in files)]
+            items = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
+            chosen = [path for path in asked if path in files]
+        elif query.get("recursive", ["true"])[0].lower() != "true":
+            below = "".join(f"{part}/" for part in unquote(urlsplit(request.path).path).split("/")[7:])
+            inside = [path.removeprefix(below) for path in sorted(files) if path.startswith(below)]
+            folders = sorted({f"{below}{path.partition('/')[0]}" for path in inside if "/" in path})
+            items = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
+            chosen = [below + path for path in inside if "/" not in path]
+        for path in chosen:
             data = files[path]
             item: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": "1" * 40}
             if len(data) >= LFS_BYTES_MIN:
@@ -174,7 +194,7 @@ class FakeHub:
                 item["oid"] = oid(data)
             items.append(item)
         headers = {"Content-Type": "application/json"}
-        if begin + self.page < len(files):
+        if what == "tree" and len(chosen) == self.page and begin + self.page < len(files):
             following = f"{self.endpoint}{urlsplit(request.path).path}?recursive=true&cursor={begin + self.page}"
             headers["Link"] = f'<{following}>; rel="next"'
         return self._say(request, 200, json.dumps(items).encode(), headers)
@@ -189,7 +209,7 @@ class FakeHub:
         if path in self.lost:
             pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid(data)}\nsize {len(data)}\n"
             return self._say(request, 200, pointer.encode(), headers)
-        if len(data) < LFS_BYTES_MIN:
+        if len(data) < LFS_BYTES_MIN or self.is_mirror:
             return self._send(request, path, data, headers)
         name = f"{commit}/{path}"
         signed = self.leads_to or f"{self.cdn}/{quote(name)}?Expires={self.epoch}&Signature={self._signature(name)}"
@@ -250,7 +270,7 @@ class FakeHub:
         return self._send(request, path, data, {})
 
     def _send(self, request: BaseHTTPRequestHandler, path: str, data: bytes, headers: dict[str, str]) -> None:
-        wanted = _RANGE.fullmatch(request.headers.get("Range", ""))
+        wanted = None if self.ignores_ranges else _RANGE.fullmatch(request.headers.get("Range", ""))
         start, stop = (int(wanted[1]), min(int(wanted[2]) + 1, len(data))) if wanted else (0, len(data))
         if wanted:
             headers = {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}

@@ -127,6 +127,7 @@ def cluster(
             "peer_listen": address,
             "peer_secret_file": str(secret_file(folder, SECRET)),
             "peer_domain": domains[number] if domains else "",
+            "store_wait_seconds": "3",
             **overrides,
         }
         env = {

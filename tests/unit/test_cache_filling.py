@@ -12,16 +12,8 @@ import pytest
 from tierckpt.cache import direct_write
 from tierckpt.cache import partial_entry as module
 from tierckpt.cache.file_set import FileSet, FileSpec, decode
-from tierckpt.cache.partial_entry import (
-    ENTRY,
-    FILLING,
-    PartialEntry,
-    incoming_of,
-    landed_in,
-    read_receipt,
-    remove_abandoned,
-    whole_receipt,
-)
+from tierckpt.cache.partial_entry import ENTRY, FILLING, PartialEntry, incoming_of, landed_in, remove_abandoned
+from tierckpt.cache.receipt import read_receipt, whole_receipt
 from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError
 from tierckpt.format.manifest import digest_of
 from tierckpt.types import ByteRange

@@ -14,7 +14,7 @@ import pytest
 
 from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.page_cache import Resident
-from tierckpt.errors import IntegrityError, ObjectNotFoundError, TierckptError
+from tierckpt.errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.file_copies import LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import Piece, pull
@@ -106,6 +106,31 @@ def test_a_bad_chunk_comes_from_the_next_copy_and_the_bad_one_is_set_aside(
     store = RemoteCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
     assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
     assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
+
+
+def damaged(data: bytes, index: int) -> bytes:
+    return data[: index * CHUNK] + b"\0" * 8 + data[index * CHUNK + 8 :]
+
+
+def test_two_copies_with_damage_in_different_chunks_give_all_of_them(tmp_path: Path, buffers: BounceBufferPool) -> None:
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(damaged(data, 4))
+    other = damaged(data, 5)
+    store = RemoteCopy("s3://bucket/shard", lambda byte_range: other[byte_range.start : byte_range.stop])
+    assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
+
+
+def test_an_error_of_a_file_with_damage_names_the_range_that_is_bad(tmp_path: Path) -> None:
+    """Another thread that reads a good range of the only copy after it is given up gets its bytes, and no error."""
+    data, path = content(), tmp_path / "shard"
+    path.write_bytes(damaged(data, 4))
+    copies = ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)])
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match=rf"bytes {4 * CHUNK}-{5 * CHUNK}\)") as caught:
+            copies.chunk(4)
+        assert caught.value.context["tier"] == "local"
+        assert bytes(copies.chunk(5)) == data[5 * CHUNK : 6 * CHUNK]
+    copies.close()
 
 
 @pytest.mark.parametrize("size", [0, 3 * CHUNK, SIZE - 1])
@@ -246,7 +271,7 @@ def test_a_thread_that_cannot_be_had_ends_the_load_and_leaves_no_other(
 
     monkeypatch.setattr(threading.Thread, "start", start_one)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    with pytest.raises(RuntimeError, match="new thread"):
+    with pytest.raises(CapacityError, match="new thread"):
         pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
     assert not started[0].is_alive(), "what it reads into would be gone"
 

@@ -36,7 +36,6 @@ from ..types import Json, Progress, Tier
 from .connection import Connection, close_all
 from .handoffs import Handoffs
 from .log_file import LogFile
-from .log_folds import LogFolds
 from .options import AgentOptions
 from .peer_service import PeerService
 
@@ -128,7 +127,6 @@ class Agent:
         looking = asyncio.create_task(self._keep_log_small())
         if self.peers is not None:
             self.peers.start()
-        folding = asyncio.create_task(LogFolds(self.settings, self.mover.limiter).run())
         copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
@@ -142,7 +140,7 @@ class Agent:
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
         self.handoffs.leave()
-        for task in (looking, folding, copying):
+        for task in (looking, copying):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])

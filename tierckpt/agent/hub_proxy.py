@@ -5,7 +5,8 @@ others have it from there (peer/fetch/hub_owners.py). Of its API, what readers a
 (``_READS``), without the mention of xet, which would go round the cache.
 
 Invariants:
-    X1  Read only: GET and HEAD. On the loopback address, for requests that name it as their host.
+    X1  Read only: GET, HEAD, and the POST that asks what some paths are. On the loopback address, for requests that
+        name it as their host.
     X2  The token is the agent's own: whoever can connect to the port reads the repositories that it may read, and gets
         nothing else by it: a Hub also answers a GET with tokens that may write, and with whose the token is. A client's
         token is not looked at, passed on, or kept.
@@ -45,7 +46,7 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import Location, parse_uri
-from ..format.manifest import is_safe_path
+from ..format.manifest import digest_of, is_safe_path
 from ..peer.fetch.hub_owners import HubOwners
 from ..peer.peer_catalog import Live
 from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
@@ -68,8 +69,12 @@ PIECES_AHEAD: Final = 8
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _KINDS = ("datasets", "spaces")
-_READS = ("revision", "tree", "refs", "commits", "discussions")
+_READS = ("revision", "tree", "refs", "commits", "discussions", "paths-info", "auth-check")
 """What of a repository is asked of the API, besides what it is."""
+_LISTS = ("tree", "paths-info")
+"""Of these, what lists files."""
+FORM_BYTES_MAX: Final = 4 << 20
+"""Of a POST that names paths: a client asks for a few hundred at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class HubProxy:
                 ):  # the client, or we, have gone
                     self.close_connection = True
 
-            do_HEAD = do_GET
+            do_HEAD = do_POST = do_GET
 
             def log_message(self, *_: Any) -> None: ...
 
@@ -157,14 +162,18 @@ class HubProxy:
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer one request, on a thread of its own."""
         request.has_begun = False  # type: ignore[attr-defined]
+        form = _form_of(request) if request.command == "POST" else None
         if (request.headers.get("Host") or "").rpartition(":")[0] not in (HOST, "localhost"):
             return _say(request, 403, b"", {})  # a page in a browser that was told another name of this address
         parts = [unquote(part) for part in urlsplit(request.path).path.split("/") if part]
         if not request.path.startswith("/") or not is_safe_path("/".join(parts)):
             return _say(request, 404, b"", {})  # it would lead elsewhere on the Hub, or to another host
         try:
+            is_form = parts[4:5] == ["paths-info"]
+            if (request.command == "POST") != is_form or (is_form and form is None):
+                return _say(request, 404, b"", {})
             if parts[0] == "api" and _is_for_readers(parts[1:]):
-                return self._pass_on(request, parts[4:5] == ["tree"])
+                return self._pass_on(request, form, is_list=parts[4:5] != [] and parts[4] in _LISTS)
             kind = parts.pop(0) if parts[0] in _KINDS else "models"
             if len(parts) >= 5 and parts[2] == "resolve" and all(map(NAME.fullmatch, parts[:2])):
                 return self._send(request, self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:])))
@@ -173,16 +182,17 @@ class HubProxy:
             log.info("%s: %s", request.path, error.message)
             return _refuse(request, error)
 
-    def _pass_on(self, request: BaseHTTPRequestHandler, is_tree: bool) -> None:
+    def _pass_on(self, request: BaseHTTPRequestHandler, form: bytes | None, is_list: bool) -> None:
         path = request.path
-        found: Answer = self._recent(path, lambda: self._client.run(self._hub.answer(path)))
+        key = path if form is None else f"{path} {digest_of(form)}"
+        found: Answer = self._recent(key, lambda: self._client.run(self._hub.answer(path, form)))
         headers = {name: value for name, value in found.headers.items() if name in _PASSED_ON}
         for name in ("link", "location"):  # pages of a list, and repositories that were renamed
             if name in found.headers:
                 own = f"http://{request.headers['Host']}"
                 headers[name] = found.headers[name].replace(self._hub.endpoint, own)
         body = found.body
-        if found.status == 200 and is_tree:
+        if found.status == 200 and is_list:
             body = json.dumps([{k: v for k, v in item.items() if k != "xetHash"} for item in found.json()]).encode()
         _say(request, found.status, body, headers)
 
@@ -319,6 +329,16 @@ def _is_for_readers(parts: list[str]) -> bool:
     """True for lists of repositories, what one is, and ``_READS`` of it, by the parts of a path of the API."""
     is_named = parts[:1] != [] and parts[0] in ("models", *_KINDS) and all(map(NAME.fullmatch, parts[1:3]))
     return is_named and (len(parts) <= 3 or parts[3] in _READS)
+
+
+def _form_of(request: BaseHTTPRequestHandler) -> bytes | None:
+    """The body of a POST; None for one that is not read, whose connection ends with the answer."""
+    length = request.headers.get("Content-Length", "")
+    kind = request.headers.get("Content-Type", "").partition(";")[0]
+    if not length.isdecimal() or int(length) > FORM_BYTES_MAX or kind != "application/x-www-form-urlencoded":
+        request.close_connection = True
+        return None
+    return request.rfile.read(int(length))
 
 
 def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:

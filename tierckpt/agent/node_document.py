@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
 
-from ..cache.partial_entry import RECEIPT
 from ..cache.pool import Pool
+from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Entry, Journal

@@ -57,6 +57,7 @@ SETS_MAX = 20_000
 """Sets of lost nodes that are looked at one by one."""
 TOLD_BYTES_MAX = 768 << 10
 """Of members, in one answer: a message holds a MiB (ipc/agent_client.py). It is room for 5000."""
+UNHEARD_MAX = 256
 NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 """Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route. Nothing is sent."""
 
@@ -252,7 +253,14 @@ class PeerService:
             "live": _fitting([member.to_json() for member in live]),
             "interested": sorted(interested),
             "slow_to": sorted(server.slow_to(version)) if version is not None else [],
+            "unheard": self._unheard(gossip)[:UNHEARD_MAX],
+            "denied": gossip.denied,
         }
+
+    def _unheard(self, gossip: Gossip) -> list[str]:
+        """The configured nodes at none of whose addresses a member answers."""
+        places = self._lookup.places() if self._lookup is not None else {}
+        return [place for place, addresses in places.items() if not any(map(gossip.is_heard, addresses))]
 
     def _add_fill(self, owner: Hashable, version: str, directory: Path) -> None:
         if not directory.is_absolute():

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..format.manifest import digest_of
 from ..poll import LOCAL, Poll
-from ..stores.base import RangeSource, ReadsInto
+from ..stores.base import RangesIgnoredError, RangeSource, ReadsInto
 from ..stores.common import to_completion
 from ..stores.verified_read import corrupt, reread
 from ..telemetry import BYTES, ignore_progress, logger
@@ -37,11 +37,15 @@ from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
 from .fetch_job import FetchJob, FetchStats, Turn
 from .file_set import FileSet, FileSpec, Receipt
-from .partial_entry import PartialEntry, read_file, read_receipt, same_digest, tidy, whole_receipt
+from .partial_entry import PartialEntry, read_file, same_digest, tidy
 from .peer_fill import PeerFill, PeerJoin
 from .pool import Pool
+from .receipt import read_receipt, whole_receipt
 from .repair import mend
+from .reuse import reuse
 from .verifier import Checker
+from .version_check import Versions
+from .whole_file import OneChunk, WholeFile, stream
 
 log = logger("prefetch")
 
@@ -70,6 +74,7 @@ class CacheEntry:
         stall_seconds: float = STALL_SECONDS_MIN,
         fetches_max: int = 16,
         sharing: PeerJoin | None = None,
+        is_selected: Callable[[str], bool] = lambda path: True,
     ) -> None:
         """Use ``open_entry`` or ``open_directory``.
 
@@ -77,8 +82,10 @@ class CacheEntry:
             gate: bounds what this process fetches at a time.
             fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
             sharing: how to join the other nodes; None: there are none.
+            is_selected: as ``PartialEntry`` has it.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
+        self._is_selected = is_selected
         self.only: FileSpec | None = None
         """The file of a URI that is one object."""
         self.tally = FetchStats()
@@ -91,6 +98,9 @@ class CacheEntry:
         self._no_room_until = 0.0
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
         self._receipt: Receipt | None = None
+        self._versions = Versions(store)
+        self._whole_files: dict[int, WholeFile] = {}
+        self._streamed: set[tuple[int, int]] = set()
         self.checker = self._new_checker()
         self.idle = asyncio.Lock()
         self._granting = asyncio.Lock()
@@ -153,6 +163,7 @@ class CacheEntry:
                     self.pool.used(name)
                 return
             self.frozen = self._filling.frozen
+            reuse(self._filling, self.other_versions())
             self.checker = self._new_checker()
             self.tally.here_bytes = self._filling.landed_bytes
             if self.pool is not None:
@@ -163,6 +174,13 @@ class CacheEntry:
             if self.pool is not None and is_bare and isinstance(error, CapacityError):
                 self.pool.evict(name)  # a name and no bytes
             raise
+
+    def other_versions(self) -> list[Path]:
+        """Directories of this node that have another version of the same URI, or had one."""
+        if self.pool is None:
+            return [self._target]
+        rows = self.pool.rows(self.frozen.uri)
+        return [self.pool.directory(row.name) for row in rows if row.name != self.frozen.name]
 
     def _join_filling(self, whole: bool) -> PartialEntry | None:
         """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment.
@@ -178,7 +196,9 @@ class CacheEntry:
                 self.tally.here_bytes = self.frozen.size_bytes
                 return None
             try:
-                filling = PartialEntry(self._target, self.frozen, preallocate=whole)
+                filling = PartialEntry(
+                    self._target, self.frozen, preallocate=whole, is_selected=self._is_selected
+                )
             except ObjectNotFoundError:
                 if not left:
                     raise
@@ -201,6 +221,8 @@ class CacheEntry:
             task.cancel()
         if left:
             await asyncio.wait(left)
+        for whole in self._whole_files.values():
+            await whole.close()
         if self.peer_fetch is not None:
             await self.peer_fetch.close()
         await asyncio.to_thread(self._end)
@@ -344,7 +366,7 @@ class CacheEntry:
                 return
         raise CapacityError(
             f"the cache has no room for {path} of {self.frozen.uri}",
-            hint="`tierckpt prefetch --check` lists what it holds; raise cache_bytes_max, or unpin something",
+            hint="`tierckpt cache ls` lists what it holds; raise cache_bytes_max, or unpin something",
         )
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
@@ -399,7 +421,7 @@ class CacheEntry:
                     return await self.fetch(filling, index, chunk, keep=True)
                 if turn == "landed":
                     return None
-            found = await self._await_other(filling, index, chunk)
+            found = await self.await_other(filling, index, chunk)
             if found == "free":
                 await asyncio.sleep(LOCAL.first_seconds)  # who keeps us from a free claim does not make us spin
             if found == "stalled" or time.monotonic() > deadline:
@@ -427,7 +449,7 @@ class CacheEntry:
         finally:
             await to_completion(asyncio.to_thread(filling.claims.release, name))
 
-    async def _await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
+    async def await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
         async for _ in Poll(self.stall_seconds):
             filling.refresh()
@@ -455,12 +477,14 @@ class CacheEntry:
                 received = await self.peer_fetch.fetch_chunk(index, chunk, data, request)
                 digest, peer = received.digest, received.source
             try:
-                await self._write_chunk(filling, index, chunk, data, digest, keep)
+                if not self.has_streamed(index, chunk):
+                    await self._write_chunk(filling, index, chunk, data, digest, keep)
             finally:
                 if self.peer_fetch is not None:
                     await self.peer_fetch.chunk_written(index, chunk)
             kept = bytes(data) if keep and memory is not None else data
-        self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
+        if not self.has_streamed(index, chunk):
+            self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
         return kept if keep else None
 
     async def _write_chunk(
@@ -500,14 +524,23 @@ class CacheEntry:
 
     async def get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
         """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
+        item = self.frozen.files[index]
+        try:
+            return await self._get_verified(index, chunk, memory)
+        except RangesIgnoredError:
+            pass
+        except PreconditionFailedError as error:
+            raise _changed(item) from error
+        try:
+            return await self._get_streamed(index, chunk, memory)
+        except PreconditionFailedError as error:
+            raise _changed(item) from error
+
+    async def _get_verified(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
         item, at, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
         while True:
             try:
-                if memory is not None and isinstance(self.store, ReadsInto):
-                    await self.store.get_range_into(item.key, at, memory, if_match=item.etag)
-                    data: Buffer = memory
-                else:
-                    data = await self.store.get_range(item.key, at, if_match=item.etag)
+                data = await self._versions.read(item, at, memory)
                 digest = await asyncio.to_thread(digest_of, data)
                 BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
                 if item.digests and not same_digest(data, digest, item.digests[chunk]):
@@ -517,13 +550,44 @@ class CacheEntry:
                 reads += 1
                 if not await reread(self.store, damage, reads):
                     raise
-            except PreconditionFailedError as error:
-                raise IntegrityError(
-                    f"{item.key} changed in the store while it was being fetched",
-                    hint="Run it again to fetch the new version whole",
-                    file=item.path,
-                    tier=Tier.SHARED,
-                ) from error
+
+    async def _get_streamed(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
+        """A chunk of a file that its server gives only whole: all of it lands, and all who want a part share that."""
+        at, filling = self.frozen.chunk_range(index, chunk), self._filling
+        data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+        if filling is not None and not self._look() and time.monotonic() >= self._no_room_until:
+            try:
+                await self._whole_file(filling, index).wait(chunk)
+                filling.refresh()
+                if await asyncio.to_thread(self.read_here, index, at, data) and (digest := self.digest(index, chunk)):
+                    return data, digest
+            except CapacityError as error:
+                if self.pool is None:
+                    raise
+                log.warning("%s: reading without the cache: %s", self.frozen.uri, error.message)
+                self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
+        one = OneChunk(chunk, data)
+        await stream(self._versions, self.frozen, index, one)
+        return data, one.digest
+
+    def _whole_file(self, filling: PartialEntry, index: int) -> WholeFile:
+        whole = self._whole_files.get(index)
+        if whole is None or whole.is_over:
+            whole = self._whole_files[index] = WholeFile(self, self._versions, filling, index)
+        return whole
+
+    async def land_streamed(self, filling: PartialEntry, index: int, chunk: int, data: Buffer, digest: str) -> None:
+        """Write a chunk of a stream, which is noted as fetched here."""
+        begun = time.monotonic()
+        await self._write_chunk(filling, index, chunk, data, digest, keep=False)
+        self._streamed.add((index, chunk))
+        self.tally.note(
+            self.frozen.files[index].path, self.frozen.chunk_range(index, chunk), time.monotonic() - begun
+        )
+
+    def has_streamed(self, index: int, chunk: int) -> bool:
+        """True for a chunk that this process has landed out of a stream of its file."""
+        return (index, chunk) in self._streamed
 
     # --- filling -------------------------------------------------------------------------------------------------
 
@@ -589,3 +653,12 @@ class CacheEntry:
             )
         self._is_whole = True
         return True
+
+
+def _changed(item: FileSpec) -> IntegrityError:
+    return IntegrityError(
+        f"{item.key} changed in the store while it was being fetched",
+        hint="Run it again to fetch the new version whole",
+        file=item.path,
+        tier=Tier.SHARED,
+    )

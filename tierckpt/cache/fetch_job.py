@@ -44,6 +44,8 @@ class FillTarget(Protocol):
         self, filling: PartialEntry, index: int, chunk: int, *, keep: bool, request: object | None = None
     ) -> Buffer | None: ...
 
+    def has_streamed(self, index: int, chunk: int) -> bool: ...
+
 
 class InOrder:
     """One after the other; what is put back comes last."""
@@ -111,7 +113,7 @@ class FetchJob:
                 self.order.done(work)
                 continue
             if self.filling.has(index, chunk):
-                self._advance(work, others=True)
+                self._advance(work, others=not self.cached.has_streamed(index, chunk))
                 continue
             try:
                 async with self.cached.gate, self._turn(index, chunk) as turn:
@@ -121,7 +123,7 @@ class FetchJob:
                     self.order.put_back(work)
                     await self._rest()
                 else:
-                    self._advance(work, others=turn == "landed")
+                    self._advance(work, others=turn == "landed" and not self.cached.has_streamed(index, chunk))
             except NotNowError:
                 pass  # the schedule has had it back since, and another worker may be at it
             except TierckptError as error:

@@ -47,9 +47,9 @@ from ..stores.hub.api import Repository
 from ..stores.hub.store import HubStore
 from ..types import ProgressListener
 from .file_set import FileSpec
-from .partial_entry import read_receipt
 from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, prefetch
+from .receipt import read_receipt
 
 
 async def prefetch_to_hub_cache(
@@ -60,6 +60,7 @@ async def prefetch_to_hub_cache(
     chunk_size_bytes: int,
     concurrency: int,
     listener: ProgressListener,
+    stall_seconds: float,
     sharing: PeerJoin | None = None,
 ) -> PrefetchResult:
     """Make the Hugging Face cache ``cache`` hold ``files``, as listed last. Returns the snapshot's directory.
@@ -85,6 +86,7 @@ async def prefetch_to_hub_cache(
             concurrency=concurrency,
             listener=listener,
             sharing=sharing,
+            stall_seconds=stall_seconds,
         )
         await asyncio.to_thread(_finish, root, root / PRIVATE_DIR / commit)
     snapshot = await asyncio.to_thread(_link, root, repository, commit, files)

@@ -7,6 +7,7 @@ A checkpoint of ours is not kept here: its place is the local tier, where restor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from ..errors import (
     EndpointError,
     ObjectNotFoundError,
     OperationTimeoutError,
+    PermissionDeniedError,
     StoreUnavailableError,
     TierckptError,
     UncommittedCheckpointError,
@@ -28,6 +30,7 @@ from ..errors import (
 from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse_uri
 from ..format.manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..poll import SHARED, Poll
+from ..stores import REMOTE_SCHEMES
 from ..stores.base import Store
 from ..stores.local import LocalStore, young_seconds
 from ..stores.verified_read import LocalFiles, check_file
@@ -35,10 +38,11 @@ from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
 from .file_set import FileSet, FileSpec, Receipt, from_manifest
-from .partial_entry import landed_in, read_entry, read_receipt, whole_receipt
+from .partial_entry import landed_in, read_entry
 from .peer_fill import PeerJoin
 from .pool import Pool, Row, evict_all
 from .prefetch import PrefetchResult, from_listing, result_of, select
+from .receipt import read_receipt, whole_receipt
 
 log = logger("prefetch")
 
@@ -164,12 +168,17 @@ class NodeCache:
 
     async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> ResolvedUri:
         store = self.store_at(location)
-        manifest = await shared_commit.read_shared_manifest(store)
-        if manifest is None and await _claimed(store):
-            raise _uncommitted(location)
-        if manifest is not None:
-            return self.resolve_checkpoint(location, store, manifest, include, exclude)
-        files = await from_listing(store, include, exclude)
+        infos: list[ObjectInfo] | None = None
+        if location.scheme in REMOTE_SCHEMES:  # one request says that there is nothing of ours
+            with contextlib.suppress(PermissionDeniedError):  # a checkpoint names its files: it needs no listing
+                infos = [info async for info in store.list()]
+        if infos is None or any(info.key.startswith(f"{PRIVATE_DIR}/") for info in infos):
+            manifest = await shared_commit.read_shared_manifest(store)
+            if manifest is None and await _claimed(store):
+                raise _uncommitted(location)
+            if manifest is not None:
+                return self.resolve_checkpoint(location, store, manifest, include, exclude)
+        files = await from_listing(store, include, exclude, infos=infos)
         if _is_half(files):
             raise _uncommitted(location)  # it was not even claimed when we asked
         if include or exclude:
@@ -191,6 +200,12 @@ class NodeCache:
 
     # --- opening and filling -------------------------------------------------------------------------------------
 
+    @property
+    def stall_seconds(self) -> float:
+        """How long a process that fetches may land nothing before another fetches the same: a request that times out
+        and the one after it, and a minute at least."""
+        return max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds)
+
     async def open(self, resolved: ResolvedUri, *, whole: bool = False) -> CacheEntry:
         """Open the entry of ``resolved``; make it if there is none. Close what is returned.
 
@@ -206,7 +221,7 @@ class NodeCache:
             self.pool.directory(frozen.name),
             pool=self.pool,
             gate=self._gate,
-            stall_seconds=max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds),
+            stall_seconds=self.stall_seconds,
             fetches_max=2 * self.settings.concurrency,
             sharing=self.sharing,
         )
@@ -363,7 +378,7 @@ class NodeCache:
         rows = self.pool.rows(location.uri)
         if not rows:
             raise ObjectNotFoundError(
-                f"the cache holds nothing of {location.uri}", hint="`tierckpt prefetch --check` lists what it holds"
+                f"the cache holds nothing of {location.uri}", hint="`tierckpt cache ls` lists what it holds"
             )
         return evict_all(self.pool, rows)
 

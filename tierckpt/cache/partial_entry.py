@@ -17,7 +17,8 @@ Invariants:
         line is not a line. Whoever reads it may read the chunk.
     G2  Writing a chunk twice, from two processes, writes the same bytes: they are of one frozen version and verified.
     G3  Lines are believed for the same boot only: after a power cut the page cache may have lost what they claim.
-    G4  The directory is renamed when every byte is durable and the receipt is in it. So it is whole or not there.
+    G4  A new directory is renamed when every byte is durable and the receipt is in it. So it is whole or not there.
+        Into one that was there the files are moved (R1 of ``replacement``).
     G5  Nothing in prefetched.blocks is believed before it has passed its chunk's digest: that it is damaged, or lost by
         a power cut, costs a larger read.
 """
@@ -25,15 +26,17 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import re
 import secrets
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint.catalog import file_size
-from ..disk.claims import TRIES, Claims, Heartbeat, Owner, is_live
+from ..disk.claims import SILENT_SECONDS, TRIES, Claims, Heartbeat, Owner, is_live
 from ..disk.durable import (
     fsync_dir,
     make_dirs,
@@ -49,20 +52,28 @@ from ..disk.file_io import allocate, read_into
 from ..disk.processes import boot_id, host_id
 from ..disk.quarantine import open_regular
 from ..disk.temporary_names import beside, stem_of
-from ..errors import IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
+from ..errors import CheckpointError, IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
-from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
+from ..format.manifest import (
+    BLOCK_DIGEST_BYTES,
+    MANIFEST_BYTES_MAX,
+    ChunkDigest,
+    blocks_of,
+    digest_of,
+    has_digest,
+)
 from ..ownership import file_mode
 from ..stores.verified_read import corrupt
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
 from .content_digest import check_content
 from .direct_write import write_at
-from .file_set import FileSet, FileSpec, Receipt, decode
+from .file_set import FileSet, FileSpec, decode
+from .receipt import put_receipt, read_receipt, version_in, whole_receipt
+from .replacement import Replacement, folders_of, inherit_group, other_weights, turn_at
 
 log = logger("cache")
 
-RECEIPT = f"{PRIVATE_DIR}/prefetched.json"
 BLOCKS = f"{PRIVATE_DIR}/prefetched.blocks"
 FILLING = f"{PRIVATE_DIR}/filling"
 ENTRY = f"{FILLING}/entry.json"
@@ -72,16 +83,17 @@ SHARED = "shared"
 HOST = "host"
 FILL = "fill"
 APPENDS_MAX = 8
+OTHERS_SHOWN = 8
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
 _MARK = re.compile(rb"([!=])(\d+)\.")
 
 
 def incoming_of(directory: Path, version: str) -> Path:
-    """Where to gather the files, on the file system of ``directory``: beside it, or inside where it is in use already
-    (a mount point cannot be renamed over)."""
-    is_new = not directory.exists() or not (directory.is_mount() or matching(directory, "*"))
-    return incoming_beside(directory, version) if is_new else directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
+    """Where to gather the files, on the file system of ``directory``: beside it, or inside where there is one (somebody
+    may have mounted it, or given it an owner and a mode)."""
+    inside = directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
+    return inside if directory.exists() else incoming_beside(directory, version)
 
 
 def incoming_beside(directory: Path, version: str) -> Path:
@@ -98,24 +110,6 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
     with contextlib.suppress(OSError, TierckptError), os.fdopen(open_regular(lines.path(incoming)), "rb") as file:
         lines.read_on(file.fileno())
     return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
-
-
-def read_receipt(directory: Path) -> Receipt | None:
-    """What ``directory`` holds, by its receipt; None when it has none, or a damaged one."""
-    try:
-        return decode(read_whole(directory / RECEIPT, MANIFEST_BYTES_MAX), where=str(directory / RECEIPT))
-    except (ObjectNotFoundError, ManifestError):
-        return None
-
-
-def whole_receipt(directory: Path, version: str) -> Receipt | None:
-    """The receipt of ``directory`` when it is of ``version`` and every file has its size; else None."""
-    receipt = read_receipt(directory)
-    if receipt is None or receipt.frozen.version != version:
-        return None
-    if any(file_size(directory / item.path) != item.size_bytes for item in receipt.frozen.files):
-        return None
-    return receipt
 
 
 def read_entry(incoming: Path) -> FileSet | None:
@@ -206,30 +200,46 @@ class ProgressLog:
 class PartialEntry:
     """One process's part in filling ``directory`` with ``frozen``. Methods are blocking; any thread may call them."""
 
-    def __init__(self, directory: Path, frozen: FileSet, *, preallocate: bool) -> None:
-        """Join who fills it, or be the first. Raises StoreError and the like when it cannot be written."""
-        self.directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        frozen: FileSet,
+        *,
+        preallocate: bool,
+        is_selected: Callable[[str], bool] = lambda path: True,
+    ) -> None:
+        """Join who fills it, or be the first. Raises StoreError and the like when it cannot be written.
+
+        Args:
+            is_selected: True for paths that would be in ``frozen`` if the source had them. Of an earlier prefetch those
+                that ``frozen`` lacks are removed when it is published.
+        """
+        self.directory, self._is_selected = directory, is_selected
+        self._replaces = version_in(directory)
         make_dirs(directory.parent)
         self.incoming = incoming_of(directory, frozen.version)
         self.preallocate = preallocate
         self._lock = threading.Lock()
         self._prepared: set[int] = set()
         base = self.incoming / FILLING
-        with translated(self.incoming):
-            for name in ("claims", SHARED, HOST):  # durable when it is published, not before (G3)
-                make_dirs(base / name, is_durable=False)
-            self.frozen = self._agree(frozen)
-            self._lines = ProgressLog(self.frozen)
-            self.progress_path = self._lines.path(self.incoming)
-            self._log = open_regular(
-                self.progress_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, file_mode(self.progress_path)
-            )
+        self.presence = Heartbeat(base / "owners")
+        self._log = -1
         try:
-            self.presence = Heartbeat(base / "owners")
             with translated(self.incoming):
-                self.presence.begin()
+                if not self._is_new:
+                    make_dirs(self.incoming, is_durable=False)
+                    inherit_group(directory, self.incoming)
+                self.presence.begin()  # before there is an entry: without one of the two it is being made (_is_begun)
+                for name in ("claims", SHARED, HOST):  # durable when it is published, not before (G3)
+                    make_dirs(base / name, is_durable=False)
+                self.frozen = self._agree(frozen)
+                self._lines = ProgressLog(self.frozen)
+                self.progress_path = self._lines.path(self.incoming)
+                self._log = open_regular(
+                    self.progress_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, file_mode(self.progress_path)
+                )
         except BaseException:
-            os.close(self._log)
+            self.presence.end()
             raise
         self.claims = Claims(base / "claims", base / "owners", self.presence.name)
         self.fetching = Claims(base / SHARED, base / "owners", self.presence.name)
@@ -357,6 +367,25 @@ class PartialEntry:
         if self.has_file(index):
             self._make_durable(index)
 
+    def take_over(self, index: int, chunk: int, digest: str, blocks: bytes) -> None:
+        """Note a chunk of a file that was linked here, of another version: with the digest with which it landed there.
+
+        Args:
+            blocks: digests of its blocks, as far as they are known. They are believed when they pass ``digest`` (G5).
+        """
+        if len(blocks) == self.frozen.blocks_range(index, chunk).size_bytes:
+            self._put_blocks(index, chunk, blocks)
+        self.append_line(f"{index} {chunk} {digest}")
+
+    def keep(self, index: int) -> None:
+        """Have a file durable whose chunks were taken over. One that is not what it should be is forgotten: it will be
+        fetched."""
+        self.refresh()
+        if self.has_file(index):
+            with contextlib.suppress(IntegrityError):
+                self._make_durable(index)
+            self.refresh()
+
     def _put_blocks(self, index: int, chunk: int, blocks: bytes) -> None:
         """Before the line that says the chunk is here. Whoever lands it writes the same bytes here too (G2)."""
         if len(blocks) == BLOCK_DIGEST_BYTES:
@@ -461,10 +490,35 @@ class PartialEntry:
             if not self.has_all():
                 return False
             with translated(self.directory):
-                self._publish()
+                if self._is_new:  # one rename, which finds no directory or an empty one, or fails
+                    self._publish()
+                    return True
+                with turn_at(self.directory) as is_ours:
+                    if not is_ours:
+                        return False
+                    if version_in(self.directory) not in (self._replaces, self.frozen.version, None):
+                        raise self._lost()
+                    if not self.is_published():
+                        self._publish()
             return True
         finally:
             self.claims.release(PUBLISH)
+
+    @property
+    def _is_new(self) -> bool:
+        """There was no directory when the fill began."""
+        return self.incoming.parent == self.directory.parent
+
+    def _lost(self) -> CheckpointError:
+        receipt = read_receipt(self.directory)
+        other = f" of {receipt.frozen.uri}" if receipt is not None and receipt.frozen.uri != self.frozen.uri else ""
+        return CheckpointError(
+            f"another prefetch has filled {self.directory} with another version{other} meanwhile; "
+            f"{self.frozen.uri} was not put there",
+            hint="Run it again to put this version there, or give another directory",
+            path=self.directory,
+            tier=Tier.LOCAL,
+        )
 
     def _is_elsewhere(self) -> bool:
         if self.is_published():
@@ -481,47 +535,40 @@ class PartialEntry:
         if not self.has_all():  # prepare has found a file gone
             raise StoreError(f"files of {self.incoming} were removed while it was being filled", hint="Run it again")
         receipt = self.frozen.encode([self._digests(index) for index in range(len(self.frozen.files))])
-        if self.incoming.parent == self.directory.parent:
-            self._put_receipt(self.incoming, receipt)
-            for folder in self._folders(self.incoming):
+        if self._is_new:
+            put_receipt(self.incoming, receipt, self.incoming / FILLING)
+            for folder in folders_of(self.incoming, (item.path for item in self.frozen.files)):
                 fsync_dir(folder)
-            publish(self.incoming, self.directory)  # over an empty directory too: one instant at which all appears
+            try:
+                publish(self.incoming, self.directory)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise self._lost() from error
+                raise
         else:
             self._move_in(receipt)
         tidy(self.directory)
+        if others := other_weights(self.directory, self.frozen):
+            log.warning(
+                "%s has files that look like weights and are not of %s: %s. A loader may read them",
+                self.directory,
+                self.frozen.uri,
+                ", ".join(others[:OTHERS_SHOWN]),
+            )
 
     def _move_in(self, receipt: bytes) -> None:
-        """The target holds other files already. What landed is no longer said to be in ``incoming``; the old receipt
-        goes before the first file moves, the new one comes last."""
-        for left in self._lists():
+        """Replace the files of the version before (``replacement``)."""
+        replacement = Replacement(
+            self.directory, self.incoming, self.frozen, self._is_selected, self.incoming / FILLING
+        )
+        replacement.begin()
+        for left in self._lists():  # before the first file moves: they say that it is in ``incoming``
             left.unlink()
-        (self.directory / RECEIPT).unlink(missing_ok=True)
-        for item in self.frozen.files:
-            make_dirs((self.directory / item.path).parent)
-            (self.incoming / item.path).replace(self.directory / item.path)
-        for folder in self._folders(self.directory):
-            fsync_dir(folder)
-        make_dirs((self.directory / RECEIPT).parent)
+        replacement.move()
         with contextlib.suppress(FileNotFoundError):  # no file has a chunk of more than one block
             (self.incoming / BLOCKS).replace(self.directory / BLOCKS)
-        self._put_receipt(self.directory, receipt)
+        replacement.end(receipt)
         remove_tree(self.incoming, ignore_errors=True)
-
-    def _put_receipt(self, directory: Path, receipt: bytes) -> None:
-        """Written where everything that is left over goes away with the rest."""
-        temporary = self.incoming / FILLING / f"receipt.{secrets.token_hex(6)}"
-        write_new(temporary, receipt, file_mode(temporary))
-        publish(temporary, directory / RECEIPT)
-
-    def _folders(self, base: Path) -> list[Path]:
-        """Every directory below ``base`` that holds a file or a directory of ours, deepest first."""
-        found = {
-            parent
-            for item in self.frozen.files
-            for parent in (base / item.path).parents
-            if parent == base or base in parent.parents
-        }
-        return sorted(found, key=lambda path: -len(path.parts))
 
     def _digests(self, index: int) -> list[str]:
         landed = self._lines.landed.get(index, {})
@@ -570,11 +617,18 @@ def tidy(directory: Path) -> None:
         remove_tree(base, ignore_errors=True)
 
 
+def _is_begun(incoming: Path) -> bool:
+    """True while a process makes ``incoming``: it has no entry yet, and is not old."""
+    with contextlib.suppress(OSError):
+        return not (incoming / ENTRY).exists() and time.time() - incoming.stat().st_mtime < SILENT_SECONDS
+    return False
+
+
 def remove_abandoned(directory: Path, keep: Path) -> None:
     """Remove half-filled directories of other versions of ``directory`` that nobody works on."""
     inside = directory / PRIVATE_DIR
     beside = matching(directory.parent, f".{glob.escape(stem_of(directory.name))}.*{SUFFIX}")
     for left in [*beside, *matching(inside, f"*{SUFFIX}")]:
-        if left != keep and not is_being_filled(left):
+        if left != keep and not is_being_filled(left) and not _is_begun(left):
             with contextlib.suppress(TierckptError):
                 remove_dir(left)

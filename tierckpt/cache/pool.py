@@ -38,7 +38,8 @@ from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Tier
 from .file_set import FileSet, stem_of
-from .partial_entry import RECEIPT, SUFFIX, read_entry, read_receipt, remove_dir
+from .partial_entry import SUFFIX, read_entry, remove_dir
+from .receipt import RECEIPT, read_receipt
 
 log = logger("cache")
 
@@ -343,7 +344,7 @@ class Pool:
         return CapacityError(
             f"the cache has no room for {frozen.uri}: {human_bytes(room.needed_bytes)} are needed, "
             f"{human_bytes(room.free_bytes)} are free",
-            hint="Unpin or stop using something (`tierckpt prefetch --check` lists the cache), raise cache_bytes_max, "
+            hint="Unpin or stop using something (`tierckpt cache ls` lists the cache), raise cache_bytes_max, "
             "or give local_root a larger disk. Nothing was fetched, nothing was evicted",
             tier=Tier.LOCAL,
             needed_bytes=room.needed_bytes,

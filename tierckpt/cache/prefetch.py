@@ -5,7 +5,8 @@
    progress file there names the chunks that have landed, so that a killed prefetch goes on where it stopped, and
    several processes fill one directory together.
 3. When every file is whole (digests verified where the manifest has them), publish: one rename of the directory where
-   the target is new or empty, else file by file. The receipt comes last: a directory without it is not done.
+   the target is new, else file by file, and files of the version before are removed. The receipt comes last: a
+   directory without it is not done.
 
 Into the node cache it is the same, with a reservation and a lease (cache/node_cache.py).
 """
@@ -16,23 +17,25 @@ import asyncio
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..disk.durable import check_names, space_of
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
-from ..format.manifest import is_safe_path
+from ..format.manifest import NAME_BYTES_MAX, digest_of, is_safe_path
 from ..quantities import human_bytes
 from ..stores.base import RangeSource, Store
 from ..stores.local import LocalStore, young_seconds
 from ..telemetry import logger
-from ..types import Json, ProgressListener, Tier
+from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import CacheEntry
 from .fetch_job import FetchStats
 from .file_set import FileSet, FileSpec
-from .partial_entry import incoming_of, remove_abandoned, whole_receipt
+from .partial_entry import incoming_of, remove_abandoned
 from .peer_fill import PeerJoin
 from .pool import allocated_bytes
+from .receipt import whole_receipt
+from .reuse import reusable_bytes
 
 log = logger("prefetch")
 
@@ -76,20 +79,33 @@ class PrefetchResult(FetchStats):
         return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
 
 
-async def from_listing(store: Store, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[FileSpec]:
-    """Freeze every file under the store's root, except our own private ones.
+async def from_listing(
+    store: Store,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    strict: bool = True,
+    infos: Sequence[ObjectInfo] | None = None,
+) -> list[FileSpec]:
+    """Freeze every file under the store's root, except our own private ones. Links of a mount are followed.
 
     A file that was written a moment ago, on a file system with coarse times, is looked at again when its time can no
-    longer be that of another write: else the cache would serve it for what another write makes of it.
+    longer be that of another write: else the cache would serve it for what another write makes of it. A key that is no
+    name of a file (``a//b``) gets one, with a warning.
+
+    Args:
+        infos: what the store has just listed, so that it need not be asked once more.
+        strict: refuse what is listed and cannot be fetched, if ``select`` would choose it.
 
     Raises:
         ObjectNotFoundError: there is nothing there.
-        ConfigError: a key that ``select`` would choose and that cannot be a file name below the target directory.
+        ConfigError: a dangling link, a link to a directory above it, a device or pipe, or an object beside objects
+            below its name; names them.
     """
-    wanted = await _listed(store, include, exclude)
+    wanted = await _listed(store, include, exclude, strict, infos)
     if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
         await asyncio.sleep(seconds)
-        wanted = await _listed(store, include, exclude)
+        wanted = await _listed(store, include, exclude, strict)
     if not wanted:
         raise ObjectNotFoundError(
             f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
@@ -97,26 +113,67 @@ async def from_listing(store: Store, include: Sequence[str] = (), exclude: Seque
     return sorted(wanted, key=lambda item: item.path)
 
 
-async def _listed(store: Store, include: Sequence[str], exclude: Sequence[str]) -> list[FileSpec]:
-    wanted = []
-    async for info in store.list():
-        if info.key.startswith(f"{PRIVATE_DIR}/") or info.key.endswith("/"):
-            continue
-        if f"/{PRIVATE_DIR}/" in info.key:
-            raise ConfigError(
-                f"{store.uri} holds checkpoints, it is not one",
-                hint="Name one of them: `tierckpt ls` lists them",
-                uri=store.uri,
-            )
-        if not is_safe_path(info.key):
-            if not _is_selected(info.key, {info.key}, include, exclude):
-                continue
-            raise ConfigError(
-                f"{store.uri} holds the key {info.key!r}, which cannot be a file below a directory",
-                hint="Leave it out with --exclude; a name has 255 bytes at most, and is neither empty nor '..'",
-            )
-        wanted.append(FileSpec(info.key, info.key, info.size_bytes, info.etag))
-    return wanted
+async def _listed(
+    store: Store,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    strict: bool,
+    listed: Sequence[ObjectInfo] | None = None,
+) -> list[FileSpec]:
+    others: dict[str, str] = {}
+    if isinstance(store, LocalStore):
+        infos, others = await asyncio.to_thread(store.files)
+    else:
+        infos = [*listed] if listed is not None else [info async for info in store.list()]
+    infos = [info for info in infos if not info.key.endswith("/")]
+    infos = [info for info in infos if not info.key.startswith(f"{PRIVATE_DIR}/")]
+    if any(f"/{PRIVATE_DIR}/" in info.key for info in infos):
+        raise ConfigError(
+            f"{store.uri} holds checkpoints, it is not one",
+            hint="Name one of them: `tierckpt ls` lists them",
+            uri=store.uri,
+        )
+    chosen = [info for info in infos if _is_selected(info.key, {info.key}, include, exclude)]
+    folders = {str(parent) for info in chosen for parent in PurePosixPath(info.key).parents}
+    others |= {info.key: f"is an object, and others are below {info.key}/" for info in chosen if info.key in folders}
+    bad = [f"{key!r} {what}" for key, what in sorted(others.items()) if _is_selected(key, {key}, include, exclude)]
+    if bad and strict:
+        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        raise ConfigError(
+            f"{store.uri} holds what cannot be fetched: {'; '.join(bad[:SHOWN])}{more}",
+            hint="Repair it at the source, or leave it out with --exclude",
+            uri=store.uri,
+        )
+    names = {info.key for info in infos if is_safe_path(info.key)}
+    wanted = [FileSpec(info.key, info.key, info.size_bytes, info.etag) for info in infos if info.key in names]
+    for info in chosen:
+        if info.key not in names:
+            path = _legal_name(info.key, names)
+            names.add(path)
+            log.warning("%s: the key %r is no name of a file, and is fetched as %s", store.uri, info.key, path)
+            wanted.append(FileSpec(path, info.key, info.size_bytes, info.etag))
+    return [item for item in wanted if item.key not in others]
+
+
+def _legal_name(key: str, taken: Container[str]) -> str:
+    """Return a path for an object whose key is none: without empty parts and ``.``, other odd parts spelled out."""
+    parts = [part for part in key.split("/") if part not in ("", ".")]
+    path = "/".join(map(_legal_part, parts))[-PATH_BYTES_MAX:].strip("/")
+    return path if path and path not in taken else f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
+
+
+def _legal_part(part: str) -> str:
+    part = "%2E%2E" if part == ".." else part.replace("\\", "%5C").replace("\0", "%00")
+    raw = part.encode(errors="replace")
+    if len(raw) <= NAME_BYTES_MAX:
+        return raw.decode()
+    return f"{raw[:PART_BYTES_KEPT].decode(errors='ignore')}~{digest_of(raw)[:8]}"
+
+
+SHOWN = 5
+"""Names in an error."""
+PATH_BYTES_MAX = 900
+PART_BYTES_KEPT = 200
 
 
 def select(files: Sequence[FileSpec], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[FileSpec]:
@@ -151,10 +208,15 @@ async def prefetch(
     chunk_size_bytes: int,
     concurrency: int,
     listener: ProgressListener,
-    stall_seconds: float = 120.0,
+    stall_seconds: float,
     sharing: PeerJoin | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> PrefetchResult:
     """Make ``directory`` hold exactly these versions of ``wanted``.
+
+    Files of an earlier prefetch that ``wanted`` lacks are removed when it is published, those that ``include`` and
+    ``exclude`` leave out excepted. Other files stay; a warning names those that look like weights.
 
     Returns when every file is there, whole and durable. Idempotent: what is there already is not fetched again. Several
     processes may do it at a time: each chunk is fetched by one of them; with ``sharing``, one of all nodes.
@@ -163,11 +225,19 @@ async def prefetch(
         PartialTransferError: some files could not be had; names each. Nothing was published.
         CapacityError: not enough room; nothing was fetched.
         IntegrityError: something changed in the store meanwhile, or is damaged there.
+        CheckpointError: another version was published in ``directory`` meanwhile.
     """
     frozen = FileSet(store.uri, tuple(wanted), chunk_size_bytes)
     gate = asyncio.Semaphore(concurrency)
     cached = CacheEntry(
-        store, frozen, directory, gate=gate, stall_seconds=stall_seconds, fetches_max=concurrency, sharing=sharing
+        store,
+        frozen,
+        directory,
+        gate=gate,
+        stall_seconds=stall_seconds,
+        fetches_max=concurrency,
+        sharing=sharing,
+        is_selected=lambda path: _is_selected(path, {path}, include, exclude),
     )
     try:
         await asyncio.to_thread(_begin, cached, directory)
@@ -199,10 +269,21 @@ def _begin(cached: CacheEntry, directory: Path) -> None:
         remove_abandoned(directory, incoming_of(directory, cached.frozen.version))
 
 
+def check_size(frozen: FileSet, size_bytes_max: int | None) -> None:
+    """Raise CapacityError when the files have more bytes than somebody wants to fetch."""
+    if size_bytes_max is not None and frozen.size_bytes > size_bytes_max:
+        raise CapacityError(
+            f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, more than {human_bytes(size_bytes_max)}",
+            hint="Raise --max-bytes, or fetch a part (--include, --exclude); nothing was fetched",
+            needed_bytes=frozen.size_bytes,
+        )
+
+
 def _check_room(frozen: FileSet, directory: Path) -> None:
     incoming = incoming_of(directory, frozen.version)
     free = space_of(incoming).free_bytes
-    if free < frozen.size_bytes - (allocated_bytes(incoming) if incoming.exists() else 0):
+    here = allocated_bytes(incoming) if incoming.exists() else reusable_bytes(frozen, [directory])
+    if free < frozen.size_bytes - here:
         raise CapacityError(
             f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, {human_bytes(free)} are free for {directory.parent}",
             hint="Free some space or give another directory; nothing was fetched",

@@ -48,7 +48,7 @@ async def mend(
             f"bytes {at.start}-{at.stop} of {item.path} are damaged in the node cache, "
             f"and the store has no good ones: {error.message}",
             hint=f"Load it again when {store_uri} can be reached, or fetch it anew: "
-            f"`tierckpt prefetch --evict {frozen.uri}`, then `tierckpt prefetch`",
+            f"`tierckpt cache evict {frozen.uri}`, then `tierckpt prefetch`",
             file=item.path,
             entry=target,
             tier=Tier.LOCAL,

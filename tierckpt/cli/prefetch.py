@@ -1,34 +1,33 @@
-"""``tierckpt prefetch``: fill this node's cache, or a directory, before anything needs it; and look after the cache."""
+"""``tierckpt prefetch``: fill this node's cache, or a directory, before anything needs it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..cache.node_cache import Check, retry_until_available
-from ..cache.pool import Pool, Row
-from ..errors import ConfigError, IntegrityError, PartialTransferError, TierckptError
+from ..cache.node_cache import retry_until_available
+from ..cache.pool import Pool
+from ..errors import ConfigError, PartialTransferError, TierckptError
 from ..format.layout import Location
 from ..format.uris import local_path
 from ..mover import Mover
 from ..types import Json
-from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, location_of, open_client
+from .cache import cache_report, checked, evicted, joined, unpinned
+from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, location_of, open_client, size_of
 from .ui.watch import watch as watch_rollout
 
-PARTIAL = 3
 PENDING_SECONDS = 1800.0
 
 Uris = Annotated[
     list[str] | None,
-    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects. None with --check: the whole cache."),
+    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects."),
 ]
 To = Annotated[
     Path | None,
@@ -41,10 +40,18 @@ Exclude = Annotated[
     list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match; may be repeated.")
 ]
 Pin = Annotated[bool, typer.Option("--pin", help="Keep it in the cache until it is unpinned.")]
-Unpin = Annotated[bool, typer.Option("--unpin", help="Let it go when room is needed. Fetches nothing.")]
-CheckOption = Annotated[bool, typer.Option("--check", help="Say what is here and what is missing. Fetches nothing.")]
-ReadData = Annotated[bool, typer.Option("--read-data", help="With --check: digest every byte again.")]
-Evict = Annotated[bool, typer.Option("--evict", help="Remove it from the cache, unless it is pinned or in use.")]
+Unpin = Annotated[bool, typer.Option("--unpin", hidden=True, help="`tierckpt cache unpin`.")]
+CheckOption = Annotated[bool, typer.Option("--check", hidden=True, help="`tierckpt cache check`.")]
+ReadData = Annotated[bool, typer.Option("--read-data", hidden=True, help="`tierckpt cache check --read-data`.")]
+Evict = Annotated[bool, typer.Option("--evict", hidden=True, help="`tierckpt cache evict`.")]
+MaxBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--max-bytes",
+        metavar="SIZE",
+        help="The most that the cache may hold, these files included; with --to, that they may have.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched and evicted. Changes nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for what is not committed, or not there, yet.")]
 HfCache = Annotated[
@@ -73,6 +80,7 @@ def prefetch(
     read_data: ReadData = False,
     evict: Evict = False,
     dry_run: DryRun = False,
+    max_bytes: MaxBytes = None,
     wait: Wait = False,
     timeout: Timeout = PENDING_SECONDS,
     watch: Watch = False,
@@ -95,10 +103,13 @@ def prefetch(
     if hf_cache and any((pin, unpin, check, evict, dry_run)):
         raise ConfigError("--hf-cache only fetches", hint="`hf cache ls` and `hf cache rm` look after that cache")
     if not uris and not check:
-        raise ConfigError("no URI is given", hint="`tierckpt prefetch --check` without one lists the cache")
+        raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists what this node has")
     locations = [location_of(uri) for uri in uris or ()]
     if to is not None and len(locations) != 1:
         raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
+    size_bytes_max = size_of("--max-bytes", max_bytes)
+    is_cached = to is None and not hf_cache
+    limits: dict[str, Any] = {"cache_bytes_max": size_bytes_max} if size_bytes_max is not None and is_cached else {}
     job = _Job(
         local_path(to, "--to") if to is not None else None,
         tuple(include or ()),
@@ -106,17 +117,19 @@ def prefetch(
         pin,
         timeout if wait else None,
         hf_cache,
+        None if is_cached else size_bytes_max,
     )
     if watch and load_settings(local_root).peers is not None:
-        return _watched(locations[0], job, local_root, as_json=as_json)
+        return _watched(locations[0], job, local_root, limits, as_json=as_json)
     if not locations:
-        return _cache_report(Pool(load_settings(local_root)))
+        return cache_report(Pool(load_settings(local_root)))
     if evict or unpin:
-        with open_client(local_root) as client:
-            work = _evict if evict else _unpin
-            return client.run(work(client.mover, locations))
-    with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
-        if not check and not dry_run:
+        return evicted(locations, local_root) if evict else unpinned(locations, local_root)
+    if check:
+        return checked(locations, job.to, job.include, job.exclude, local_root, read_data=read_data)
+    listening = progress_bar(as_json=as_json, progress=progress)
+    with listening as listener, open_client(local_root, listener, **limits) as client:
+        if not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
             for location in locations:  # what fails does not keep the rest
@@ -125,8 +138,7 @@ def prefetch(
                 except TierckptError as error:
                     errors[location.uri] = error
             return _joined(reports, errors)
-        look = partial(job.check, read_data=read_data) if check else job.plan
-        return _joined([client.run(look(client.mover, location)) for location in locations])
+        return joined([client.run(job.plan(client.mover, location)) for location in locations])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +151,12 @@ class _Job:
     pin: bool
     wait_seconds: float | None
     hf_cache: bool
+    size_bytes_max: int | None
 
     async def fetch(self, location: Location, mover: Mover) -> Report:
         begun = time.monotonic()
         chosen = partial(mover.prefetch, include=self.include, exclude=self.exclude, pin=self.pin)
+        chosen = partial(chosen, size_bytes_max=self.size_bytes_max)
         work = partial(chosen, location, self.to, hf_cache=self.hf_cache)
         wait = self.wait_seconds
         result = await (work() if wait is None else retry_until_available(work, wait, location.uri))
@@ -168,13 +182,6 @@ class _Job:
             summary["pinned"] = "yes"
         return Report(document, [facts(summary)])
 
-    async def check(self, mover: Mover, location: Location, read_data: bool) -> Report:
-        found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
-        if read_data:
-            await mover.node_cache.read_again(found)
-        code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
-        return Report(found.to_json(), _check_view(found), code)
-
     async def plan(self, mover: Mover, location: Location) -> Report:
         found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
         fetch_bytes = 0 if found.state == "whole" else found.size_bytes - found.here_bytes
@@ -199,9 +206,11 @@ class _Job:
         return Report(document, [facts(summary)], 0 if fits else 1)
 
 
-def _watched(location: Location, job: _Job, local_root: Path | None, *, as_json: bool) -> Report:
+def _watched(
+    location: Location, job: _Job, local_root: Path | None, limits: Mapping[str, Any], *, as_json: bool
+) -> Report:
     """Fetch to this node, and show all nodes until each has it."""
-    with open_client(local_root) as client:
+    with open_client(local_root, **limits) as client:
         fetching = client.start(job.fetch(location, client.mover))
         seen = watch_rollout(location, load_settings(local_root), as_json=as_json, fetching=fetching)
         fetched = fetching.result()
@@ -218,94 +227,4 @@ def _joined(reports: Sequence[Report], errors: Mapping[str, TierckptError] | Non
             hint="Run it again: it fetches only what is missing",
             failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
         )
-    if len(reports) == 1:
-        return reports[0]
-    code = max(report.exit_code for report in reports)
-    view = [part for report in reports for part in report.view]
-    return Report({"uris": [report.document for report in reports]}, view, code)
-
-
-async def _evict(mover: Mover, locations: Sequence[Location]) -> Report:
-    went: list[Row] = []
-    stayed: list[Row] = []
-    for location in locations:
-        gone, left = mover.node_cache.evict(location)
-        went += gone
-        stayed += left
-    freed = sum(row.reserved_bytes for row in went)
-    document: Json = {
-        "evicted": [{"uri": row.uri, "version": row.version, "size_bytes": row.size_bytes} for row in went],
-        "kept": [{"uri": row.uri, "version": row.version, "pinned": row.is_pinned} for row in stayed],
-        "freed_bytes": freed,
-    }
-    summary = {"evicted": f"{len(went)} entries, {human_bytes(freed)}"}
-    if stayed:
-        summary["kept"] = ", ".join(f"{row.uri} ({'pinned' if row.is_pinned else 'in use'})" for row in stayed)
-    return Report(document, [facts(summary)], PARTIAL if stayed else 0)
-
-
-async def _unpin(mover: Mover, locations: Sequence[Location]) -> Report:
-    rows = [row for location in locations for row in mover.node_cache.unpin(location)]
-    names = [row.uri for row in rows]
-    return Report({"unpinned": names}, [facts({"unpinned": ", ".join(names) or "nothing was pinned"})])
-
-
-def _check_view(found: Check) -> list[Any]:
-    summary = {
-        "uri": found.uri,
-        "state": found.state,
-        "directory": found.directory,
-        "here": f"{human_bytes(found.here_bytes)} of {human_bytes(found.size_bytes)}",
-        "pinned": "yes" if found.is_pinned else "no",
-        "in use by": f"{found.leases} processes",
-    }
-    view: list[Any] = [facts(summary)]
-    if found.missing:
-        view.append(
-            table("missing >bytes", [(path, human_bytes(size)) for path, size in sorted(found.missing.items())])
-        )
-    if found.bad:
-        view.append(table("bad problem", sorted(found.bad.items())))
-    return view
-
-
-def _cache_report(pool: Pool) -> Report:
-    """What the cache holds, the most recently used first."""
-    rows = pool.rows()[::-1]
-    quota = pool.settings.cache_bytes_max
-    document: Json = {
-        "cache": str(pool.root),
-        "cache_bytes": sum(row.reserved_bytes for row in rows),
-        "cache_bytes_max": None if quota is None else int(quota),
-        "entries": [
-            {
-                "uri": row.uri,
-                "state": row.state,
-                "directory": str(pool.directory(row.name)) if row.state == "complete" else None,
-                "files": row.files,
-                "size_bytes": row.size_bytes,
-                "reserved_bytes": row.reserved_bytes,
-                "pinned": row.is_pinned,
-                "leases": len(pool.leases(row.name)),
-                "used_unix_seconds": row.used_unix_ns / 1e9,
-            }
-            for row in rows
-        ],
-    }
-    lines = [
-        (
-            item["uri"],
-            item["state"],
-            human_bytes(item["size_bytes"]),
-            "yes" if item["pinned"] else "no",
-            item["leases"],
-            datetime.fromtimestamp(item["used_unix_seconds"], UTC).isoformat(timespec="minutes"),
-            item["directory"],
-        )
-        for item in document["entries"]
-    ]
-    summary = {
-        "cache": document["cache"],
-        "held": f"{human_bytes(document['cache_bytes'])} of {human_bytes(quota) if quota else 'what the disk has'}",
-    }
-    return Report(document, [facts(summary), table("uri state >size pinned >in_use last_used directory", lines)])
+    return joined(reports)

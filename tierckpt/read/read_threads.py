@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..errors import CapacityError, OperationTimeoutError
+from ..resources import start_thread
 from ..telemetry import logger
 
 log = logger("restore")
@@ -55,7 +56,7 @@ class ReadThreads:
             try:
                 for worker in workers[1:]:
                     thread = threading.Thread(target=self._help, args=(worker,), name=worker.name)
-                    thread.start()
+                    start_thread(thread)
                     started.append(thread)
                 workers[0].work(buffer)
             except BaseException as error:

@@ -36,13 +36,11 @@ class ReplicatedFile:
         self.chunk_size_bytes = chunk_size_bytes
         self._copies = list(copies)
         self._blocks = blocks
-        self._given_up: list[Copy] = []
-        self._problems: list[TierckptError] = []
-        self._kind_of_loss: type[TierckptError] = IntegrityError
+        self._given_up: list[tuple[Copy, TierckptError]] = []
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        for copy in (*self._copies, *self._given_up):
+        for copy in (*self._copies, *(copy for copy, _ in self._given_up)):
             copy.close()
         if self._blocks is not None:
             self._blocks.close()
@@ -121,7 +119,8 @@ class ReplicatedFile:
             StoreUnavailableError, PermissionDeniedError: the shared tier could not be asked for its copy, and no other
                 is good: that one may be.
         """
-        while (copy := next(iter(self._copies), None)) is not None:
+        tried: list[tuple[Copy, TierckptError]] = []
+        while (copy := self._next_copy([copy for copy, _ in tried])) is not None:
             try:
                 data = copy.read(byte_range, into)
                 BYTES.emit(len(data), tier=copy.tier, direction="read")
@@ -136,7 +135,8 @@ class ReplicatedFile:
             except TierckptError as error:
                 problem = error
             self._give_up(copy, problem)
-        raise self._loss(byte_range)
+            tried.append((copy, problem))
+        raise self._loss(byte_range, tried)
 
     def read_unverified(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
         """Return what some copy has there, **unverified**, and nothing where it cannot be read.
@@ -160,30 +160,41 @@ class ReplicatedFile:
         at = (byte_range.start - self.chunk_range(index).start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
         return known is not None and known[at : at + len(found)] == found
 
+    def _next_copy(self, tried: Sequence[Copy]) -> Copy | None:
+        """The copy to read next. Those with damage elsewhere come last: the range that is wanted may be good there."""
+        with self._lock:
+            damaged = [copy for copy, problem in self._given_up if isinstance(problem, IntegrityError)]
+            return next((copy for copy in (*self._copies, *damaged) if copy not in tried), None)
+
     def _give_up(self, copy: Copy, problem: TierckptError) -> None:
         with self._lock:
             if copy not in self._copies:
-                return  # another thread has found out before
+                return  # another thread has given it up before
             self._copies.remove(copy)
-            self._given_up.append(copy)  # others may be reading it: it is closed with the rest
-            self._problems.append(problem)
-            if copy.tier is Tier.SHARED:
-                kinds = (StoreUnavailableError, PermissionDeniedError, EndpointError)
-                self._kind_of_loss = next((kind for kind in kinds if isinstance(problem, kind)), self._kind_of_loss)
+            self._given_up.append((copy, problem))  # others may be reading it: it is closed with the rest
         if isinstance(problem, IntegrityError):
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)
 
-    def _loss(self, byte_range: ByteRange) -> TierckptError:
+    def _loss(self, byte_range: ByteRange, tried: Sequence[tuple[Copy, TierckptError]]) -> TierckptError:
+        """The error of a range that ``tried`` cannot give; other copies were given up before."""
+        known = [copy for copy, _ in tried]
+        with self._lock:
+            all_tried = [*(given_up for given_up in self._given_up if given_up[0] not in known), *tried]
+        kind: type[TierckptError] = IntegrityError
         hint = "Restore an older step; `tierckpt verify --read-data` shows which files are bad on which tier"
-        if self._kind_of_loss is not IntegrityError:
-            hint = "The copy on the shared tier may be good: run it again when the store can be asked"
-        return self._kind_of_loss(
+        for unavailable in (StoreUnavailableError, PermissionDeniedError, EndpointError):
+            if any(copy.tier is Tier.SHARED and isinstance(problem, unavailable) for copy, problem in all_tried):
+                kind = unavailable
+                hint = "The copy on the shared tier may be good: run it again when the store can be asked"
+                break
+        problems = [problem for _, problem in all_tried]
+        return kind(
             f"no good copy of {self.entry.path} (bytes {byte_range.start}-{byte_range.stop})",
             hint=hint,
             file=self.entry.path,
-            tier="+".join(str(problem.context.get("tier", "?")) for problem in self._problems) or "none",
-            problems="; ".join(str(problem) for problem in self._problems) or "no tier has this file",
+            tier="+".join(str(problem.context.get("tier", "?")) for problem in problems) or "none",
+            problems="; ".join(str(problem) for problem in problems) or "no tier has this file",
         )
 
 

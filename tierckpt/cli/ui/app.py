@@ -23,6 +23,7 @@ from ...types import Tier
 from .. import (
     adopt,
     agent,
+    cache,
     doctor,
     drain,
     drill,
@@ -69,6 +70,7 @@ for _verb in (
     report.report,
 ):
     app.command()(_verb)
+app.add_typer(cache.cache, name="cache")
 
 
 def _version(wanted: bool) -> None:

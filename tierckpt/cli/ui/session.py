@@ -60,6 +60,11 @@ def rate_of(option: str, text: str | None, hint: str = "Write it like 200MiB/s")
         raise ConfigError(f"{option} is {text!r}", hint=hint) from None
 
 
+def size_of(option: str, text: str | None) -> int | None:
+    """Read ``100GiB``. Raises ConfigError."""
+    return rate_of(option, text, "Write it like 100GiB")
+
+
 def location_of(uri: str) -> Location:
     return check_location(parse_uri(uri))
 

@@ -1,0 +1,86 @@
+"""``tierckpt cache``: what the node cache holds, and what stays in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_cli import KIB, tierckpt_
+
+SIZE = 256 * KIB
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    """Three models, fetched one after the other."""
+    made = []
+    for number in range(3):
+        folder = tmp_path / f"model-{number}"
+        folder.mkdir()
+        (folder / "weights.bin").write_bytes(bytes([number]) * SIZE)
+        made.append(str(folder))
+        assert tierckpt_("prefetch", made[-1]).code == 0
+    return made
+
+
+def held() -> list[str]:
+    return [entry["uri"] for entry in tierckpt_("cache", "ls").document["entries"]]
+
+
+def test_ls_lists_what_was_used_last_first(models: list[str]) -> None:
+    assert held() == models[::-1]
+
+
+def test_check_says_what_is_whole_outdated_and_damaged(models: list[str], tmp_path: Path) -> None:
+    assert tierckpt_("cache", "check", models[0]).code == 0
+    (tmp_path / "model-0" / "more.bin").write_bytes(b"more")
+    done = tierckpt_("cache", "check", models[0])
+    assert (done.code, done.document["state"]) == (3, "outdated")
+    directory = Path(tierckpt_("cache", "check", models[1]).document["directory"])
+    (directory / "weights.bin").write_bytes(b"x" * SIZE)
+    done = tierckpt_("cache", "check", models[1], "--read-data")
+    assert (done.code, list(done.document["bad"])) == (5, ["weights.bin"])
+
+
+def test_check_of_a_directory_that_prefetch_filled(models: list[str], tmp_path: Path) -> None:
+    assert tierckpt_("cache", "check", models[0], "--to", str(tmp_path / "to")).code == 3
+    assert tierckpt_("prefetch", models[0], "--to", str(tmp_path / "to")).code == 0
+    assert tierckpt_("cache", "check", models[0], "--to", str(tmp_path / "to")).code == 0
+
+
+def test_evict_leaves_what_is_pinned(models: list[str]) -> None:
+    assert tierckpt_("cache", "pin", models[0]).code == 0
+    done = tierckpt_("cache", "evict", *models[:2])
+    assert done.code == 3
+    assert [row["uri"] for row in done.document["evicted"]] == [models[1]]
+    assert tierckpt_("cache", "unpin", models[0]).code == 0
+    assert tierckpt_("cache", "evict", models[0]).code == 0
+    assert held() == [models[2]]
+
+
+def test_evict_down_to_a_size(models: list[str]) -> None:
+    done = tierckpt_("cache", "evict", "--max-bytes", "600KiB")
+    assert [row["uri"] for row in done.document["evicted"]] == [models[0]]
+    tierckpt_("cache", "pin", models[1])
+    done = tierckpt_("cache", "evict", "--max-bytes", "0")
+    assert (done.code, [row["uri"] for row in done.document["kept"]]) == (3, [models[1]])
+    assert held() == [models[1]]
+
+
+def test_what_the_cache_does_not_hold_cannot_be_pinned_or_evicted(models: list[str], tmp_path: Path) -> None:
+    for verb in ("pin", "evict"):
+        done = tierckpt_("cache", verb, tmp_path / "other")
+        assert done.code == 4 and "holds nothing of" in done.err
+    assert tierckpt_("cache", "evict").code == 2
+
+
+def test_max_bytes_of_a_prefetch(models: list[str], tmp_path: Path) -> None:
+    """In the cache others make room; into a directory, nothing is fetched when it is more."""
+    tierckpt_("cache", "evict", models[2])
+    assert tierckpt_("prefetch", models[2], "--max-bytes", "300KiB").code == 0
+    assert held() == [models[2]]
+    done = tierckpt_("prefetch", models[0], "--to", str(tmp_path / "to"), "--max-bytes", "100KiB")
+    assert done.code == 1 and "more than 100.0 KiB" in done.err
+    assert not (tmp_path / "to").exists()
+    assert tierckpt_("prefetch", models[0], "--max-bytes", "100KiB").code == 1

@@ -1,0 +1,122 @@
+"""Every listed file is fetched, or an error names it: links and pipes of a mount, markers and odd keys of a bucket."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tests.services import AzureServer, S3Server, moto_server
+from tierckpt.errors import ConfigError
+from tierckpt.stores.common import FolderMarkers
+from tierckpt.types import ObjectInfo
+
+
+def files_in(target: Path) -> list[str]:
+    found = (str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    return sorted(name for name in found if not name.startswith(".tierckpt/"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    model, shared = tmp_path / "model", tmp_path / "shared"
+    (model / "own").mkdir(parents=True)
+    (shared / "inner").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (shared / "vocab.txt").write_text("a")
+    (shared / "inner" / "merges.txt").write_text("b")
+    (model / "tokenizer").symlink_to(shared)
+    (model / "own" / "twice").symlink_to(shared / "inner")
+    (model / "linked.json").symlink_to(shared / "vocab.txt")
+    (model / ".vocab.deadbeef.tmp").write_text("of the user")
+    return model
+
+
+def test_linked_directories_are_followed(source: Path, tmp_path: Path, local_root: Path) -> None:
+    tierckpt.prefetch(source, to=tmp_path / "target")
+    assert files_in(tmp_path / "target") == [
+        *(".vocab.deadbeef.tmp", "config.json", "linked.json", "own/twice/merges.txt"),
+        *("tokenizer/inner/merges.txt", "tokenizer/vocab.txt"),
+    ]
+
+
+ODD = {
+    "a dangling link": ("weights.bin", lambda path: path.symlink_to("nowhere"), "nowhere, where no file is"),
+    "a loop": ("own/loop", lambda path: path.symlink_to(".."), "which it is in"),
+    "a link to itself": ("own/self", lambda path: path.symlink_to("self"), "a link to self"),
+    "a pipe": ("pipe", os.mkfifo, "a FIFO"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_file_is_named_and_may_be_left_out(odd: str, source: Path, tmp_path: Path, local_root: Path) -> None:
+    name, make, said = ODD[odd]
+    make(source / name)
+    with pytest.raises(ConfigError, match="--exclude") as caught:
+        tierckpt.prefetch(source, to=tmp_path / "target")
+    assert name in caught.value.message and said in caught.value.message
+    assert not (tmp_path / "target").exists()
+    tierckpt.prefetch(source, to=tmp_path / "target", exclude=[name])
+    assert "config.json" in files_in(tmp_path / "target")
+
+
+def info(key: str, size_bytes: int = 0) -> ObjectInfo:
+    return ObjectInfo(key, size_bytes)
+
+
+def test_markers_of_folders_are_found_in_any_order() -> None:
+    listed = [info("model"), info("model.safetensors", 9), info("model/x", 9), info("deep/a/b", 9), info("deep")]
+    listed += [info("hadoop_$folder$"), info("slash/"), info("empty"), info("deep/a"), info("deep/a/none")]
+    for order in itertools.islice(itertools.permutations(listed), 0, None, 50_021):
+        markers = FolderMarkers()
+        objects = {one.key for one in order if markers.take(one)}
+        assert objects | {one.key for one in markers.empty()} == {
+            *("model.safetensors", "model/x", "deep/a/b", "empty", "deep/a/none"),
+        }
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_server() as server:
+        yield server
+
+
+def test_markers_and_odd_keys_of_a_bucket(
+    server: S3Server,
+    tmp_path: Path,
+    local_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    with server.bucket() as bucket:
+        for key in ("model", "model/x", "model.safetensors", "sub/", "later_$folder$", "a\\b", "config.json"):
+            is_marker = key in ("model", "sub/", "later_$folder$")
+            server.client().put_object(Bucket=bucket, Key=f"m/{key}", Body=b"" if is_marker else b"12")
+        with caplog.at_level(logging.WARNING):
+            tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")
+        assert files_in(tmp_path / "target") == ["a%5Cb", "config.json", "model.safetensors", "model/x"]
+        assert any("fetched as a%5Cb" in line for line in caplog.messages)
+        server.client().put_object(Bucket=bucket, Key="m/config.json/y", Body=b"12")
+        with pytest.raises(ConfigError, match=r"'config\.json' is an object, and others are below config\.json/"):
+            tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")
+        tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target", exclude=["config.json/*"])
+
+
+@pytest.mark.server
+def test_azure_says_by_metadata_that_an_empty_blob_is_a_folder(
+    azurite: AzureServer, az_uri: str, tmp_path: Path, local_root: Path
+) -> None:
+    container = az_uri.removeprefix("az://").partition("/")[0]
+    with azurite.client(container) as client:
+        client.upload_blob("run/config.json", b"{}")
+        client.upload_blob("run/empty", b"")
+        client.upload_blob("run/folder", b"", metadata={"hdi_isfolder": "true"})
+    tierckpt.prefetch(az_uri, to=tmp_path / "target")
+    assert files_in(tmp_path / "target") == ["config.json", "empty"]

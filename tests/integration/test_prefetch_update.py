@@ -1,0 +1,112 @@
+"""What an update of a model costs: a listing, and the files that have changed."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tests.integration.test_http_servers import CHUNK, Server, bucket, fetch, served
+from tierckpt.loading.cached_view import open_cached
+
+__all__ = ["bucket", "served"]  # fixtures
+
+SHARDS = [f"model-{number:05d}-of-00030.safetensors" for number in range(30)]
+
+
+def shard(seed: int) -> bytes:
+    return random.Random(seed).randbytes(3 * CHUNK + 5)
+
+
+@pytest.fixture
+def model(bucket: Server) -> Server:
+    bucket.files = {name: shard(number) for number, name in enumerate(SHARDS)} | {"config.json": b"{}"}
+    return bucket
+
+
+def cached(model: Server, root: Path) -> dict[str, bytes]:
+    directory = Path(tierckpt.prefetch(model.uri, local_root=root, chunk_size_bytes=CHUNK))
+    return {name: (directory / name).read_bytes() for name in model.files}
+
+
+def asked_again(model: Server) -> None:
+    model.asked.clear()
+    model.sent.clear()
+
+
+@pytest.mark.parametrize("into", ["cache", "directory"])
+def test_an_unchanged_model_costs_one_listing(into: str, model: Server, tmp_path: Path) -> None:
+    for _ in range(2):
+        asked_again(model)
+        found = cached(model, tmp_path) if into == "cache" else fetch(model, tmp_path / "to")
+        assert found == model.files
+    assert dict(model.asked) == {"GET /m": 1}
+    assert not model.sent
+
+
+@pytest.mark.parametrize("into", ["cache", "directory"])
+def test_an_update_fetches_the_shard_that_changed(into: str, model: Server, tmp_path: Path) -> None:
+    def fetched() -> dict[str, bytes]:
+        return cached(model, tmp_path) if into == "cache" else fetch(model, tmp_path / "to")
+
+    fetched()
+    model.files[SHARDS[3]] = shard(99)
+    asked_again(model)
+    assert fetched() == model.files
+    assert sum(model.sent.values()) <= 1.05 * len(shard(99))
+    assert sum(model.asked.values()) <= 2 + 4
+    model.files.pop(SHARDS[4])
+    asked_again(model)
+    assert fetched() == model.files
+    assert not model.sent
+
+
+def test_bytes_of_a_version_before_pass_their_digests(model: Server, tmp_path: Path) -> None:
+    """A shard that was damaged on this node after it landed is found by a load, and read from the store."""
+    before = Path(tierckpt.prefetch(model.uri, local_root=tmp_path, chunk_size_bytes=CHUNK))
+    model.files[SHARDS[3]] = shard(99)
+    after = Path(tierckpt.prefetch(model.uri, local_root=tmp_path, chunk_size_bytes=CHUNK))
+    assert after != before and (after / SHARDS[5]).samefile(before / SHARDS[5])
+    with (after / SHARDS[5]).open("r+b") as file:
+        file.write(b"damaged")
+    with open_cached(model.uri, local_root=tmp_path, chunk_size_bytes=CHUNK) as view:
+        assert bytes(view.read(SHARDS[5], 0, 100)) == shard(5)[:100]
+
+
+@pytest.mark.parametrize("what", ["another size", "written since", "no receipt", "a link", "no links"])
+def test_what_may_be_another_file_is_fetched(
+    what: str, model: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(model, tmp_path / "to")
+    path = tmp_path / "to" / SHARDS[5]
+    if what == "another size":
+        path.write_bytes(b"cut off")
+    elif what == "written since":
+        path.write_bytes(bytes(len(shard(5))))
+    elif what == "no receipt":
+        (tmp_path / "to/.tierckpt/prefetched.json").unlink()
+    elif what == "a link":
+        path.unlink()
+        path.symlink_to(tmp_path / "to" / SHARDS[6])
+    else:
+
+        def link(*_: object, **__: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", link)
+    model.files[SHARDS[3]] = shard(99)
+    asked_again(model)
+    assert fetch(model, tmp_path / "to") == model.files
+    assert {SHARDS[3], SHARDS[5]} <= model.sent.keys()
+
+
+def test_weak_etags_say_nothing_of_bytes(model: Server, tmp_path: Path) -> None:
+    model.etags = "weak"
+    fetch(model, tmp_path / "to")
+    model.files[SHARDS[3]] = shard(99)
+    asked_again(model)
+    assert fetch(model, tmp_path / "to") == model.files
+    assert sum(model.sent.values()) >= 29 * len(shard(0))

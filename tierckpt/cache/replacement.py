@@ -1,0 +1,142 @@
+"""Replaces the files of a directory by those of another version, inside the directory: it keeps inode, owner and mode.
+
+    .tierckpt/written.json     names of files of other prefetches that the directory still has, or may have
+    .tierckpt/publishing/      the claim of the process that replaces files
+
+Invariants:
+    R1  ``written.json`` names the files of both versions before the old receipt goes, and the new receipt comes last.
+        So a directory with ``written.json`` and without a receipt holds files of two versions: readers refuse it, and
+        the next prefetch completes it.
+    R2  Only files that a prefetch wrote are removed, by the names above, and never through a link.
+    R3  One process replaces files at a time, of all hosts that have the directory mounted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ..disk.claims import Claims, Heartbeat
+from ..disk.durable import fsync_dir, make_dirs, matching
+from ..errors import ObjectNotFoundError
+from ..format.layout import PRIVATE_DIR
+from .file_set import FileSet
+from .receipt import RECEIPT, WRITTEN, put_receipt, put_written, written_in
+
+PUBLISHING = f"{PRIVATE_DIR}/publishing"
+CLAIM = "publish"
+
+
+@contextlib.contextmanager
+def turn_at(directory: Path) -> Iterator[bool]:
+    """Within it no other process replaces files of ``directory``; False while one does (R3)."""
+    base = directory / PUBLISHING
+    presence = Heartbeat(base / "owners")
+    presence.begin()
+    claims = Claims(base / "claims", base / "owners", presence.name)
+    try:
+        make_dirs(claims.folder, is_durable=False)
+        try:
+            is_ours = claims.take(CLAIM)
+        except ObjectNotFoundError:  # another process has ended, and removed the folder of claims
+            is_ours = False
+        try:
+            yield is_ours
+        finally:
+            claims.release(CLAIM)
+    finally:
+        presence.end()
+        for folder in (base / "owners", claims.folder, base):
+            with contextlib.suppress(OSError):  # another process is there
+                folder.rmdir()
+
+
+class Replacement:
+    """The files of ``frozen`` in ``incoming`` take the place of those of earlier prefetches in ``directory``.
+
+    Args:
+        is_selected: True for the paths that would be in ``frozen`` if the source had them.
+        scratch: as in ``put_receipt``.
+    """
+
+    def __init__(
+        self, directory: Path, incoming: Path, frozen: FileSet, is_selected: Callable[[str], bool], scratch: Path
+    ) -> None:
+        self._target, self._incoming, self._scratch = directory, incoming, scratch
+        self._new = {item.path for item in frozen.files}
+        self._before = written_in(directory)
+        self._stale = {path for path in self._before - self._new if is_selected(path)}
+
+    def begin(self) -> None:
+        put_written(self._target, self._before | self._new, self._scratch)
+        (self._target / RECEIPT).unlink(missing_ok=True)
+        fsync_dir((self._target / RECEIPT).parent)
+
+    def move(self) -> None:
+        """Remove stale files and move the new ones in, durably. Indexes go first and come last: a loader that ignores
+        receipts finds an index only together with the files that it names."""
+        for path in sorted(filter(is_index, self._before & (self._stale | self._new))):
+            _remove(self._target, path)
+        for path in sorted(self._stale):
+            _remove(self._target, path)
+        for path in sorted(self._new, key=lambda path: (is_index(path), path)):
+            make_dirs((self._target / path).parent)
+            (self._incoming / path).replace(self._target / path)
+        for folder in folders_of(self._target, self._stale | self._new):
+            if folder.exists():  # a stale file may have been the last of its folder
+                fsync_dir(folder)
+
+    def end(self, receipt: bytes) -> None:
+        kept = self._before - self._stale - self._new
+        put_written(self._target, kept, self._scratch)
+        put_receipt(self._target, receipt, self._scratch)
+        if not kept:
+            (self._target / WRITTEN).unlink(missing_ok=True)
+
+
+def _remove(directory: Path, path: str) -> None:
+    """Remove a file, and the directories above it that become empty (R2)."""
+    parents = Path(path).parents[:-1]
+    if any((directory / parent).is_symlink() for parent in parents):
+        return
+    (directory / path).unlink(missing_ok=True)
+    for parent in parents:
+        try:
+            (directory / parent).rmdir()
+        except OSError:
+            return
+
+
+def folders_of(base: Path, paths: Iterable[str]) -> list[Path]:
+    """Return every directory from ``base`` on that holds a file or a directory of ``paths``, deepest first."""
+    found = {base / parent for path in paths for parent in Path(path).parents}
+    return sorted(found, key=lambda path: -len(path.parts))
+
+
+def inherit_group(directory: Path, incoming: Path) -> None:
+    """Have new files of ``incoming`` get the group of ``directory``, if it gives it to its files (setgid)."""
+    status = directory.stat()
+    if status.st_mode & stat.S_ISGID:
+        for folder in (incoming.parent, incoming):
+            with contextlib.suppress(PermissionError):  # it belongs to another user, who has done it
+                os.chown(folder, -1, status.st_gid)
+                folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
+
+
+def other_weights(directory: Path, frozen: FileSet) -> list[str]:
+    """Return the files in the directories of ``frozen`` that look like weights and are not in ``frozen``."""
+    known = {item.path for item in frozen.files}
+    folders = {str(Path(path).parent) for path in known}
+    found = (str(path.relative_to(directory)) for folder in folders for path in matching(directory / folder, "*"))
+    return sorted(name for name in found if name not in known and _looks_like_weights(name))
+
+
+def _looks_like_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt")) or is_index(name)
+
+
+def is_index(name: str) -> bool:
+    return name.endswith(".json") and ".index." in name.rpartition("/")[2]

@@ -1,0 +1,99 @@
+"""Takes files that have not changed over from another version of the same URI on this node, by links.
+
+An update of a model that changes one shard of thirty fetches this shard. A file is the same when its path, size and
+etag (or its digests) are, and nothing has written to it since: what is here is trusted as far as the files of a
+directory that is whole.
+
+Safe: a link has all of the file or none; both names have the same bytes, and what is written over damage in one of them
+is right for the other. A fill that is killed has links in its own directory, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..disk.durable import make_dirs
+from ..telemetry import logger
+from .file_set import FileSet, FileSpec, Receipt
+from .partial_entry import BLOCKS, PartialEntry
+from .receipt import RECEIPT, read_receipt
+
+log = logger("cache")
+
+
+def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
+    """Bytes of the files of ``frozen`` that ``reuse`` would take over from ``directories``."""
+    found: set[int] = set()
+    for directory in directories:
+        found |= _same(frozen, read_receipt(directory)).keys()
+    return sum(frozen.files[index].size_bytes for index in found)
+
+
+def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
+    """Link the files of other versions in ``directories`` into ``filling``, which has them then as if they had landed.
+
+    A file system without links keeps nothing from being fetched: it is the cost of a version that is new.
+    """
+    frozen, reused = filling.frozen, 0
+    for directory in directories:
+        receipt = read_receipt(directory)
+        try:
+            written_ns = (directory / RECEIPT).stat().st_mtime_ns
+            blocks = (directory / BLOCKS).read_bytes() if (directory / BLOCKS).exists() else b""
+        except OSError:
+            continue
+        for index, before in _same(frozen, receipt).items():
+            if receipt is None or filling.has_file(index):
+                continue
+            item = frozen.files[index]
+            if not _link(directory / item.path, filling.incoming / item.path, item.size_bytes, written_ns):
+                continue
+            for chunk, digest in enumerate(receipt.landed[before]):
+                at = receipt.frozen.blocks_range(before, chunk)
+                filling.take_over(index, chunk, digest, blocks[at.start : at.stop])
+            filling.keep(index)
+            reused += 1
+    if reused:
+        log.info("%s: %d files of another version have not changed", frozen.uri, reused)
+
+
+def _same(frozen: FileSet, receipt: Receipt | None) -> dict[int, int]:
+    """By index in ``frozen``, the index of the same file in a receipt whose chunks have the same size."""
+    if receipt is None or not receipt.landed or receipt.frozen.chunk_size_bytes != frozen.chunk_size_bytes:
+        return {}
+    known = {item.path: index for index, item in enumerate(receipt.frozen.files)}
+    found = {index: known[item.path] for index, item in enumerate(frozen.files) if item.path in known}
+    return {
+        index: before
+        for index, before in found.items()
+        if _is_same(frozen.files[index], receipt.frozen.files[before])
+        and len(receipt.landed[before]) == frozen.chunks_of(index) > 0
+    }
+
+
+def _is_same(item: FileSpec, before: FileSpec) -> bool:
+    if item.size_bytes != before.size_bytes:
+        return False
+    if item.digests and before.digests:
+        return item.digests == before.digests
+    is_strong = item.etag is not None and not item.etag.startswith("W/")  # a weak one is not of bytes
+    return is_strong and item.etag == before.etag
+
+
+def _link(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
+    """Link a file that has its size, and was not written to after the receipt."""
+    try:
+        status = source.lstat()
+        is_same_file = stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
+        if not is_same_file or status.st_mtime_ns > written_ns:
+            return False
+        make_dirs(path.parent, is_durable=False)
+        os.link(source, path, follow_symlinks=False)
+    except OSError as error:  # it is being fetched already, or was evicted; or there are no links here
+        log.debug("%s is not taken over: %s", source, error)
+        return False
+    return True
+

@@ -1,0 +1,223 @@
+"""``tierckpt cache``: what this node's cache holds, and what stays in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..cache.node_cache import Check
+from ..cache.pool import Pool, Row
+from ..errors import ConfigError, IntegrityError, ObjectNotFoundError
+from ..format.layout import Location
+from ..format.uris import local_path
+from ..types import Json
+from .ui.output import Report, facts, human_bytes, table
+from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client, size_of
+
+PARTIAL = 3
+
+Uris = Annotated[list[str], typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.")]
+SomeUris = Annotated[list[str] | None, typer.Argument(metavar="[URI...]", help="None: see --max-bytes.")]
+To = Annotated[Path | None, typer.Option("--to", metavar="DIR", help="A directory that `prefetch --to` filled.")]
+Include = Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files that match.")]
+Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match.")]
+ReadData = Annotated[bool, typer.Option("--read-data", help="Digest every byte again.")]
+MaxBytes = Annotated[
+    str | None,
+    typer.Option("--max-bytes", metavar="SIZE", help="Evict the least recently used, until the cache holds no more."),
+]
+
+cache = typer.Typer(help="Show and look after the cache of this node.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@cache.command()
+def ls(as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+    """List what the cache holds, the most recently used first: size, pins, processes that use it."""
+    return cache_report(Pool(load_settings(local_root)))
+
+
+@cache.command()
+def check(
+    uris: Uris,
+    to: To = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    read_data: ReadData = False,
+    as_json: JsonOption = False,
+    local_root: LocalRootOption = None,
+) -> Report:
+    """Compare what is here with what the source has now. Fetches nothing. Exit code 3 when anything is missing."""
+    locations = [location_of(uri) for uri in uris]
+    if to is not None and len(locations) != 1:
+        raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
+    target = local_path(to, "--to") if to is not None else None
+    return checked(locations, target, tuple(include or ()), tuple(exclude or ()), local_root, read_data=read_data)
+
+
+@cache.command()
+def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+    """Keep the version of these URIs that was used last in the cache, until it is unpinned."""
+    pool = Pool(load_settings(local_root))
+    found = {uri: pool.rows(location_of(uri).uri) for uri in uris}
+    if missing := [uri for uri, rows in found.items() if not rows]:
+        raise ObjectNotFoundError(
+            f"the cache holds nothing of {', '.join(missing)}", hint="`tierckpt prefetch --pin` fetches and pins"
+        )
+    names = []
+    for *older, newest in found.values():  # in the order of their use
+        pool.pin(newest.name)
+        names.append(newest.uri)
+        for row in older:
+            pool.pin(row.name, False)
+    return Report({"pinned": names}, [facts({"pinned": ", ".join(names)})])
+
+
+@cache.command()
+def unpin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+    """Let the cache evict these URIs when it needs room."""
+    return unpinned([location_of(uri) for uri in uris], local_root)
+
+
+@cache.command()
+def evict(
+    uris: SomeUris = None, max_bytes: MaxBytes = None, as_json: JsonOption = False, local_root: LocalRootOption = None
+) -> Report:
+    """Remove these URIs from the cache, or the least recently used. Exit code 3 when some are pinned or in use."""
+    size_bytes_max = size_of("--max-bytes", max_bytes)
+    if (size_bytes_max is None) == (not uris):
+        raise ConfigError("give URIs or --max-bytes", hint="`tierckpt cache ls` lists what the cache holds")
+    if size_bytes_max is None:
+        return evicted([location_of(uri) for uri in uris or ()], local_root)
+    pool = Pool(load_settings(local_root))
+    before = pool.rows()
+    pool.make_room(sum(row.reserved_bytes for row in before) - size_bytes_max)
+    left = pool.rows()
+    names = {row.name for row in left}
+    is_too_much = sum(row.reserved_bytes for row in left) > size_bytes_max
+    return _eviction([row for row in before if row.name not in names], left if is_too_much else [])
+
+
+def checked(
+    locations: Sequence[Location],
+    to: Path | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    local_root: Path | None,
+    *,
+    read_data: bool,
+) -> Report:
+    with open_client(local_root) as client:
+
+        async def look(location: Location) -> Report:
+            found = await client.mover.check_prefetched(location, to, include=include, exclude=exclude)
+            if read_data:
+                await client.mover.node_cache.read_again(found)
+            code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
+            return Report(found.to_json(), _check_view(found), code)
+
+        return joined([client.run(look(location)) for location in locations])
+
+
+def unpinned(locations: Sequence[Location], local_root: Path | None) -> Report:
+    with open_client(local_root) as client:
+        rows = [row for location in locations for row in client.mover.node_cache.unpin(location)]
+    names = [row.uri for row in rows]
+    return Report({"unpinned": names}, [facts({"unpinned": ", ".join(names) or "nothing was pinned"})])
+
+
+def evicted(locations: Sequence[Location], local_root: Path | None) -> Report:
+    went: list[Row] = []
+    stayed: list[Row] = []
+    with open_client(local_root) as client:
+        for location in locations:
+            gone, left = client.mover.node_cache.evict(location)
+            went += gone
+            stayed += left
+    return _eviction(went, stayed)
+
+
+def _eviction(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
+    freed = sum(row.reserved_bytes for row in went)
+    document: Json = {
+        "evicted": [{"uri": row.uri, "version": row.version, "size_bytes": row.size_bytes} for row in went],
+        "kept": [{"uri": row.uri, "version": row.version, "pinned": row.is_pinned} for row in stayed],
+        "freed_bytes": freed,
+    }
+    summary = {"evicted": f"{len(went)} entries, {human_bytes(freed)}"}
+    if stayed:
+        summary["kept"] = ", ".join(f"{row.uri} ({'pinned' if row.is_pinned else 'in use'})" for row in stayed)
+    return Report(document, [facts(summary)], PARTIAL if stayed else 0)
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """All reports as one, with the highest of their exit codes."""
+    if len(reports) == 1:
+        return reports[0]
+    code = max(report.exit_code for report in reports)
+    view = [part for report in reports for part in report.view]
+    return Report({"uris": [report.document for report in reports]}, view, code)
+
+
+def _check_view(found: Check) -> list[Any]:
+    summary = {
+        "uri": found.uri,
+        "state": found.state,
+        "directory": found.directory,
+        "here": f"{human_bytes(found.here_bytes)} of {human_bytes(found.size_bytes)}",
+        "pinned": "yes" if found.is_pinned else "no",
+        "in use by": f"{found.leases} processes",
+    }
+    view: list[Any] = [facts(summary)]
+    if found.missing:
+        view.append(
+            table("missing >bytes", [(path, human_bytes(size)) for path, size in sorted(found.missing.items())])
+        )
+    if found.bad:
+        view.append(table("bad problem", sorted(found.bad.items())))
+    return view
+
+
+def cache_report(pool: Pool) -> Report:
+    """What the cache holds, the most recently used first."""
+    rows = pool.rows()[::-1]
+    quota = pool.settings.cache_bytes_max
+    document: Json = {
+        "cache": str(pool.root),
+        "cache_bytes": sum(row.reserved_bytes for row in rows),
+        "cache_bytes_max": None if quota is None else int(quota),
+        "entries": [
+            {
+                "uri": row.uri,
+                "state": row.state,
+                "directory": str(pool.directory(row.name)) if row.state == "complete" else None,
+                "files": row.files,
+                "size_bytes": row.size_bytes,
+                "reserved_bytes": row.reserved_bytes,
+                "pinned": row.is_pinned,
+                "leases": len(pool.leases(row.name)),
+                "used_unix_seconds": row.used_unix_ns / 1e9,
+            }
+            for row in rows
+        ],
+    }
+    lines = [
+        (
+            item["uri"],
+            item["state"],
+            human_bytes(item["size_bytes"]),
+            "yes" if item["pinned"] else "no",
+            item["leases"],
+            datetime.fromtimestamp(item["used_unix_seconds"], UTC).isoformat(timespec="minutes"),
+            item["directory"],
+        )
+        for item in document["entries"]
+    ]
+    summary = {
+        "cache": document["cache"],
+        "held": f"{human_bytes(document['cache_bytes'])} of {human_bytes(quota) if quota else 'what the disk has'}",
+    }
+    return Report(document, [facts(summary), table("uri state >size pinned >in_use last_used directory", lines)])
