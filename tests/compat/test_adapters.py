@@ -307,6 +307,63 @@ def test_the_best_model_of_transformers_comes_back_with_the_newest_checkpoint(s3
     assert all(torch.equal(value, best[name]) for name, value in train(4).state_dict().items())
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_each_trial_of_a_search_of_transformers_is_a_run_of_its_own(named: bool, s3_uri: str, tmp_path: Path) -> None:
+    """Two searches, one after the other: the second writes to the directories of the first, in place."""
+    for name in ("transformers", "optuna"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    from transformers import Trainer, TrainingArguments
+
+    from tests.compat.adapter_drivers import Model
+    from tierckpt.integrations.transformers import STATE, TierCallback
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        save_steps=1,
+        logging_steps=1,
+        save_total_limit=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    rows = [{"x": torch.ones(8), "labels": torch.ones(1)}] * 32
+    rates: list[float] = []
+
+    def space(trial: Any) -> dict[str, float]:
+        rates.append(trial.suggest_float("learning_rate", 1e-5, 1e-1, log=True))
+        return {"learning_rate": rates[-1]}
+
+    for _ in range(2):
+        trainer = Trainer(
+            args=args,
+            model_init=Model,
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            callbacks=[TierCallback(f"{s3_uri}/search")],
+        )
+        trainer.hyperparameter_search(
+            hp_space=space,
+            n_trials=2,
+            direction="minimize",
+            backend="optuna",
+            **({"hp_name": lambda trial: f"rate-{trial.number}"} if named else {}),
+        )
+    assert run_cli(["drain", "--wait"]) == 0
+    close_all()
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(tmp_path / "local")
+    for number in range(2):
+        trial = f"{'rate' if named else 'run'}-{number}"
+        found = Directories(f"{s3_uri}/search/{trial}").restore(tmp_path / "back" / trial)
+        assert found is not None and found.name == "checkpoint-2"
+        state = json.loads((found / STATE).read_text())
+        assert state["trial_params"] == {"learning_rate": rates[2 + number]}
+
+
 def written_again_by_transformers(uri: str, place: Path, *, is_told: bool) -> None:
     """A training that begins anew, and one that is told to save what it has just saved."""
     from tierckpt.integrations.transformers import TierCallback
@@ -532,6 +589,49 @@ def test_lightning_spawns_its_ranks_tunes_and_requeues(s3_uri: str, tmp_path: Pa
     assert TierCheckpointIO().load_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 4
     with pytest.raises(ConfigError, match="not on shared storage"):
         resumed.save_checkpoint(tmp_path / "mine.ckpt")
+
+
+def test_a_tuner_of_lightning_saves_no_step_of_a_sharded_run(s3_uri: str, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    from tierckpt.integrations.lightning_sharded import ModelParallelStrategy, TierModelParallelStrategy
+
+    saved: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelParallelStrategy, "save_checkpoint", lambda self, made, place, *_: saved.append(place.name))
+        strategy = TierModelParallelStrategy(f"{s3_uri}/run")
+        strategy.broadcast = lambda value, *_: value  # type: ignore[method-assign]
+        strategy.save_checkpoint({"global_step": 0}, tmp_path / ".lr_find_4711.ckpt")
+    assert saved == [".lr_find_4711.ckpt"]
+    assert tierckpt.latest(f"{s3_uri}/run") is None
+
+
+def test_what_ray_takes_from_lightning_is_saved_where_its_callback_says(
+    s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RayTrainReportCallback and TuneReportCheckpointCallback write to a temporary directory."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from tierckpt.integrations.lightning import TierCheckpointIO
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        plugins=[TierCheckpointIO()],
+    )
+    trainer.fit(BoringModel())
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_checkpoint(Path(folder, "checkpoint.ckpt"))
+        assert TierCheckpointIO().load_checkpoint(Path(folder, "checkpoint.ckpt"))["global_step"] == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="not on shared storage"):
+        trainer.save_checkpoint(tmp_path / "checkpoint.ckpt")
 
 
 def test_a_removal_that_fails_fails_no_save_in_lightning_and_is_made_up_for(

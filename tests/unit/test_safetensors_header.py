@@ -37,6 +37,7 @@ def _with(name: str, **changes: Any) -> bytes:
     return encode({**GOOD, name: {**GOOD[name], **changes}}, raw(28))
 
 
+ONE = b'{"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}'
 WRONG: dict[str, tuple[bytes, str, str | None]] = {
     "no bytes": (b"", "has 0 bytes", None),
     "seven bytes": (b"\2\0\0\0\0\0\0", "has 7 bytes", None),
@@ -49,8 +50,18 @@ WRONG: dict[str, tuple[bytes, str, str | None]] = {
     "a number of many digits": (encode(b'{"a": ' + b"9" * 5000 + b"}", b""), "JSON", None),
     "a list": (encode([], b""), "no JSON object", None),
     "metadata that is no text": (encode({"__metadata__": {"a": 1}}, b""), "metadata", None),
-    "one name twice": (encode(b'{"a": 1, "a": 2}', b""), "named twice", "a"),
-    "a tensor without a shape": (encode({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"x"), "no dtype, shape", "a"),
+    "a first of two that is no tensor": (encode(b'{"a": 1, "a": ' + ONE + b"}", b"1234"), "no dtype, shape", "a"),
+    "metadata twice": (encode(b'{"__metadata__": {}, "__metadata__": {}}', b""), "__metadata__ twice", None),
+    "one field twice": (encode(b'{"a": {"dtype": "U8", ' + ONE[1:] + b"}", b"1234"), "one dtype", "a"),
+    "half a character": (encode(b'{"\\ud800": ' + ONE + b"}", b"1234"), "half a character", None),
+    "minus nothing": (_with("b", data_offsets=[-0.0, 4]), "range", "b"),
+    "a number beyond all": (encode(b'{"a": {"x": 1e999, ' + ONE[1:] + b"}", b"1234"), "JSON", None),
+    "a field as deep as its reader goes not": (
+        encode(b'{"a": {"x": ' + b"[" * 126 + b"]" * 126 + b", " + ONE[1:] + b"}", b"1234"),
+        "nested",
+        "a",
+    ),
+    "a tensor without a shape": (encode({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, b"x"), "one dtype, one", "a"),
     "a tensor that is a number": (encode({"a": 7}, b""), "no dtype, shape", "a"),
     "an unknown dtype": (_with("b", dtype="U9"), "unknown dtype", "b"),
     "a dtype that is a list": (_with("b", dtype=["U8"]), "unknown dtype", "b"),
@@ -58,14 +69,14 @@ WRONG: dict[str, tuple[bytes, str, str | None]] = {
     "a fraction of a size": (_with("b", shape=[4.0]), "shape", "b"),
     "a size that is true": (_with("b", shape=[4, True]), "shape", "b"),
     "a shape that is text": (_with("b", shape="4"), "shape", "b"),
-    "more dimensions than any tensor": (_with("b", shape=[4] + [1] * 64), "shape", "b"),
     "more bytes than the range": (_with("b", shape=[5]), "4 bytes", "b"),
     "fewer bytes than the range": (_with("b", shape=[3]), "4 bytes", "b"),
     "half a byte": (_with("b", dtype="F4", shape=[7]), "4 bytes", "b"),
-    "a size beyond 64 bits": (_with("b", shape=[1 << 63]), "shape", "b"),
+    "a size beyond 64 bits": (_with("b", shape=[1 << 64]), "shape", "b"),
+    "a size that no tensor has": (_with("b", shape=[1 << 63]), "more elements", "b"),
     "a product beyond 64 bits": (_with("b", shape=[1 << 40, 1 << 40]), "more elements", "b"),
-    "no elements of a shape beyond 64 bits": (_with("b", shape=[0, 1 << 40, 1 << 40]), "more elements", "b"),
-    "a range that ends before it begins": (_with("b", data_offsets=[28, 24]), "range", "b"),
+    "no elements of a shape beyond 64 bits": (_with("b", shape=[1 << 40, 1 << 40, 0]), "more elements", "b"),
+    "a range that ends before it begins": (_with("b", data_offsets=[28, 24]), "-4 bytes", "b"),
     "a range of three": (_with("b", data_offsets=[24, 26, 28]), "range", "b"),
     "a range past the end": (encode({"a": tensor("U8", [5], 0, 5)}, b"1234"), "should have", "a"),
     "an overlap": (
@@ -94,6 +105,23 @@ def test_what_is_wrong_is_named_before_anything_is_allocated(wrong: str, tmp_pat
         tierckpt.load_safetensors(file)
     assert caught.value.context.get("file") == "m.safetensors"
     assert caught.value.context.get("tensor") == named
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    {
+        "a byte too few": "fetch it again",
+        "a header longer than the file": "fetch it again",
+        "no JSON": "Compare its digest",
+        "metadata twice": "convert it",
+        "a hole": "convert it",
+        "bytes of nobody at the end": "convert it",
+    }.items(),
+)
+def test_the_hint_says_to_fetch_a_file_that_was_cut_short_only(wrong: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(IntegrityError) as caught:
+        tierckpt.load_safetensors(write(tmp_path / "m.safetensors", WRONG[wrong][0]))
+    assert hint in caught.value.hint
 
 
 @pytest.mark.usefixtures("nothing_is_allocated")
@@ -156,7 +184,7 @@ def test_a_file_in_a_directory_below_is_fine_and_a_directory_is_no_file(tmp_path
     directory = _model(tmp_path / "m", {"a": "below/one.safetensors"})
     (directory / "below").mkdir()
     (directory / "one.safetensors").rename(directory / "below/one.safetensors")
-    assert list(tierckpt.load_safetensors(directory)) == ["a"]
+    assert list(tierckpt.load_safetensors(directory)) == ["a", "b"]
     (directory / "below/one.safetensors").unlink()
     (directory / "below/one.safetensors").mkdir()
     with pytest.raises(IntegrityError, match=r"below/one\.safetensors, which is not there"):

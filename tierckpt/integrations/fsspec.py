@@ -362,8 +362,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _write(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         location = self._location(path)
         is_behind = self._is_behind(location, if_absent)
-        if not is_behind:  # what was written or removed there before would drain over it (W1)
-            self.wait(path, ARRIVE_SECONDS)
+        if not is_behind:  # what was closed before it goes first: of its name (W1), beside and below it (W2)
+            self.wait(self._parent(path))
         put(self.settings, location, stream, size_bytes, if_absent=if_absent, write_back=is_behind)
 
     def _is_behind(self, location: Location, if_absent: bool) -> bool:
@@ -412,8 +412,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if thing.checkpoint is not None:
             raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
         # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
-        is_behind = self.write_back and write_back.can_carry(location)
-        is_behind = is_behind and not self.is_drained(moved_in or self._parent(path))
+        may_wait = self.write_back and write_back.can_carry(location)
+        is_behind = may_wait and not self.is_drained(moved_in or self._parent(path))
+        beside = self._parent(self._parent(path))
+        if may_wait and not (is_behind or moved_in or location.scheme == "file") and "/" in beside:
+            # An older step that is removed file by file waits as one that is removed as a whole does (W5).
+            is_behind = any(entry.files for entry in self._undrained(beside))
+            moved_in = beside
         if thing.written is not None or is_behind:
             after = self._location(moved_in) if moved_in else None
             self._remove_behind(location, after)

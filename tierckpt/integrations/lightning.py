@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ NEWEST = "newest"
 """The name in a ``ckpt_path`` that stands for the newest checkpoint of a directory, until the ranks can agree on it."""
 _OWN = re.compile(r"(\..+|hpc_ckpt_\d+)\.ckpt$")
 """What Lightning saves for itself: weights of a spawned process, a tuner's state, what Slurm's requeue resumes from."""
+RAY_NAME = "checkpoint.ckpt"
+"""What RayTrainReportCallback and TuneReportCheckpointCallback write to a temporary directory, and Ray then stores."""
 _lock = threading.Lock()  # not of the object, which spawning strategies pickle
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -73,7 +76,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         Raises ConfigError: another place.
         """
-        if not _is_ours(path) and _OWN.fullmatch(Path(path).name):
+        if not _is_ours(path) and is_of_host(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
@@ -155,6 +158,13 @@ class _Nothing(dict[str, Any]):
 def nothing_to_restore(place: str) -> dict[str, Any]:
     log.warning("there is no checkpoint in %s yet: training begins anew", place)
     return _Nothing({"pytorch-lightning_version": VERSION})
+
+
+def is_of_host(path: str | os.PathLike[str]) -> bool:
+    """True for a file that Lightning saves for itself, or that Ray's callbacks save to hand it to Ray."""
+    place = Path(path)
+    is_for_ray = place.name == RAY_NAME and place.is_relative_to(tempfile.gettempdir())
+    return is_for_ray or _OWN.fullmatch(place.name) is not None
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:

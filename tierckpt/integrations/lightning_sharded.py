@@ -23,7 +23,7 @@ from ..config import Settings
 from ..disk.durable import remove_tree
 from ..format.layout import step_name
 from .directories import Directories, make_way
-from .lightning import NEWEST, nothing_to_restore
+from .lightning import NEWEST, is_of_host, nothing_to_restore
 
 
 class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
@@ -40,6 +40,9 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         place, step = Path(self.broadcast(filepath)), checkpoint["global_step"]
+        if is_of_host(place):  # a tuner's, which is no step of the run
+            super().save_checkpoint(checkpoint, place, storage_options)
+            return
         make_way(place)  # last.ckpt is written in place, again and again
         self.barrier()
         super().save_checkpoint(checkpoint, place, storage_options)

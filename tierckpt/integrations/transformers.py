@@ -6,12 +6,16 @@
 
 ``output_dir`` on the file system of ``local_root`` costs no copy. ``save_total_limit`` goes on removing directories
 there: what is not drained stays on the local tier. On shared storage nothing is removed: ``tierckpt prune`` does.
+
+In ``Trainer.hyperparameter_search`` each trial is a run of its own, ``uri/run-0`` and so on, as Trainer names them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..config import Settings
+from ..errors import ConfigError
 from ..format.layout import step_of
 from .directories import Directories, make_way
 
@@ -33,6 +38,8 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
+        self._trials: dict[str, Directories] = {}
+        """The run of each trial of a search, by the name of the directory that Trainer has chosen for it."""
         self._left: dict[int | None, Path] = {}
         """What an earlier training has left in ``output_dir``, by step: this one may write there again, in place."""
 
@@ -46,9 +53,20 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
             make_way(place)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        place = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if state.is_hyper_param_search:
+            place = _of_trial(Path(args.output_dir), name, state)
+            # The next search may write to the directories of this one, in place.
+            self._run_of(place.parent.name).save(place, is_written_once=False)
+            return
         # On SIGTERM it may save this step again.
+        place = Path(args.output_dir, name)
         self.run.save(place, is_written_once=not getattr(args, "enable_jit_checkpoint", False))
+
+    def _run_of(self, trial: str) -> Directories:
+        if trial not in self._trials:
+            self._trials[trial] = Directories(self.run.location.child(trial).uri, self.run.settings)
+        return self._trials[trial]
 
     def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
         """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None.
@@ -64,3 +82,25 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         if best is not None and (name := Path(best).name) != found.name:
             self.run.restore_named(name, output_dir)
         return str(found)
+
+
+def _of_trial(output_dir: Path, name: str, state: Any) -> Path:
+    """The ``name`` that the current trial of a search has written: Trainer names its directory, and does not say how.
+
+    Each trial has a log and parameters of its own, which it has written to ``trainer_state.json``.
+
+    Raises ConfigError: no directory below ``output_dir`` has this state.
+    """
+    for place in sorted(output_dir.glob(f"*/{name}")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if _identity(json.loads((place / STATE).read_text())) == _identity(vars(state)):
+                return place
+    raise ConfigError(
+        f"no {name} of this trial is below {output_dir}",
+        hint="hyperparameter_search writes to output_dir/run-N, which every rank that saves must see",
+    )
+
+
+def _identity(state: Mapping[str, Any]) -> str:
+    """What tells a trial from others, as text: a loss may be NaN."""
+    return json.dumps([state["global_step"], state["trial_params"], state["log_history"]], sort_keys=True, default=str)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ..checkpoint.listing import read_newest
 from ..client import latest
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
@@ -31,7 +32,7 @@ from ..disk.durable import (
 from ..disk.file_lock import try_lock
 from ..disk.temporary_names import beside, is_abandoned, stem_of, temporary_of_this_process
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, StoreError
-from ..format.layout import local_dir
+from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path
 from ..quantities import human_bytes
 from ..telemetry import ignore_progress, logger
@@ -116,10 +117,24 @@ def export_safetensors(
     settings = Settings.load(settings, **overrides)
     target = local_path(to, "to")
     _check_target(target)
-    named = latest(uri, settings=settings) or uri  # the reader says what is wrong
-    reader = TierStorageReader(named, trust_pickle=trust_pickle, settings=settings)
+
+    def export_from(found: str) -> ExportResult:
+        reader = TierStorageReader(found, trust_pickle=trust_pickle, settings=settings)
+        return _export(reader, target, only, _dtype(dtype), shard_size_bytes_max, listener)
+
+    return read_newest(parse_uri(uri), lambda: latest(uri, settings=settings), export_from)
+
+
+def _export(
+    reader: TierStorageReader,
+    target: Path,
+    only: str,
+    dtype: torch.dtype | None,
+    shard_size_bytes_max: int,
+    listener: ProgressListener,
+) -> ExportResult:
     metadata = reader.read_metadata()
-    items = _select(metadata, only, _dtype(dtype), reader.path)
+    items = _select(metadata, only, dtype, reader.path)
     _check_dtypes(items)
     shards = [in_file_order(shard) for shard in _cut(items, shard_size_bytes_max)]
     size_bytes = sum(item.size_bytes for item in items)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ..disk.file_io import DirectFile
 from ..errors import IntegrityError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..read.parallel_read import windows
+from ..resources import ThreadPool
 from .dtypes import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB
@@ -119,7 +120,7 @@ def write_file(
     header = header_of(items)
     memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * DISK_BLOCK_BYTES
     ordered = windows(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
-    with contextlib.closing(DirectFile()) as file, ThreadPoolExecutor(1, "tierckpt-export") as writer:
+    with contextlib.closing(DirectFile()) as file, ThreadPool(1, "tierckpt-export") as writer:
         file.create(path)
         with contextlib.closing(Memory.allocate(len(header))) as memory:
             memory.view[: len(header)] = header

@@ -306,7 +306,8 @@ class FileFill:
         if self._is_large(want):
             tensor = _tensor(self._view(), at, want)
         else:
-            tensor = torch.empty(want.shape, dtype=want.dtype, device=self.device)
+            # Not of the shape at once: torch cannot count the strides of (0, 2**63 - 1, 3), which a file may hold.
+            tensor = torch.empty(math.prod(want.shape), dtype=want.dtype, device=self.device).reshape(want.shape)
         self.tensors[want.name] = tensor
         return tensor.view(-1).view(torch.uint8)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,6 @@ LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
 """Of the JSON: what the format's own reader accepts."""
 
-DIMENSIONS_MAX = 64
-_ELEMENTS_MAX = 1 << 62
 _SHOWN = 80
 _BEGIN_BYTES = 64
 _TORCH_SAVE = (
@@ -42,6 +41,8 @@ _KINDS = (
     (b"\x89HDF\r\n", "it is an HDF5 file", "h5py reads it"),
     (b"<", "it is a page of HTML or XML", "A fetch that was refused leaves such a file: fetch it again"),
 )
+_AGAIN = "It was cut short: fetch it again"
+_DAMAGED = "Compare its digest with that of the source, and fetch it again if they differ"
 _TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
 
 DTYPE_BITS = {
@@ -96,9 +97,10 @@ class Header:
 class Malformed(Exception):
     """A defect, before the file is named."""
 
-    def __init__(self, what: str, tensor: str | None = None) -> None:
+    def __init__(self, what: str, tensor: str | None = None, *, hint: str = "") -> None:
         super().__init__(what)
         self.tensor = tensor
+        self.hint = hint or "It was written so: convert it with safetensors.torch.save_file, or ask for another file"
 
 
 def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[ByteRange], Buffer]) -> Header:
@@ -118,7 +120,7 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
         kind, hint = _other_kind(size_bytes, read)
         raise IntegrityError(
             f"{os.fspath(where)} is not a whole safetensors file: {kind or wrong}",
-            hint=hint,
+            hint=hint if kind else wrong.hint,
             file=os.fspath(where).rpartition("/")[2],
             tensor=wrong.tensor,
         ) from wrong.__cause__
@@ -131,89 +133,172 @@ def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[s
     """
     begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
     if not any(begin[4:LENGTH_BYTES]):
-        return "", "Fetch it again"
+        return "", ""
     for magic, kind, hint in _KINDS:
         if begin.lstrip().startswith(magic):
             return kind, hint
     if all(byte in _TEXT for byte in begin):
         return f"it is text and begins with {begin[:20].decode()!r}", "Give a .safetensors file, or its directory"
-    return "", "Fetch it again"
+    return "", ""
 
 
 def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
     if size_bytes < LENGTH_BYTES:
-        raise Malformed(f"it has {size_bytes} bytes")
+        raise Malformed(f"it has {size_bytes} bytes", hint=_AGAIN)
     length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # of fewer bytes, should it be shorter now
     if length > HEADER_BYTES_MAX:
-        raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header")
+        raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header", hint=_DAMAGED)
     if LENGTH_BYTES + length > size_bytes:
-        raise Malformed(f"its header should end at byte {LENGTH_BYTES + length} of {size_bytes}")
+        raise Malformed(f"its header should end at byte {LENGTH_BYTES + length} of {size_bytes}", hint=_AGAIN)
     text = bytes(read(ByteRange(LENGTH_BYTES, LENGTH_BYTES + length)))
     if len(text) != length:
-        raise Malformed("it became shorter while it was read")
+        raise Malformed("it became shorter while it was read", hint=_AGAIN)
     return text
 
 
 def parse_header(text: bytes, size_bytes: int) -> Header:
-    """Return what ``text``, the JSON of a file of ``size_bytes``, says. Raises ``Malformed``."""
-    fields = strict_json(text)
-    if not isinstance(fields, dict):
+    """Return the tensors and metadata in ``text``, the JSON of a file of ``size_bytes``. Raises ``Malformed``.
+
+    Accepts and refuses the JSON that the reader of safetensors 0.8 does: a tensor that is named twice is the last one,
+    fields with other names are ignored, and an array may stand for the three fields of a tensor.
+    """
+    fields = _json(text)
+    if not isinstance(fields, _Object):
         raise Malformed("its header is no JSON object")
-    metadata = fields.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise Malformed("its metadata is not text by name")
+    found = [_Fields.of(name, said) for name, said in fields if name != _METADATA]
+    metadata = _metadata([said for name, said in fields if name == _METADATA])
     begin = LENGTH_BYTES + len(text)
-    entries = sorted(
-        (parse_entry(name, said, begin) for name, said in fields.items()), key=lambda one: (one.start, one.stop)
-    )
+    last = {one.name: one for one in found}
+    entries = sorted((parse_entry(one, begin) for one in last.values()), key=lambda one: (one.start, one.stop))
     check_cover(entries, begin, size_bytes)
     return Header(tuple(entries), metadata)
 
 
-def strict_json(text: bytes) -> Any:
-    """Parse JSON that names nothing twice and holds no NaN. Raises ``Malformed``."""
+_METADATA = "__metadata__"
+_FIELDS = ("dtype", "shape", "data_offsets")
+_DEPTH_MAX = 125
+"""Of the values of unknown fields, in which the format's own reader nests 127 containers with those around them."""
+_COUNT_MAX = 1 << 64
+"""Where the format's own reader sees an overflow, factor by factor."""
+_SIZE_MAX = (1 << 63) - 1
+"""Of a tensor of torch, along one dimension."""
+_RARE_NUMBER = re.compile(rb"-0|\d{309}")
+
+
+class _Object(list[tuple[str, Any]]):
+    """The names and values of a JSON object, in order: a name may come twice."""
+
+
+def _json(text: bytes) -> Any:
+    """Parse JSON, an object as ``_Object``. Raises ``Malformed``."""
+    integer = _integer if _RARE_NUMBER.search(text) else int
     try:
-        return json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        found = json.loads(
+            text.decode(), object_pairs_hook=_Object, parse_constant=_number, parse_float=_number, parse_int=integer
+        )
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError among them
-        raise Malformed(f"its JSON cannot be read: {error}") from error
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise Malformed(f"{_shown(twice)} is named twice", twice)
+        raise Malformed(f"its JSON cannot be read: {error}", hint=_DAMAGED) from error
+    if b"\\u" in text and _has_half_a_character(text):
+        raise Malformed("its JSON cannot be read: an escape is half a character", hint=_DAMAGED)
     return found
 
 
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # NaN is none of JSON either
+        raise ValueError(f"{text[:20]} is no number of JSON")
+    return value
 
 
-def parse_entry(name: str, said: Any, begin: int) -> Entry:
-    shown = _shown(name)
-    if not isinstance(said, dict) or not said.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise Malformed(f"{shown} has no dtype, shape and data_offsets", name)
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise Malformed(f"{shown} has the unknown dtype {_shown(dtype)}", name)
-    if not _are_counts(shape) or len(shape) > DIMENSIONS_MAX:
-        raise Malformed(f"{shown} has a shape that no tensor has", name)
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise Malformed(f"{shown} has no range of bytes", name)
-    # Without its zeros: a tensor of no elements must have a shape that torch can count too.
-    if math.prod(size for size in shape if size) > _ELEMENTS_MAX:
-        raise Malformed(f"{shown} has more elements than can be counted", name)
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
-    if bits != (offsets[1] - offsets[0]) * 8:
-        raise Malformed(f"{shown} is {dtype} of shape {tuple(shape)} and has {offsets[1] - offsets[0]} bytes", name)
-    return Entry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+def _integer(text: str) -> float:
+    value = _number(text)
+    return value if text == "-0" else int(text)
+
+
+def _has_half_a_character(text: bytes) -> bool:
+    """True if an escape is one half of a surrogate pair without the other."""
+    half_at = None
+    for match in re.finditer(rb"\\(?:u([0-9a-fA-F]{4})|.)", text, re.DOTALL):
+        code = int(match[1], 16) if match[1] else 0
+        is_second = 0xDC00 <= code < 0xE000
+        if is_second != (half_at is not None and half_at == match.start()) or (half_at is not None and not is_second):
+            return True
+        half_at = match.end() if 0xD800 <= code < 0xDC00 else None
+    return half_at is not None
+
+
+def _metadata(found: list[Any]) -> dict[str, str]:
+    if len(found) > 1:
+        raise Malformed(f"it has {_METADATA} twice")
+    if not found or found[0] is None:
+        return {}
+    [said] = found
+    if not isinstance(said, _Object) or not all(isinstance(value, str) for _, value in said):
+        raise Malformed("its metadata is not text by name")
+    return dict(said)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of a tensor, with types that they may have."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, name: str, said: Any) -> _Fields:
+        if isinstance(said, _Object):
+            known = [(field, value) for field, value in said if field in _FIELDS]
+            found, values = dict(known), [value for field, value in said if field not in _FIELDS]
+            if len(found) != len(known) or len(found) != len(_FIELDS):
+                raise Malformed(f"{_shown(name)} does not have one dtype, one shape and one data_offsets", name)
+            if any(isinstance(value, list) and _depth(value) > _DEPTH_MAX for value in values):
+                raise Malformed(f"{_shown(name)} has a field that is nested too deeply", name)
+            dtype, shape, offsets = (found[field] for field in _FIELDS)
+        elif isinstance(said, list) and len(said) == len(_FIELDS):
+            dtype, shape, offsets = said
+        else:
+            raise Malformed(f"{_shown(name)} has no dtype, shape and data_offsets", name)
+        if isinstance(dtype, _Object) and len(dtype) == 1 and dtype[0][1] is None:
+            dtype = dtype[0][0]
+        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+            raise Malformed(f"{_shown(name)} has the unknown dtype {_shown(dtype)}", name)
+        if not _are_counts(shape):
+            raise Malformed(f"{_shown(name)} has a shape that no tensor has", name)
+        if not _are_counts(offsets) or len(offsets) != 2:
+            raise Malformed(f"{_shown(name)} has no range of bytes", name)
+        return cls(name, dtype, shape, offsets)
+
+
+def parse_entry(fields: _Fields, begin: int) -> Entry:
+    """Return the tensor of ``fields``, whose data is as long as its dtype and shape require."""
+    name, dtype, shape, (start, stop) = fields.name, fields.dtype, fields.shape, fields.offsets
+    bits = 1
+    for factor in (*shape, DTYPE_BITS[dtype]):
+        bits *= factor
+        if bits >= _COUNT_MAX or factor > _SIZE_MAX:
+            raise Malformed(f"{_shown(name)} has more elements than can be counted", name)
+    if start > stop or bits != (stop - start) * 8:
+        raise Malformed(f"{_shown(name)} is {dtype} of shape {tuple(shape)} and has {stop - start} bytes", name)
+    return Entry(name, dtype, tuple(shape), begin + start, begin + stop)
 
 
 def _are_counts(value: Any) -> bool:
-    """True for a list of whole numbers from 0 (of which ``True`` is none) that fit 63 bits."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    """True for an array of whole numbers from 0 (of which ``True`` is none) that fit 64 bits."""
+    is_array = isinstance(value, list) and not isinstance(value, _Object)
+    return is_array and all(type(item) is int and 0 <= item < _COUNT_MAX for item in value)
+
+
+def _depth(value: list[Any]) -> int:
+    deepest, left = 0, [(value, 1)]
+    while left:
+        one, depth = left.pop()
+        deepest = max(deepest, depth)
+        items = [item for _, item in one] if isinstance(one, _Object) else one
+        left += [(item, depth + 1) for item in items if isinstance(item, list)]
+    return deepest
 
 
 def check_cover(entries: list[Entry], begin: int, size_bytes: int) -> None:
@@ -225,8 +310,9 @@ def check_cover(entries: list[Entry], begin: int, size_bytes: int) -> None:
             raise Malformed(f"{_shown(entry.name)} {what}, at byte {entry.start}", entry.name)
         position = entry.stop
     if position != size_bytes:
-        last = entries[-1].name if entries and position > size_bytes else None
-        raise Malformed(f"it should have {position} bytes and has {size_bytes}", last)
+        is_cut = position > size_bytes
+        last = entries[-1].name if entries and is_cut else None
+        raise Malformed(f"it should have {position} bytes and has {size_bytes}", last, hint=_AGAIN if is_cut else "")
 
 
 def _shown(value: Any) -> str:

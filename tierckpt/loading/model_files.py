@@ -1,16 +1,16 @@
 """The safetensors files of a model: finds them, checks their headers, and locates each tensor. Reads no data.
 
-A directory with an index holds what the index names, no more and no less. Without one it holds what its files hold,
-and no name twice.
+``weights.py`` chooses the files. The model has every tensor of them; an index decides between two of one name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -21,11 +21,15 @@ from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
 from ..quantities import round_up
 from ..read.file_copies import Copy, LocalCopy
+from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .header import HEADER_BYTES_MAX, Entry, Malformed, read_header, strict_json
+from .header import HEADER_BYTES_MAX, Entry, read_header
+from .weights import SUFFIX, choose, is_weights
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
+log = logger("load")
+
+SHOWN = 5
+"""Names in a message."""
 _HEAD_BYTES = 128 << 10
 """Read at once of each file: most headers are shorter."""
 
@@ -41,6 +45,9 @@ class Place(Protocol):
 
     def files(self) -> list[str]:
         """Return the names of the files here, sorted; not those in directories below."""
+
+    def folders_with(self, suffix: str) -> list[str]:
+        """Return the names of the directories here that hold files of such names, sorted."""
 
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and version of a file; None when it is not there."""
@@ -73,6 +80,9 @@ class Directory:
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir() if path.is_file())
+
+    def folders_with(self, suffix: str) -> list[str]:
+        return sorted({path.parent.name for path in self.path.glob(f"*/*{suffix}")})
 
     def info(self, name: str) -> ObjectInfo | None:
         try:
@@ -129,30 +139,41 @@ class Model:
     tensors: dict[str, tuple[ModelFile, Entry]]
 
 
-def open_model(place: Place, name: str = "") -> Model:
+def open_model(place: Place, name: str = "", *, variant: str = "", index: str = "") -> Model:
     """Read and check the headers of the files at ``place``, or of the one file ``name`` there.
 
+    Args:
+        variant, index: as in ``weights.choose``.
+
     Raises:
-        CheckpointNotFoundError: there is no such file, or none at all.
-        IntegrityError: a file or tensor that the index names is missing, a header does not describe its file, two files
-            hold one name, or the index is none.
+        CheckpointNotFoundError: there is no such file, variant or index, or no safetensors file at all.
+        IntegrityError: there are several sets of weights, the index names a file that is missing, a header does not
+            describe its file, two files hold one name, or the index is none.
     """
     if name:
         return Model(f"{place.where}/{name}", place, _merged(place, _opened(place, [name])))
     names = place.files()
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if len(indexes) > 1:
-        found = ", ".join(indexes)
-        raise IntegrityError(f"{place.where} holds several indexes: {found}", hint="Give the file to load", file=found)
-    if indexes:
-        return Model(place.where, place, _indexed(place, indexes[0]))
-    files = [name for name in names if name.endswith(SUFFIX)]
-    if not files:
+    try:
+        weights = choose(place.where, names, variant=variant, index=index)
+    except CheckpointNotFoundError as error:
+        below = [] if any(map(is_weights, names)) else place.folders_with(SUFFIX)
+        if not below:
+            raise
         raise CheckpointNotFoundError(
-            f"no safetensors files in {place.where}",
-            hint="`tierckpt export` makes them from a DCP checkpoint",
+            f"{error.message}; there are some in {', '.join(below)}",
+            hint=f'Choose one, such as load_safetensors(..., subfolder="{below[0]}")',
+        ) from None
+    tensors = _indexed(place, weights.index) if weights.index else _merged(place, _opened(place, weights.files))
+    used = {file.name for file, _ in tensors.values()} | {*weights.files}
+    skipped = [one for one in names if one.endswith(SUFFIX) and one not in used]
+    if skipped:
+        log.warning(
+            "%s: loading %s; not loaded: %s",
+            place.where,
+            weights.index or ", ".join(weights.files[:SHOWN]),
+            ", ".join(skipped[:SHOWN]) + (f" and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""),
         )
-    return Model(place.where, place, _merged(place, _opened(place, files)))
+    return Model(place.where, place, tensors)
 
 
 def _opened(place: Place, names: Iterable[str]) -> list[ModelFile]:
@@ -211,12 +232,36 @@ def _indexed(place: Place, index: str) -> dict[str, tuple[ModelFile, Entry]]:
             file=", ".join(missing),
         )
     files = {file.name: file for file in _opened(place, names)}
-    for tensor, name in weight_map.items():
-        if tensor not in files[name].entries:
-            raise IntegrityError(
-                f"{place.where}/{index} says that {name} holds {tensor!r}, and it does not", file=name, tensor=tensor
-            )
-    return {tensor: (files[name], files[name].entries[tensor]) for tensor, name in weight_map.items()}
+    holders: dict[str, list[ModelFile]] = {}
+    for file in files.values():
+        for tensor in file.entries:
+            holders.setdefault(tensor, []).append(file)
+    tensors: dict[str, tuple[ModelFile, Entry]] = {}
+    others = []
+    for tensor in (*(one for one in weight_map if one in holders), *(one for one in holders if one not in weight_map)):
+        named, found = files.get(weight_map.get(tensor, "")), holders[tensor]
+        if named not in found:
+            others.append(tensor)
+            if len(found) > 1:
+                raise IntegrityError(
+                    f"{found[0].name} and {found[1].name} of {place.where} both hold {tensor!r}",
+                    hint=f"{index} does not say which one counts: ask for the model without it",
+                    file=found[1].name,
+                    tensor=tensor,
+                )
+        file = named if named in found and named is not None else found[0]
+        tensors[tensor] = file, file.entries[tensor]
+    if others:
+        log.warning("%s/%s does not name the file of %s", place.where, index, _some(others))
+    # A head that is tied to another tensor is named in many indexes, and in no file.
+    if absent := [tensor for tensor in weight_map if tensor not in holders]:
+        log.warning("%s/%s names %s, which no file holds", place.where, index, _some(absent))
+    return tensors
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(map(repr, list(names)[:SHOWN]))
+    return f"{first} and {len(names) - SHOWN} more" if len(names) > SHOWN else first
 
 
 def _weight_map(place: Place, index: str) -> dict[str, str]:
@@ -226,9 +271,9 @@ def _weight_map(place: Place, index: str) -> dict[str, str]:
         raise IntegrityError(f"{where} has {size_bytes} bytes, which no index has", file=index)
     text = _whole(place, index, size_bytes)
     try:
-        weight_map = strict_json(text)["weight_map"]
+        weight_map = json.loads(text)["weight_map"]
         names = set(weight_map.values())
-    except (Malformed, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{where} is not an index of safetensors files: {error}", file=index) from error
     if not all(is_safe_path(name) for name in names):
         raise IntegrityError(f"{where} names files outside its directory", file=index)

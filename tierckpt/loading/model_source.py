@@ -5,25 +5,43 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Settings
 from ..disk.durable import translated
 from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
-from ..errors import CheckpointNotFoundError, TierckptError
+from ..errors import CheckpointNotFoundError, ConfigError, TierckptError
 from ..format.layout import parse_uri
+from ..format.manifest import is_safe_path
 from ..format.uris import scheme_of, text_of
 from ..read.file_copies import Copy, LocalCopy
 from ..read.parallel_read import REQUESTS_MAX
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .cached_view import CachedView, open_cached
-from .model_files import SUFFIX, Model, Place, open_model
+from .model_files import Model, Place, open_model
 from .prefetched import open_directory
+from .weights import SUFFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which weights of a directory are meant, where there are several; "" for those that are found first."""
+
+    variant: str = ""
+    subfolder: str = ""
+    index: str = ""
+
+
+USUAL = Choice()
 
 
 def find_model(
-    uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS
+    uri_or_dir: str | os.PathLike[str],
+    settings: Settings,
+    ways: tuple[ReadMode, ...] = MODEL_WAYS,
+    choice: Choice = USUAL,
 ) -> Model:
     """Return the model at a path or URI, its headers checked. Close its place after use.
 
@@ -32,14 +50,26 @@ def find_model(
 
     Raises:
         CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
-        IntegrityError, ConfigError, StoreError.
+        ConfigError: a choice with a single file.
+        IntegrityError, StoreError.
     """
+    if choice.subfolder:
+        uri_or_dir = _below(uri_or_dir, choice.subfolder)
     place, name = _place_of(uri_or_dir, settings, ways)
+    if name and (choice.variant or choice.index):
+        place.close()
+        raise ConfigError(f"{place.where}/{name} is one file", hint="Give its directory with variant= or index=")
     try:
-        return open_model(place, name)
+        return open_model(place, name, variant=choice.variant, index=choice.index)
     except BaseException:
         place.close()
         raise
+
+
+def _below(uri_or_dir: str | os.PathLike[str], subfolder: str) -> str:
+    if not is_safe_path(subfolder.strip("/")):
+        raise ConfigError(f"subfolder is {subfolder!r}", hint='Give a directory of the model, such as "unet"')
+    return f"{text_of(uri_or_dir, 'a model').rstrip('/')}/{subfolder.strip('/')}"
 
 
 def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]) -> tuple[Place, str]:
@@ -72,6 +102,10 @@ class CachedPlace:
 
     def files(self) -> list[str]:
         return sorted(name for name in self._view.files if "/" not in name)
+
+    def folders_with(self, suffix: str) -> list[str]:
+        found = (name.split("/") for name in self._view.files if name.endswith(suffix))
+        return sorted({parts[0] for parts in found if len(parts) == 2})
 
     def info(self, name: str) -> ObjectInfo | None:
         found = self._view.files.get(name)

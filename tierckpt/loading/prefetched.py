@@ -6,7 +6,8 @@ import contextlib
 from pathlib import Path
 
 from ..cache.file_set import Receipt
-from ..cache.partial_entry import RECEIPT, read_file, read_receipt
+from ..cache.partial_entry import read_file
+from ..cache.receipt import RECEIPT, is_half_replaced, read_receipt
 from ..cache.verifier import Checker
 from ..config import Settings
 from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
@@ -94,10 +95,15 @@ class PrefetchedDirectory(Directory):
 
 
 def open_directory(directory: Path, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> Directory:
-    """``directory``, its files verified where it, or one above it, was prefetched and the digests are known."""
+    """``directory``, its files verified where it, or one above it, was prefetched and the digests are known.
+
+    Raises IntegrityError while a prefetch replaces its files by those of another version.
+    """
     tuner, place = read_tuner_for(settings, ways), directory.resolve()
     for root in (place, *place.parents):
         with contextlib.suppress(OSError, StoreError):
+            if is_half_replaced(root):
+                raise _half_replaced(root)
             if not (root / RECEIPT).exists():
                 continue
             if (receipt := read_receipt(root)) is not None:
@@ -105,6 +111,15 @@ def open_directory(directory: Path, settings: Settings, ways: tuple[ReadMode, ..
             log.warning("%s is damaged: what %s holds cannot be checked", root / RECEIPT, directory)
             break
     return Directory(directory, tuner)
+
+
+def _half_replaced(root: Path) -> IntegrityError:
+    return IntegrityError(
+        f"{root} holds files of two versions: a prefetch replaces them just now, or was interrupted",
+        hint="Load it when the prefetch has ended; if none runs, run the same `tierckpt prefetch` again",
+        entry=root,
+        tier=Tier.LOCAL,
+    )
 
 
 class _CheckedCopy(LocalCopy):

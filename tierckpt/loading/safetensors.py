@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Literal, overload
 
 import torch
@@ -17,12 +18,13 @@ from ..config import GiB, Settings
 from ..disk.io_tuner import MODEL_WAYS, ReadMode
 from ..errors import ConfigError, StateMismatchError
 from ..read.parallel_read import windows
+from ..resources import ThreadPool
 from ..tracebacks import short_traceback
 from .deferred import Deferral
 from .devices import check_device
 from .fill import Want, fill
 from .model_files import Model, in_file_order
-from .model_source import find_model
+from .model_source import USUAL, Choice, find_model
 from .tensor_parts import Parts, Plan, Shard
 
 BYTES_IN_FLIGHT_MAX = 1 * GiB
@@ -40,6 +42,9 @@ def load_safetensors(
     prefix: str = "",
     shard: Shard | None = None,
     plan: Plan | None = None,
+    variant: str = "",
+    subfolder: str = "",
+    index: str = "",
     settings: Settings | None = None,
     **overrides: object,
 ) -> dict[str, Tensor]: ...
@@ -53,6 +58,9 @@ def load_safetensors(
     prefix: str = "",
     shard: Shard | None = None,
     plan: Plan | None = None,
+    variant: str = "",
+    subfolder: str = "",
+    index: str = "",
     settings: Settings | None = None,
     **overrides: object,
 ) -> LazyTensors: ...
@@ -66,6 +74,9 @@ def load_safetensors(
     prefix: str = "",
     shard: Shard | None = None,
     plan: Plan | None = None,
+    variant: str = "",
+    subfolder: str = "",
+    index: str = "",
     settings: Settings | None = None,
     **overrides: object,
 ) -> dict[str, Tensor] | LazyTensors:
@@ -77,9 +88,13 @@ def load_safetensors(
     and straight into the memory of the tensors. The tensors are ordinary ones: writable, each with a storage of its
     own; the large ones of one file share an allocation, which goes with the last of them.
 
+    Of several sets of weights in a directory one is loaded, that which ``transformers`` would load, and a warning names
+    the other files. An index names files, and all tensors in these are loaded; a warning says which tensors the index
+    does not name, and which ones no file holds (a tied head).
+
     A path is read where it is. A URI (``s3://...``, ``file:///...``) is read through the node cache: one version of it,
     chunks on this node from its disk, the rest from the store and then from the cache; the processes of a node that
-    load it together fetch each chunk once. With an index, exactly the files it names are read.
+    load it together fetch each chunk once.
 
     Args:
         uri_or_dir: a directory of safetensors files, one such file, or the URI of either.
@@ -92,12 +107,15 @@ def load_safetensors(
             read where ``dim`` is 0; for other dimensions whole rows are.
         plan: what is wanted of each tensor, a mapping or a function of its name: ``(rank, world, dim)``, a slice or a
             tuple of slices, or None for all of it.
+        variant: the weights of this variant, such as "fp16" (``model.fp16.safetensors``).
+        subfolder: the weights in this directory of the model, such as "unet".
+        index: the weights of this index, such as "consolidated.safetensors.index.json".
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises:
-        IntegrityError: a file or tensor that the index names is missing, a file is damaged or cut short, two files
-            hold one name, or a file changed while it was read.
-        CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
+        IntegrityError: a file that the index names is missing, there are several sets of weights and none is the usual
+            one, a file is damaged or cut short, two files hold one name, or a file changed while it was read.
+        CheckpointNotFoundError, ObjectNotFoundError: no such place, variant or index, or no safetensors file in it.
         StateMismatchError: a tensor that was asked for is not there, has no such dimension, or torch has none such.
         CapacityError: the tensors do not fit in memory; nothing was read.
         ConfigError, StoreError: a bad argument, or a store that cannot be read.
@@ -111,7 +129,8 @@ def load_safetensors(
         >>> tierckpt.load_safetensors("model.safetensors", shard=(0, 2, 0))["layer.weight"].shape
         torch.Size([2, 2])
     """
-    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
+    choice, settings = Choice(variant, subfolder, index), Settings.load(settings, **overrides)
+    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
     if lazy:
         return LazyTensors(wanted)
     with contextlib.closing(wanted):
@@ -129,6 +148,9 @@ def stream_safetensors(
     prefix: str = "",
     shard: Shard | None = None,
     plan: Plan | None = None,
+    variant: str = "",
+    subfolder: str = "",
+    index: str = "",
     bytes_in_flight_max: int = BYTES_IN_FLIGHT_MAX,
     settings: Settings | None = None,
     **overrides: object,
@@ -161,7 +183,8 @@ def stream_safetensors(
     """
     if bytes_in_flight_max <= 0:
         raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")
-    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), Settings.load(settings, **overrides))
+    choice, settings = Choice(variant, subfolder, index), Settings.load(settings, **overrides)
+    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
     wanted.begin()
     return wanted.stream(bytes_in_flight_max)
 
@@ -203,7 +226,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def meta(self, name: str) -> Tensor:
         """Return what reading ``name`` would: dtype and shape, on the device ``meta``. Nothing is read."""
         want = self._wants[name]
-        return torch.empty(want.shape, dtype=want.dtype, device="meta")
+        return torch.empty(math.prod(want.shape), dtype=want.dtype, device="meta").reshape(want.shape)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self)} tensors>"
@@ -221,10 +244,11 @@ class WantedTensors:
         parts: Parts,
         settings: Settings,
         ways: tuple[ReadMode, ...] = MODEL_WAYS,
+        choice: Choice = USUAL,
     ) -> None:
         self.device = _device(device)
         self._is_all = names is None and not prefix
-        self._model = find_model(uri_or_dir, settings, ways)
+        self._model = find_model(uri_or_dir, settings, ways, choice)
         try:
             self.names = _select(self._model, names, prefix)
             chosen = set(self.names)
@@ -247,7 +271,7 @@ class WantedTensors:
         stop = threading.Event()
         ordered = windows(self.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
         read = fill if deferral is None else deferral.fill
-        with contextlib.ExitStack() as stack, ThreadPoolExecutor(1, "tierckpt-stream") as reader:
+        with contextlib.ExitStack() as stack, ThreadPool(1, "tierckpt-stream") as reader:
             if deferral is None:
                 stack.callback(self.close)
 

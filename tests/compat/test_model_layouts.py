@@ -1,0 +1,55 @@
+"""Of the layouts of ``tests/model_layouts.py`` that transformers loads, it takes the files that we do."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.model_layouts import LAYOUTS, value_of, write
+
+
+def chosen_by_transformers(directory: Path, variant: str | None) -> list[str] | None:
+    """The files that ``from_pretrained`` would read; None where it refuses the directory."""
+    modeling_utils = pytest.importorskip("transformers.modeling_utils")
+    choose: Any = modeling_utils._get_resolved_checkpoint_files  # private: the choice alone, without a model
+    given = {
+        "pretrained_model_name_or_path": str(directory),
+        "variant": variant,
+        "gguf_file": None,
+        "use_safetensors": True,
+        "user_agent": {},
+        "is_remote_code": False,
+        "download_kwargs": {},
+    }
+    try:
+        files, _ = choose(**{name: given[name] for name in inspect.signature(choose).parameters if name in given})
+    except OSError:
+        return None
+    names = [str(Path(file).relative_to(directory)) for file in files]
+    return names if all((directory / name).exists() for name in names) else None
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.asked.keys() <= {"variant"}])
+def test_it_takes_the_files_that_we_do(name: str, tmp_path: Path, local_root: Path) -> None:
+    layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
+    files = chosen_by_transformers(directory, layout.asked.get("variant"))
+    if files is None:
+        return  # what it refuses is ours to decide
+    wanted = {tensor: value_of(file, tensor) for file in files for tensor in layout.files[file]}
+    found = tierckpt.load_safetensors(directory, **layout.asked)
+    assert found.keys() == wanted.keys() and all(bool((found[one] == wanted[one]).all()) for one in wanted)
+
+
+def test_it_decides_most_of_them(tmp_path: Path) -> None:
+    """Else the test above compares nothing."""
+    decided = [
+        name
+        for number, (name, layout) in enumerate(LAYOUTS.items())
+        if layout.asked.keys() <= {"variant"}
+        and chosen_by_transformers(write(layout, tmp_path / str(number)), layout.asked.get("variant"))
+    ]
+    assert len(decided) >= 12, decided
