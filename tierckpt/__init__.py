@@ -37,8 +37,8 @@ _HOME = {
     "DataOrder": ".training.data_order",
     "MultiStepStager": ".replay.multi_step",
     "NearStorageOptimizer": ".near_storage.optimizer",
-    "PerRank": ".training.codec.job_state",
-    "RngState": ".training.codec.job_state",
+    "PerRank": ".training.codec.rank_state",
+    "RngState": ".training.codec.rank_state",
     "Settings": ".config",
     "TierSavePlanner": ".dcp.planner",
     "TierStager": ".dcp.stager",
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from .near_storage.optimizer import NearStorageOptimizer as NearStorageOptimizer
     from .replay.multi_step import MultiStepStager as MultiStepStager
     from .training.checkpointer import Checkpointer as Checkpointer
-    from .training.codec.job_state import PerRank as PerRank
-    from .training.codec.job_state import RngState as RngState
+    from .training.codec.rank_state import PerRank as PerRank
+    from .training.codec.rank_state import RngState as RngState
     from .training.data_order import DataOrder as DataOrder
     from .training.restore_state import load_model as load_model
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .resources import start_if_possible
+
 FIRST_SECONDS = 1.0
 EVERY_SECONDS = 10.0
 
@@ -27,7 +29,7 @@ def announced(log: logging.Logger, describe: Callable[[], str], first_seconds: f
                 log.warning("%s", text)
 
     thread = threading.Thread(target=tell, name="tierckpt-announce", daemon=True)
-    thread.start()
+    start_if_possible(thread)
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from .format.layout import Location, parse_uri, step_of
 from .format.uris import local_path
 from .ipc.agent_client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .mover import Mover
+from .resources import ThreadPool, start_thread
 from .stores.schemes import check_location
 from .telemetry import MetricsRelay, ignore_progress, listen, logger
 from .tracebacks import short_traceback
@@ -68,7 +69,8 @@ class Client:
         self._is_closed, self._entering = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tierckpt", daemon=True)
-        self._thread.start()
+        self._loop.set_default_executor(ThreadPool(thread_name_prefix="tierckpt-loop"))
+        start_thread(self._thread)
         self._pid = os.getpid()
         _every.add(self)
 

@@ -12,19 +12,22 @@ import builtins
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from .cache.entry import CacheEntry
 from .cache.hub_layout import prefetch_to_hub_cache
 from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri
 from .cache.pool import AdmissionPlan
-from .cache.prefetch import PrefetchResult, prefetch
+from .cache.prefetch import PrefetchResult, check_size, prefetch
 from .checkpoint import catalog, local_commit, marks, shared_commit
+from .checkpoint.branches import Branch
 from .checkpoint.catalog import Checkpoint, Row
 from .checkpoint.journal import Journal
+from .checkpoint.listing import LISTINGS_MAX, changing, listed_again
 from .checkpoint.namespace import Browser
 from .checkpoint.prune import KEPT, Pruner, PruneResult, finish_local
 from .checkpoint.retention import Policy, nearest_existing
@@ -49,8 +52,8 @@ from .errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from .format.layout import MANIFEST, WINDOWS_DIR, Location, local_dir
-from .format.manifest import FileEntry
+from .format.layout import MANIFEST, WINDOWS_DIR, Location, local_dir, step_of
+from .format.manifest import FileEntry, Manifest
 from .peer.fetch.join import PeerJoiner
 from .peer.peer_catalog import Live, cluster_of
 from .read.range_sources import NearestSource
@@ -262,19 +265,29 @@ class Mover:
         own = await catalog.describe(location, self.directory(location), self.store(location))
         if own is not None:
             return [own]
-        names = [*await self.selector.names(location), *await self._windows(location)]
-        names.sort(key=age_of, reverse=True)
-        found: builtins.list[Row] = []
-        for first in range(0, len(names), LOOK_MAX):
-            rows = await asyncio.gather(*(self._describe(location.child(name)) for name in names[first:][:LOOK_MAX]))
-            found += [row for row in rows if row is not None]
-            if not found:
-                break  # a bucket of other things: its runs are further down
+
+        async def names() -> builtins.list[str]:
+            return [*await self.selector.names(location), *await self._windows(location)]
+
+        async def describe(names: Collection[str]) -> tuple[builtins.list[Row], set[str]]:
+            ordered, found = sorted(names, key=age_of, reverse=True), dict[str, Row]()
+            for first in range(0, len(ordered), LOOK_MAX):
+                part = ordered[first:][:LOOK_MAX]
+                rows = await asyncio.gather(*(self._describe(location.child(name)) for name in part))
+                found |= {name: row for name, row in zip(part, rows, strict=True) if row is not None}
+                if not found:
+                    break  # a bucket of other things: its runs are further down
+            return [*found.values()], {name for name in names if step_of(name) is not None} - found.keys()
+
+        found = await listed_again(location, names, describe)
         if not found:
             raise CheckpointNotFoundError(
                 f"no checkpoint at or under {location.uri}",
                 hint="Name a run or a checkpoint; check the URI, the endpoint and local_root",
             )
+        branch = await self.selector.branch(location, [(row.branch, row.step) for row in found])
+        if branch is not None:
+            found = [replace(row, is_abandoned=not branch.holds(row.branch, row.step)) for row in found]
         return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
 
     async def _windows(self, location: Location) -> builtins.list[str]:
@@ -348,22 +361,27 @@ class Mover:
             CheckpointNotFoundError: nothing is committed there.
             ManifestError: the manifest of the chosen step is damaged.
         """
-        names = await self.store(location).list_dirs()
-        places = [location, *(location.child(name) for name in names if not name.startswith("."))]
         gate = asyncio.Semaphore(self.settings.concurrency)
-        has_commit = await asyncio.gather(*(self._has_commit(place, gate) for place in places))
-        steps = [place for place, has in zip(places, has_commit, strict=True) if has]
-        if not steps:
+        seed = secrets.randbelow(1 << 32) if seed is None else seed
+
+        async def look(names: Collection[str]) -> tuple[tuple[Location, int, Manifest] | None, set[str]]:
+            places = [location, *(location.child(name) for name in names if not name.startswith("."))]
+            has_commit = await asyncio.gather(*(self._has_commit(place, gate) for place in places))
+            steps = [place for place, has in zip(places, has_commit, strict=True) if has]
+            if not steps:
+                return None, {*names}
+            chosen = choose(steps, seed)
+            manifest = await shared_commit.read_shared_manifest(self.store(chosen))
+            return (chosen, len(steps), manifest) if manifest else None, set() if manifest else {chosen.name}
+
+        found = await listed_again(location, self.store(location).list_dirs, look)
+        if found is None:
             raise CheckpointNotFoundError(
                 f"nothing is committed on the shared tier at or under {location.uri}",
                 hint="`tierckpt ls` lists what is there; `tierckpt drain --wait` on the training nodes brings more",
             )
-        seed = secrets.randbelow(1 << 32) if seed is None else seed
-        chosen = choose(steps, seed)
-        manifest = await shared_commit.read_shared_manifest(self.store(chosen))
-        if manifest is None:
-            raise CheckpointNotFoundError(f"{chosen.uri} was removed while the drill began", hint="Run it again")
-        report = DrillReport(chosen, seed, len(steps))
+        chosen, count, manifest = found
+        report = DrillReport(chosen, seed, count)
         concurrency, parent = self.settings.concurrency, scratch or self.settings.local_root
         return await drill(
             report, self.store(chosen), manifest, parent, concurrency=concurrency, listener=self._listener
@@ -396,14 +414,17 @@ class Mover:
         pin: bool = False,
         keep: bool = False,
         hf_cache: bool = False,
+        size_bytes_max: int | None = None,
     ) -> PrefetchResult:
         """Have a checkpoint or model on this node, whole: in ``directory``, or where it belongs.
 
         A checkpoint of ours belongs on the local tier, anything else in the node cache. ``keep``: nobody evicts it from
         there while this process lives. ``hf_cache``: ``directory`` is a Hugging Face cache, by default this user's.
+        Raises CapacityError: the files have more than ``size_bytes_max``; nothing was fetched.
         """
         await _refuse_file(directory)
         resolved, checkpoint = await self._freeze(location, include, exclude)
+        check_size(resolved.frozen, size_bytes_max)
         if hf_cache:
             if not isinstance(resolved.store, HubStore) or pin:
                 raise ConfigError("a Hugging Face cache takes hf:// URIs, and pins nothing", hint="Give hf://ORG/NAME")
@@ -415,6 +436,7 @@ class Mover:
                 concurrency=self.settings.concurrency * 2,
                 listener=self._listener,
                 sharing=self.sharing,
+                stall_seconds=self.node_cache.stall_seconds,
             )
         target = directory or self.local_place(resolved)
         if target is None:
@@ -434,6 +456,9 @@ class Mover:
             concurrency=self.settings.concurrency * 2,
             listener=self._listener,
             sharing=self.sharing,
+            stall_seconds=self.node_cache.stall_seconds,
+            include=include,
+            exclude=exclude,
         )
         if resolved.manifest is not None and directory is None:
             tiers = frozenset({Tier.SHARED})
@@ -484,9 +509,10 @@ class Mover:
         One with a file that has no good copy left is passed over for the step before it; the log says so.
         """
         await _refuse_file(directory)
-        lost: IntegrityError | None = None
+        lost: TierckptError | None = None
         step_max: int | None = None
-        while True:
+        removed = 0
+        while removed < LISTINGS_MAX:
             checkpoint = await self.latest(location, step_max)
             if checkpoint is None:
                 if lost is not None:
@@ -496,11 +522,16 @@ class Mover:
                 result = await self._restore(checkpoint, directory)
                 if result is not None:
                     return result
-            except IntegrityError as error:
+                removed += 1
+            except (IntegrityError, ObjectNotFoundError) as error:
                 if checkpoint.location == location or checkpoint.step is None:
                     raise
+                if not await catalog.stands(checkpoint):  # removed while it was read: there are newer ones
+                    removed += 1
+                    continue
                 log.warning("%s has no good copy left, going back to an older step: %s", checkpoint.location.uri, error)
                 lost, step_max = lost or error, checkpoint.step - 1
+        raise changing(location)
 
     async def _restore(self, checkpoint: Checkpoint, directory: Path) -> RestoreResult | None:
         """Restore ``checkpoint``; None when it was removed, or replaced, before it was held: look again."""
@@ -512,6 +543,7 @@ class Mover:
                 directory,
                 chunk_size_bytes=int(self.settings.chunk_size_bytes),
                 concurrency=self.settings.concurrency * 2,
+                stall_seconds=self.node_cache.stall_seconds,
                 listener=self._listener,
             )
 
@@ -521,18 +553,32 @@ class Mover:
 
     # --- removing ----------------------------------------------------------------------------------------------
 
-    async def prune(self, location: Location, policy: Policy, *, dry_run: bool = False) -> PruneResult:
+    async def prune(
+        self,
+        location: Location,
+        policy: Policy,
+        *,
+        dry_run: bool = False,
+        branch: Branch | None = None,
+        own: Sequence[int] = (),
+    ) -> PruneResult:
         """Remove the checkpoints directly under ``location`` that ``policy`` does not keep; say what became of each.
 
         Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (checkpoint/retention.py).
         Redo logs count as checkpoints among themselves and beside newer checkpoints; checkpoints, among themselves.
+
+        Args:
+            branch: the branch that this process saves to. None: the one that a job of this run continues.
+            own: the steps that this process has saved, the latest last.
         """
         children = [location.child(name) for name in await self.selector.names(location)]
         pruner = Pruner(self.settings, self.journal, self.store)
-        result = await pruner.prune(children, policy, dry_run=dry_run)
+        noted = await self.selector.branch(location) if branch is None else None
+        judge = partial(pruner.prune, policy=policy, dry_run=dry_run, branch=branch, noted=noted, own=own)
+        result = await judge(children)
         if windows := [location.child(name) for name in await self._windows(location)]:
-            kept = [one.copy for one in result.only(KEPT)]
-            result.join(await pruner.prune(windows, policy, dry_run=dry_run, beside=kept), below=WINDOWS_DIR)
+            kept = [one.copy for one in result.only(KEPT) if not one.copy.is_abandoned]
+            result.join(await judge(windows, beside=kept), below=WINDOWS_DIR)
         if not dry_run:
             finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
             result.leftovers += [directory.name for directory in finished]

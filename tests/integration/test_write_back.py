@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from tierckpt.errors import (
     IntegrityError,
     OperationTimeoutError,
 )
+from tierckpt.stores.local import LocalStore
+from tierckpt.stores.obstore_store import RemoteStore
 
 SECONDS = 120.0
 
@@ -355,6 +357,104 @@ def test_a_step_leaves_the_store_after_what_was_saved_beside_it_has_come(
     assert stored(top) == {"step-2/.metadata": b"new", "step-2/__0_0.distcp": b"new"}
     assert not fs.exists(f"{top}/step-1")
     assert fs.ls(top, detail=False) == [f"{top}/step-2"]
+
+
+class Order:
+    """What the store is told to put and to delete, in this order. The first ``put`` waits until ``go`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.done = threading.Event(), list[str]()
+        send = write_back.send
+
+        async def put(store: Any, place: Path, file: Any, *arguments: Any, **options: Any) -> None:
+            await asyncio.to_thread(self.go.wait, SECONDS)
+            await send(store, place, file, *arguments, **options)
+            self.done.append(file.path.partition("/top/")[2])
+
+        monkeypatch.setattr(write_back, "send", put)
+        for kind in (LocalStore, RemoteStore):
+            monkeypatch.setattr(kind, "delete", self._counted(kind.delete))
+
+    def _counted(self, delete: Any) -> Any:
+        async def counted(store: Any, key: str) -> None:
+            self.done.append(f"-{key.partition('/top/')[2]}")
+            await delete(store, key)
+
+        return counted
+
+
+@pytest.mark.parametrize("seconds", [-60, -(10**9), 10**9])
+def test_no_removal_or_marker_overtakes_a_write_when_the_clock_steps(
+    seconds: int, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _goes_on_to_step_2(top, fs, monkeypatch, seconds, lambda: fs.rm(f"{top}/step-1", recursive=True))
+
+
+@pytest.mark.server
+def test_a_step_that_is_removed_file_by_file_does_not_overtake_the_next(
+    s3_uri: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = f"{s3_uri.replace('://', '/')}/top"
+    names = [f"{top}/step-1/data", f"{top}/step-1/more"]
+    _goes_on_to_step_2(top, fs, monkeypatch, -60, lambda: fs.rm(names))
+
+
+def _goes_on_to_step_2(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch, seconds: int, remove: Callable[[], None]
+) -> None:
+    for name in ("data", "more"):
+        fs.pipe_file(f"{top}/step-1/{name}", b"old")
+    fs.wait(top)
+    order = Order(monkeypatch)
+    fs.pipe_file(f"{top}/step-2/data", b"new")
+    step_clock(seconds, monkeypatch)
+    fs.pipe_file(f"{top}/latest", b"step-2")
+    remove()
+    step_clock(0, monkeypatch)
+    fs.pipe_file(f"{top}/after", b"last")
+    order.go.set()
+    fs.wait(top)
+    assert order.done[:2] == ["step-2/data", "latest"]
+    assert sorted(order.done[2:4]) == ["-step-1/data", "-step-1/more"]
+    assert stored(top) == {"step-2/data": b"new", "latest": b"step-2", "after": b"last"}
+
+
+def step_clock(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: time.clock_gettime_ns(time.CLOCK_REALTIME) + seconds * 10**9)
+    monkeypatch.setattr(time, "time", lambda: time.clock_gettime(time.CLOCK_REALTIME) + seconds)
+
+
+@pytest.mark.usefixtures("held")
+def test_what_other_processes_wrote_before_a_reboot_goes_first(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the node begins anew in 1980; nothing of the processes before is left but the journal."""
+    write = "import sys, fsspec; fsspec.filesystem('tierckpt').pipe_file(sys.argv[1], b'data')"
+    wait_for_nothing = {**os.environ, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"}
+    subprocess.run(
+        [sys.executable, "-c", write, f"{top}/step-1/data"], env=wait_for_nothing, timeout=SECONDS, check=True
+    )
+    order = Order(monkeypatch)
+    step_clock(-(10**9), monkeypatch)
+    fs.pipe_file(f"{top}/latest", b"step-1")
+    order.go.set()
+    run_cli(["drain", "--resume"])
+    fs.wait(top)
+    assert order.done == ["step-1/data", "latest"]
+
+
+@pytest.mark.parametrize("goes", ["xb", "write_back=False"])
+def test_a_marker_that_goes_straight_to_the_store_comes_after_the_data(
+    goes: str, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
+    order = Order(monkeypatch)
+    fs.pipe_file(f"{top}/step-1/data", b"data")
+    threading.Timer(0.5, order.go.set).start()
+    with straight.open(f"{top}/latest", "xb" if goes == "xb" else "wb") as file:
+        file.write(b"step-1")
+    assert order.done == ["step-1/data"]
+    assert stored(top) == {"step-1/data": b"data", "latest": b"step-1"}
 
 
 def test_a_step_stays_on_the_store_while_those_after_it_are_removed_undrained(

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import local_commit, local_only, marks, shared_commit
+from ..checkpoint import branches, local_commit, local_only, marks, shared_commit
 from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal
 from ..config import Settings
 from ..disk import read_lease
@@ -288,14 +288,18 @@ class Drainer:
         store, directory = self.store(entry.location), self.directory(entry.location)
         current = await shared_commit.read_shared_manifest(store)
         if current is not None and is_commit_of(current, entry):
+            await branches.note_shared(self.store(branches.run_of(entry.location)), current)
             return "committed"
         log.info("%s: attempt %s was replaced before it was drained", entry.uri, entry.token)
         await asyncio.to_thread(self._forget_local, directory, entry)
         if entry.is_fragment or await self._pending_manifest(entry, store) is None:
-            await store.delete(part(entry.token))
-            for file in entry.files:
-                await store.delete(file.key)
+            await self._delete_sent(entry, store)
         return "superseded"
+
+    async def _delete_sent(self, entry: Entry, store: Store) -> None:
+        await store.delete(part(entry.token))
+        for file in entry.files:
+            await store.delete(file.key)
 
     def _forget_local(self, directory: Path, entry: Entry) -> None:
         local_commit.discard_attempt(directory, entry.token, entry.manifest)
@@ -349,7 +353,7 @@ class Drainer:
             return await self._try_commit(entry)
 
     async def _try_commit(self, entry: Entry) -> str | None:
-        store = self.store(entry.location)
+        store, directory = self.store(entry.location), self.directory(entry.location)
         current = await shared_commit.read_shared_manifest(store)
         if current is not None and is_commit_of(current, entry):
             if entry.manifest is not None:
@@ -367,7 +371,12 @@ class Drainer:
         except AlreadyCommittedError:
             if await self._is_superseded(manifest, store):
                 return "superseded"
-            raise
+            if not await shared_commit.is_abandoned(store, entry.location, manifest):
+                raise
+            log.info("%s: the job has gone back to an older step, and saved this one again", entry.uri)
+            await asyncio.to_thread(marks.mark_superseded, directory, manifest.attempt)
+            await self._delete_sent(entry, store)
+            return "superseded"
         COMMITS.emit(1, tier=Tier.SHARED)
         await self._after_commit(entry, manifest)
         return "committed"
@@ -480,6 +489,7 @@ class Drainer:
     async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
         """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
         store, directory = self.store(entry.location), self.directory(entry.location)
+        await branches.note_shared(self.store(branches.run_of(entry.location)), manifest)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except ManifestError:
@@ -490,8 +500,8 @@ class Drainer:
         if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
             # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
-            run, name = entry.location.parent, entry.location.name
-            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run, name)
+            run = entry.location.parent
+            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run, entry)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         """Record on this node a commit of the shared tier, its metadata checked."""

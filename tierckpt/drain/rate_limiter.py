@@ -28,7 +28,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from ..disk.flush_lock import FlushMark, FlushYield
 from ..disk.priority import lower_this_thread
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..format.layout import control_file
+from ..resources import ThreadPool
 from ..telemetry import logger
 from ..types import Json
 
@@ -154,7 +154,7 @@ class RateLimiter:
         self._control_seen: tuple[int, int, int] | None = None
         self._look_at = 0.0
         self._stepping = FlushYield(FlushMark(local_root)) if local_root is not None else None
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: ThreadPool | None = None
 
     # --- changing it -------------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class RateLimiter:
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run blocking ``work`` on a thread that steps back from training."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS_MAX, "tierckpt-drain", _step_back_to, (self._nice,))
+            self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", _step_back_to, (self._nice,))
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def close(self) -> None:

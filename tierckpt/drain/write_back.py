@@ -4,7 +4,7 @@ Order of one write, under the lock of its journal entry:
     1. the bytes, durable under a temporary name, which goes with its process
     2. the journal entry: what a crash leaves from here on has a name (J1). Without 3 it was never acknowledged
     3. the name that the entry means: the file is there, for this node
-Invariants:
+Invariants (earlier and later are of the journal's order, J5, never of a clock):
     W1  Of two writes of one file the later one stays, on every tier, whoever drains them and when.
     W2  On the shared tier the files of a directory appear in the order in which this node has closed them, and one
         beside directories after all that was closed in those: a file that says that others are whole comes after them.
@@ -117,8 +117,7 @@ def _lock_of(place: Path) -> Path:
 
 
 def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> Entry:
-    written_ns = int(token.split("-")[2])
-    return Entry(token, location.uri, 0, FILE, written_ns / 1e9, chunk_size_bytes, files)
+    return Entry(token, location.uri, 0, FILE, time.time(), chunk_size_bytes, files)
 
 
 async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
