@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
 .PHONY: help test test-all azurite check lock matrix newest-torch lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
-  bench-fanout bench-fanout-simulation bench-gpu bench-hosts bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve clean
+  bench-fanout bench-fanout-simulation bench-gpu bench-hosts bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve bench-state clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -47,7 +47,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-load
 
 # A short pass of each harness of tests/fault. What each number is in test-all: docs/internals/testing.md.
 QUICK := SWEEP=quick BIT_FLIPS=120 CACHE_FLIPS=1 CRASH_STATES=600 FUZZ_SECONDS=1 STORE_FAULT_SECONDS=1 \
-  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4 LOG_KILLS=1 NEAR_STORAGE_KILLS=1
+  STORE_OUTAGE_SECONDS=2 TWO_NODES=6 LEAK_OPERATIONS=4 LOG_KILLS=1 TRAINING_LOOPS=6 NEAR_STORAGE_KILLS=1 HISTORIES=2
 
 test: $(STAMP) azurite ## the quick suite: what a contributor needs, in five minutes
 	env $(addprefix TIERCKPT_TEST_,$(QUICK)) $(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -84,10 +84,10 @@ compat-frameworks: ## install every framework that has an adapter, in .venv-fram
 	version=$$(.venv-frameworks/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))') && \
 	  .venv-frameworks/bin/python -m pip install --quiet "torch==$$version" -e '.[dev]' $(FRAMEWORKS)
 	TIERCKPT_TEST_REQUIRE_FRAMEWORKS=1 .venv-frameworks/bin/python -m pytest \
-	  tests/compat/test_adapters.py tests/compat/test_frameworks.py $(WHEELS:%=tests/integration/test_%.py) $(PYTEST_ARGS)
+	  tests/compat/test_adapters.py tests/compat/test_frameworks.py tests/compat/test_model_layouts.py $(WHEELS:%=tests/integration/test_%.py) $(PYTEST_ARGS)
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
-TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes strange leaks forks interrupts log near-storage redo cases properties
+TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes histories strange leaks forks interrupts log loops near-storage redo cases properties
 TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
@@ -107,12 +107,14 @@ TORTURE_leaks := TIERCKPT_TEST_LEAK_OPERATIONS=5000 test_leaks.py
 TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
 TORTURE_log := TIERCKPT_TEST_LOG_KILLS=300 test_gradient_log.py tests/fault/test_step_log_kills.py
+TORTURE_loops := TIERCKPT_TEST_TRAINING_LOOPS=2000 test_training_loops.py
 TORTURE_near-storage := TIERCKPT_TEST_NEAR_STORAGE_KILLS=300 test_near_storage_kills.py
 TORTURE_redo := TIERCKPT_TEST_CASES=all test_redo_log_kills.py tests/fault/test_multi_step_kills.py
 TORTURE_cases := TIERCKPT_TEST_CASES=all ../unit/test_near_storage.py tests/fault/test_near_storage_kills.py tests/fault/test_flush_faults.py tests/fault/test_step_log_kills.py
 TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
 TORTURE_strange := TIERCKPT_TEST_STRANGE_FILES=all test_strange_files.py
 TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py
+TORTURE_histories := TIERCKPT_TEST_HISTORIES=300 test_histories.py
 TORTURE_simulated := TIERCKPT_TEST_SWEEP=full ../integration/test_simulated_run.py
 
 torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
@@ -159,6 +161,9 @@ bench-load-s3: $(STAMP) ## reads from S3: a bare socket, obstore, boto3, s5cmd, 
 
 bench-save: $(STAMP) ## save: the disk's limit, stock PyTorch, tierckpt (25 minutes)
 	$(BIN)/python bench/save.py $(BENCH_ARGS)
+
+bench-state: $(STAMP) ## 50,000 small tensors: torch.save and torch.load, stock DCP, Checkpointer (5 minutes)
+	$(BIN)/python bench/state.py $(BENCH_ARGS)
 
 bench-replay: $(STAMP) ## a save that moves over several steps, on a throttled link (3 minutes)
 	$(BIN)/python bench/replay.py

@@ -75,10 +75,16 @@ def _errors() -> Iterator[type[Exception]]:
 def command_line_page() -> str:
     """Return the reference of every verb, as ``--help`` says it."""
     lines = ["# Command line", "", "```text", _help(), "```", ""]
-    for verb in app.registered_commands:
-        name = verb.name or verb.callback.__name__
-        lines += [f"## tierckpt {name}", "", "```text", _help(name), "```", ""]
+    verbs = [[_name(verb)] for verb in app.registered_commands]
+    for group in app.registered_groups:
+        verbs += [[str(group.name), _name(verb)] for verb in group.typer_instance.registered_commands]
+    for words in verbs:
+        lines += [f"## tierckpt {' '.join(words)}", "", "```text", _help(*words), "```", ""]
     return "\n".join(lines)
+
+
+def _name(verb: Any) -> str:
+    return str(verb.name or verb.callback.__name__)
 
 
 def _help(*words: str) -> str:

@@ -35,6 +35,7 @@ from tierckpt.format import manifest as manifests
 from tierckpt.replication.local_index import LocalIndex
 
 DATA = Path(__file__).parents[1] / "data"
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4
 FORMATS = sorted(path.name for path in DATA.glob("format-*.tar.gz"))
 
 
@@ -42,7 +43,7 @@ FORMATS = sorted(path.name for path in DATA.glob("format-*.tar.gz"))
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with the shared tier and the local root of a format: its URIs begin with /proc/self/cwd."""
     with tarfile.open(DATA / request.param) as tar:
-        tar.extractall(tmp_path, filter="data")
+        tar.extractall(tmp_path, **FILTER)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     close_all()  # before the working directory is another
@@ -205,7 +206,7 @@ def test_the_log_of_a_run_is_read(place: Path) -> None:
 def test_a_reader_of_format_1_refuses_what_is_written_now_and_says_why(tmp_path: Path) -> None:
     """The reader itself, as it was: what it says to somebody who goes back to the release before."""
     with tarfile.open(DATA / "reader-1.tar.gz") as tar:
-        tar.extractall(tmp_path, filter="data")
+        tar.extractall(tmp_path, **FILTER)
     dcp.save(state(1), storage_writer=tierckpt.TierStorageWriter(tmp_path / "run/step-1"))
     tierckpt.wait(tmp_path / "run/step-1", timeout_seconds=60)
     manifest = tmp_path / "run/step-1" / layout.MANIFEST

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import socket
 import stat
@@ -363,8 +364,9 @@ def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
         settle(root, job)
         assert_is_step(file_uri, 1, root, 4)
         assert list(local_dir(root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
-    told = "nobody says what ranks [3] had written" if late == 3 else "had not staged it"
-    assert told in log_of(roots[0])
+    # The other node may need longer than the three seconds to write the record of rank 2.
+    told = r"nobody says what ranks \[(2, )?3\] had written" if late == 3 else "had not staged it"
+    assert re.search(told, log_of(roots[0]))
     assert "the node of its coordinator has not committed it" in log_of(roots[1])
 
 

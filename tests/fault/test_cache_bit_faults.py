@@ -21,7 +21,8 @@ import tierckpt
 from tests.states import same, save, small_state
 from tierckpt.cache import verifier
 from tierckpt.cache.entry import CacheEntry
-from tierckpt.cache.partial_entry import BLOCKS, RECEIPT, read_receipt
+from tierckpt.cache.partial_entry import BLOCKS
+from tierckpt.cache.receipt import RECEIPT, read_receipt
 from tierckpt.client import close_all
 from tierckpt.disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError

@@ -133,6 +133,20 @@ def test_planning_does_not_wait_for_a_disk_that_hangs(file_uri: str, local_root:
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-5"
 
 
+def test_the_last_step_of_a_job_is_saved_once_the_disk_is_back(file_uri: str, monkeypatch: Patch) -> None:
+    """Nothing trains any more that a wait would hold up."""
+    disk = Disk(monkeypatch, local_commit, "read_local_manifest")
+    with tierckpt.Checkpointer(file_uri, interval=2) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.step(step, state(float(step)))
+        checkpointer.wait("local")
+        disk.hangs.clear()
+        threading.Timer(2.0, disk.hangs.set).start()
+    assert disk.in_it.is_set()
+    assert [(record.step, record.error) for record in checkpointer.stats] == [(2, ""), (3, "")]
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
+
+
 def test_the_first_save_of_a_process_goes_on_when_the_disk_comes_back(file_uri: str, monkeypatch: Patch) -> None:
     """Of what it makes below the local root, and looks for there, the thread that trains waits for nothing in vain."""
     disk = Disk(monkeypatch, os, "mkdir")

@@ -24,7 +24,7 @@ LOADS = {"restore", "load"}
 BOUNDED = {
     "tierckpt.training.saves.SaveRecord",  # the latest 4096
     "tierckpt.stores.obstore_store.RemoteStore",  # the latest 16, with their places
-    "tierckpt.format.layout.Location",
+    "tierckpt.format.uris.Location",
 }
 
 

@@ -108,9 +108,14 @@ def test_every_command_line_is_one_that_the_command_takes(page: Path) -> None:
         if not words or words[0].startswith("-") or words[0] in ("on", "is"):
             continue
         assert words[0] in commands, (where, words)
-        options = {
-            option for parameter in commands[words[0]].params for option in (*parameter.opts, *parameter.secondary_opts)
-        }
+        command = commands[words[0]]
+        for verb in getattr(command, "commands", {}):
+            if words[1:2] == [verb]:
+                command = command.commands[verb]
+                break
+        else:
+            assert not hasattr(command, "commands") or len(words) == 1, (where, words)
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         unknown = [word for word in words[1:] if word.startswith("--") and word.partition("=")[0] not in options]
         assert [word for word in unknown if word != "--help"] == [], (where, words)
 

@@ -37,7 +37,7 @@ from tierckpt.errors import (
     TierckptError,
 )
 from tierckpt.format.layout import parse_uri
-from tierckpt.stores import open_store
+from tierckpt.stores import http_reader, open_store
 from tierckpt.stores.hub import api
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -83,6 +83,20 @@ def holds(directory: Path, files: dict[str, bytes]) -> bool:
         if path.is_file() and ".tierckpt" not in path.parts
     }
     return found == files
+
+
+@pytest.mark.parametrize("ignores_ranges", [True, False])
+@pytest.mark.parametrize("is_mirror", [True, False])
+def test_a_mirror_or_cdn_sends_each_file_once(
+    is_mirror: bool, ignores_ranges: bool, hub: FakeHub, tmp_path: Path
+) -> None:
+    """A request for a range gets the range, or the whole file, from the Hub or from where it leads."""
+    files = published(hub, model(files=3, size_bytes=3 << 20))
+    hub.is_mirror, hub.ignores_ranges = is_mirror, ignores_ranges
+    assert holds(fetch(tmp_path), files)
+    sent = sum(hub.sent.values())
+    # What is in the buffers of a socket has left a mirror before it hears that the range was wanted only.
+    assert sent <= sum(map(len, files.values())) + (is_mirror and ignores_ranges) * (5 << 20)
 
 
 # --- what it is for ------------------------------------------------------------------------------------------------
@@ -299,7 +313,7 @@ def test_a_host_of_bytes_that_stumbles_is_asked_again(
 @pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"])
 def test_a_hub_that_drips_holds_no_thread(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then is no answer, be it of a head or of a body, however soon each comes after the last."""
-    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(dripped)))
+    monkeypatch.setattr(http_reader, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(dripped)))
     ended = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200 + b"\r\n\r\n" if not begins else b"x" * 200
 
     def drip() -> None:

@@ -52,15 +52,15 @@ def test_what_is_too_long_is_refused_with_its_length(tmp_path: Path, below: str)
             work()
 
 
-def test_a_key_that_no_file_can_have_is_named_and_can_be_left_out(s3_uri: str, tmp_path: Path) -> None:
+def test_a_key_that_no_file_can_have_gets_a_name_and_can_be_left_out(s3_uri: str, tmp_path: Path) -> None:
     import fsspec
 
-    with fsspec.open(f"{s3_uri}/model/good.bin", "wb") as file:
-        file.write(b"good")
-    with fsspec.open(f"{s3_uri}/model/{'k' * 300}", "wb") as file:
-        file.write(b"bad")
-    with pytest.raises(ConfigError, match=r"k{200}.*--exclude"):
-        tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "to")
-    assert not (tmp_path / "to").exists() and not list(tmp_path.glob(".to*"))
+    for key, data in {"good.bin": b"good", "k" * 300: b"long", "k" * 299: b"shorter"}.items():
+        with fsspec.open(f"{s3_uri}/model/{key}", "wb") as file:
+            file.write(data)
+    tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "all")
+    named = {path.name: path.read_bytes() for path in (tmp_path / "all").glob("k*")}
+    assert sorted(named.values()) == [b"long", b"shorter"] and all(name.startswith("k" * 200) for name in named)
     tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "to", exclude=["k*"])
+    assert not list((tmp_path / "to").glob("k*"))
     assert (tmp_path / "to" / "good.bin").read_bytes() == b"good"

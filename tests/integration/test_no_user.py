@@ -37,7 +37,7 @@ NEED_NO_LOCAL_ROOT = [
     "status",
     "prune {run}",
     "report {run}",
-    "prefetch --check",
+    "cache ls",
 ]
 NEED_LOCAL_ROOT = [
     "prefetch {run}/step-1",

@@ -24,8 +24,8 @@ from tierckpt.agent.node_document import checkpoints
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import has_shards
-from tierckpt.checkpoint.journal import Journal
-from tierckpt.checkpoint.local_only import newest_drained
+from tierckpt.checkpoint.journal import LOCAL_ONLY, Entry, Journal
+from tierckpt.checkpoint.local_only import drop_superseded
 from tierckpt.checkpoint.prune import finish_local
 from tierckpt.checkpoint.retention import local_checkpoints, marked_directories
 from tierckpt.checkpoint.run_log_reader import local_records
@@ -34,7 +34,7 @@ from tierckpt.disk.durable import make_dirs
 from tierckpt.disk.local_root import clear_leftovers
 from tierckpt.errors import TierckptError
 from tierckpt.format import layout
-from tierckpt.format.layout import MANIFEST, METADATA, ORIGIN_DIR, PARTS_DIR, local_dir, parse_uri
+from tierckpt.format.layout import DRAINED, MANIFEST, METADATA, ORIGIN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.mover import Mover
 from tierckpt.replication.local_index import LocalIndex
@@ -66,6 +66,13 @@ def run_of(settings: Settings) -> Path:
     return local_dir(settings.local_root, parse_uri("file:///elsewhere/run/step-1")).parent
 
 
+def superseded(settings: Settings) -> None:
+    """Which drained step is the newest decides whether a local-only one stays."""
+    journal = Journal(settings.local_root)
+    journal.write(Entry("ef56", "file:///elsewhere/run/step-99", 0, LOCAL_ONLY))
+    drop_superseded(settings.local_root, journal)
+
+
 LOOKS: dict[str, Callable[[Settings], object]] = {
     "what removals left": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
@@ -78,7 +85,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "leftovers": lambda settings: clear_leftovers(settings.local_root),
     "journal": lambda settings: Journal(settings.local_root).entries(),
     "cache": lambda settings: Pool(settings).rows(),
-    "drained": lambda settings: newest_drained(run_of(settings)),
+    "superseded": superseded,
     "shards": lambda settings: [has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
     "history": lambda settings: [local_records(run_of(settings) / f"step-{step}") for step in range(8)],
     "forgotten": lambda settings: [
@@ -102,6 +109,7 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
                 (directory / "new").write_bytes(COMMITTED)
                 (directory / "new").replace(directory / MANIFEST)
                 (directory / "__0_0-ab12.distcp").write_bytes(bytes(100))
+                (directory / DRAINED).write_bytes(b"cd34")
             except OSError:
                 pass  # somebody has removed what was empty
             shutil.rmtree(run_of(settings) / f"step-{(number + 4) % 8}", ignore_errors=True)

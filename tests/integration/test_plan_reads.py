@@ -63,9 +63,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = readers.load_tensor
 
-    def load_tensor(stream: Any, name: str) -> torch.Tensor:
+    def load_tensor(stream: Any, name: str, **options: Any) -> torch.Tensor:
         names.append(name)
-        return real(stream, name)
+        return real(stream, name, **options)
 
     monkeypatch.setattr(readers, "load_tensor", load_tensor)
     return names

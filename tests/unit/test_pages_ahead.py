@@ -19,7 +19,7 @@ from tests.states import same
 from tierckpt.arena.page_choice import Paging
 from tierckpt.config import Settings
 from tierckpt.disk.io_tuner import READ_THREADS_MAX
-from tierckpt.errors import StoreError
+from tierckpt.errors import CapacityError, StoreError
 from tierckpt.loading import fill
 from tierckpt.loading.model_files import Directory
 from tierckpt.loading.safetensors import WantedTensors
@@ -136,7 +136,7 @@ def test_pages_that_cannot_be_had_end_the_load(
             raise MemoryError("seeded")
 
     monkeypatch.setattr(fill, "put_pages", refuse)
-    with pytest.raises(MemoryError, match="seeded"):
+    with pytest.raises(CapacityError, match="seeded"):
         _within_deadline(lambda: tierckpt.load_safetensors(model))
 
 
@@ -152,7 +152,7 @@ def test_a_thread_that_cannot_be_had_ends_the_load(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_others)
-    with pytest.raises(RuntimeError, match="new thread"):
+    with pytest.raises(CapacityError, match="new thread"):
         _within_deadline(lambda: tierckpt.load_safetensors(model))
 
 
