@@ -361,15 +361,16 @@ def test_each_object_of_a_bucket_arrives(behaviour: dict[str, object], bucket: S
     assert fetch(bucket, tmp_path / "to") == bucket.files
 
 
+@pytest.mark.parametrize("requests", [0, 2], ids=["at once", "while it is fetched"])
 @pytest.mark.parametrize("conditions", ["given", "refused", "never met"])
-def test_an_object_that_changes_while_it_is_fetched_is_an_error(
-    conditions: str, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_object_that_changes_is_an_error(
+    conditions: str, requests: int, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.conditions = conditions
     real = Server.etag
 
     def etag(told: Server, name: str) -> str | None:
-        if sum(count for what, count in told.asked.items() if what == "GET /m/m/weights.bin") > 2:
+        if sum(count for what, count in told.asked.items() if what == "GET /m/m/weights.bin") > requests:
             told.listed = '"another"'
             return '"another"'
         return real(told, name)

@@ -68,12 +68,17 @@ class Versions:
                 return await request(etag)
             except StoreError as error:
                 is_refused = isinstance(error, PreconditionFailedError) or error.context.get("status") in REFUSALS
-                if etag is None or not is_refused or not await self._has_listed(item, error):
+                if etag is None or not is_refused or not isinstance(self.store, Store):
                     raise
+                if not await self._has_listed(self.store, item, error):
+                    raise self._changed(item) from error
 
     async def _check_after(self, item: FileSpec) -> None:
         if item.key in self._unconditional and not await self._is_as_before(item):
-            raise PreconditionFailedError(f"{item.key} has changed", uri=self.store.uri, key=item.key)
+            raise self._changed(item)
+
+    def _changed(self, item: FileSpec) -> PreconditionFailedError:
+        return PreconditionFailedError(f"{item.key} has changed", uri=self.store.uri, key=item.key)
 
     async def _get(self, key: str, byte_range: ByteRange, memory: memoryview | None, etag: str | None) -> Buffer:
         if memory is not None and isinstance(self.store, ReadsInto):
@@ -81,11 +86,9 @@ class Versions:
             return memory
         return await self.store.get_range(key, byte_range, if_match=etag)
 
-    async def _has_listed(self, item: FileSpec, refusal: TierckptError) -> bool:
+    async def _has_listed(self, store: Store, item: FileSpec, refusal: TierckptError) -> bool:
         """True when the store still has the version that was listed, and another way to read it is noted."""
-        store, key = self.store, item.key
-        if not isinstance(store, Store):
-            return False
+        key = item.key
         found = await store.head(key)
         if found.size_bytes != item.size_bytes:
             return False
