@@ -1,6 +1,6 @@
 # Every target works on a fresh machine with Python 3.11+, make and a C library: the environment is built on the way.
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite check lock matrix newest-torch lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
+.PHONY: help test test-all test-device azurite check lock matrix newest-torch lint types layers docs package demo compat-frameworks torture powercut soak bench bench-arena bench-digest \
   bench-fanout bench-fanout-simulation bench-gpu bench-hosts bench-load bench-load-ranks bench-load-s3 bench-near-storage bench-plan bench-replay bench-safetensors bench-save bench-serve bench-state clean
 
 PYTHON ?= python3
@@ -63,6 +63,12 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/lint-imports
+
+# Of the quick suite what touches tensors of a device. There tests/conftest.py makes tensors on it, unless they say where.
+DEVICE_TESTS := state_table exact_state state_strict step_log redo_log multi_step_save save_restore resume default_device
+test-device: $(STAMP) ## the state, the codec and the logs on a GPU (2 minutes)
+	env TIERCKPT_TEST_DEVICE=cuda $(PYTEST) -m "not slow" $(DEVICE_TESTS:%=tests/integration/test_%.py) tests/unit/test_replay.py \
+	  tests/unit/test_redo.py $(PYTEST_ARGS)
 
 check: lint types layers test-all ## what CI runs: lint, types, layers, every test
 

@@ -128,6 +128,16 @@ class Training:
         return {f"model.{name}": value for name, value in self.model.state_dict().items()} | moments
 
 
+class KeptStager(DefaultStager):
+    """PyTorch's, kept warm: before 2.13 ``async_save`` closes the caller's stager, and the next save fails."""
+
+    def close(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().close()
+
+
 class Savers:
     """The ways to save. Each stager lives as long as the bench: what is warm in a job is warm here."""
 
@@ -152,7 +162,7 @@ class Savers:
     def close(self) -> None:
         self._wait_for_staging()
         for stager in self._stagers.values():
-            stager.close()
+            stager.end() if isinstance(stager, KeptStager) else stager.close()
 
     def _make(self, row: str, bench: Bench) -> Any:
         if row == OURS:
@@ -160,7 +170,7 @@ class Savers:
         if row == OURS_LAZY:
             return tierckpt.TierStager(mode="lazy", optimizers=[self._training.optimizer], local_root=bench.local_root)
         is_cuda = self._training.device.type == "cuda"  # without it PyTorch refuses all but plain staging
-        return DefaultStager(StagingOptions(is_cuda, False, row == STOCK_ASYNC, is_cuda))
+        return KeptStager(StagingOptions(is_cuda, False, row == STOCK_ASYNC, is_cuda))
 
     def _wait_for_staging(self, *unused: Any) -> None:
         """Stock PyTorch leaves the fence to the caller, so the bench is the careful caller."""
@@ -294,6 +304,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "replay_rate": ("M updates/s", lambda value: f"{value / 1e6:,.0f}"),
     "replay_ratio": ("x optimizer", lambda value: f"{value:.2f}x"),
     "check_rate": ("checked GB/s", lambda value: f"{value / 1e9:.1f}"),
+    "moved_bytes": ("moved MiB", lambda value: f"{value / MiB:,.0f}"),
     "cpu_seconds": ("CPU s", lambda value: f"{value:.2f}"),
     "peak_extra_bytes": ("RSS +MiB", lambda value: f"{value / MiB:,.0f}"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tierckpt.replay.checksum import Fingerprint
+from tierckpt.replay.checksum import marks_of, numbers_of
+from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.snapshot import Snapshot
@@ -19,7 +22,7 @@ LOG = "tierckpt: GradientLog, each step"
 REPLAY = "redo log made the last version"
 CHECKSUM = "fingerprints of the state"
 REPLAY_ROWS = (MULTI_STEP, LOG, REPLAY, CHECKSUM)
-STEPS = 7
+STEPS, LOGGED_STEPS_MAX = 7, 10
 WAIT_SECONDS = 600.0
 Sample = dict[str, float]
 
@@ -46,6 +49,12 @@ def sample_of(row: str, training: Training, directory: Path, number: int, steps:
     return _fingerprints(training)
 
 
+@functools.cache
+def _link() -> Link:
+    """One for all rounds, as a job has it: its page-locked memory is made by the first."""
+    return Link()
+
+
 def _beside(taken: list[float], usual: float) -> Sample:
     return {
         "blocked_seconds": sum(max(0.0, one - usual) for one in taken),
@@ -58,7 +67,7 @@ def _beside(taken: list[float], usual: float) -> Sample:
 
 def _window(training: Training) -> tuple[list[float], Snapshot]:
     """The steps of a window and the one after, which waits for the last part. Its parts are kept, on any device."""
-    with MultiStepStager(training.optimizer, STEPS, defers=True) as stager:
+    with MultiStepStager(training.optimizer, STEPS, defers=True, link=_link()) as stager:
         pending, taken = stager.begin(training.optimizer.state_dict), []
         for _ in range(STEPS):
             begun = time.perf_counter()
@@ -76,17 +85,22 @@ def _check(snapshot: Snapshot) -> None:
 
 
 def _logged(training: Training, directory: Path, steps: int, usual: float) -> Sample:
-    with GradientLog(training.optimizer, directory / f"log-{time.monotonic_ns()}") as log:
-        log.begin("base")
-        taken = []
-        for number in range(1, steps + 1):
-            begun = time.perf_counter()
-            training.step()
-            log.end_of_step(number)
-            training.wait()
-            taken.append(time.perf_counter() - begun)
-        log.sync()
-        return {**_beside(taken, usual), "call_seconds": log.blocked_seconds}
+    path = directory / "log"
+    try:
+        with GradientLog(training.optimizer, path, link=_link()) as log:
+            log.begin("base")
+            taken = []
+            for number in range(1, min(steps, LOGGED_STEPS_MAX) + 1):
+                begun = time.perf_counter()
+                training.step()
+                log.end_of_step(number)
+                training.wait()
+                taken.append(time.perf_counter() - begun)
+            log.sync()
+            size_bytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+            return {**_beside(taken, usual), "call_seconds": log.blocked_seconds, "moved_bytes": size_bytes}
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _replayed(training: Training) -> Sample:
@@ -121,14 +135,14 @@ def _fingerprints(training: Training) -> Sample:
     states += [one for state in training.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
     training.wait()
     begun = time.perf_counter()
-    found = [Fingerprint.of(one) for one in states]
+    found = marks_of(states)
     called = time.perf_counter() - begun
-    training.wait()
+    numbers = numbers_of(found)
     taken = time.perf_counter() - begun
     size_bytes = sum(one.numel() * one.element_size() for one in states)
     return {
         "call_seconds": called,
         "durable_seconds": taken,
         "check_rate": size_bytes / taken,
-        "fingerprints": len(found),
+        "fingerprints": len(numbers),
     }

@@ -64,6 +64,9 @@ LONGEST_FIRST = (
 """Files of minutes. Several workers take a file each: none of these should be begun last."""
 
 
+DEVICE = os.environ.get("TIERCKPT_TEST_DEVICE", "")
+"""The device on which tests make their tensors (``make test-device``): ``cuda`` where there is one."""
+
 SHARE = os.environ.get("TIERCKPT_TEST_SLOW_SHARE", "")
 """``SEED/N``: of the tests marked slow every N-th, from one on that SEED chooses: each share has as many of each file,
 and takes about as long as the others. What is left out is deselected, and counted as such."""
@@ -75,7 +78,13 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return set(slow) - set(slow[zlib.crc32(seed.encode()) % int(of) :: int(of)]) if SHARE else set()
 
 
+HOST_ONLY = ("Adagrad-fused", "Adagrad fused", "numpy", "test_device_link.py")
+"""Parts of the names of tests that are for the host: CUDA has no such kernel, or they stand in for a device."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DEVICE:
+        items[:] = [item for item in items if not any(part in item.nodeid for part in HOST_ONLY)]
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     left = left_out(items)
@@ -101,6 +110,15 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     yield
     close_all()
+
+
+@pytest.fixture(autouse=bool(DEVICE))
+def default_device() -> Iterator[None]:
+    import torch
+
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture

@@ -18,15 +18,20 @@ def small_state(seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "model": {
-            "weight": torch.randn(128, 256, generator=generator),
-            "bias": torch.randn(256, generator=generator).to(torch.bfloat16),
+            "weight": drawn(generator, 128, 256),
+            "bias": drawn(generator, 256).to(torch.bfloat16),
             "empty": torch.empty(0, 3),
             "scalar": torch.tensor(float(seed)),
-            "transposed": torch.randn(32, 64, generator=generator).t(),
+            "transposed": drawn(generator, 32, 64).t(),
         },
         "step": seed,
         "note": {"text": f"seed {seed}", "list": [1, "two", 3.0]},
     }
+
+
+def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """The same numbers on every device."""
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def zeros_like(state: Any) -> Any:

@@ -1,10 +1,10 @@
 """The state in which a process of ours begins: standard streams that can be used, and a parent that handles signals.
 
-    S1  Descriptors 0, 1 and 2 are open, so that no file of ours gets their number.
-    S2  A write to standard error neither raises nor waits for long. A write to standard output raises only OutputError.
-    S3  As process 1 of a container, a signal ends the command as it does elsewhere, and no zombie stays.
-    S4  The command ends ``END_SECONDS`` after its work or after Ctrl-C, whatever its threads wait for; at once after a
-        second Ctrl-C.
+S1  Descriptors 0, 1 and 2 are open, so that no file of ours gets their number.
+S2  A write to standard error neither raises nor waits for long. A write to standard output raises only OutputError.
+S3  As process 1 of a container, a signal ends the command as it does elsewhere, and no zombie stays.
+S4  The command ends ``END_SECONDS`` after its work or after Ctrl-C, whatever its threads wait for; at once after a
+    second Ctrl-C.
 """
 
 from __future__ import annotations

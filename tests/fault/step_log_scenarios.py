@@ -73,7 +73,7 @@ class Job:
         found = xxhash.xxh3_64()
         states = [one for p in self.model.parameters() for one in self.optimizer.state[p].values()]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *states, torch.get_rng_state()):
-            found.update(local(tensor.detach()).contiguous().view(-1).view(torch.uint8).numpy())
+            found.update(local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy())
         found.update(repr((self.schedule.state_dict(), self.optimizer.param_groups[0]["lr"])).encode())
         return str(found.hexdigest())
 

@@ -235,7 +235,7 @@ def header_text(chance: random.Random) -> tuple[bytes, int]:
     text = f"{_space(chance)}{{{_space(chance)}{','.join(parts)}}}{_space(chance)}"
     if chance.random() < 0.05:
         at = chance.randrange(len(text))
-        text = text[:at] + chance.choice([*" ,:[]{}\"0\0\x0c", "\ufeff", ""]) + text[at + chance.randint(0, 1) :]
+        text = text[:at] + chance.choice([*' ,:[]{}"0\0\x0c', "\ufeff", ""]) + text[at + chance.randint(0, 1) :]
     return text.encode(), position
 
 

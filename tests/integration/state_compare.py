@@ -65,7 +65,7 @@ def frozen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _frozen_tensor(value)
     if isinstance(value, torch.Generator):
-        return ("generator", value.get_state().numpy().tobytes())
+        return ("generator", value.get_state().cpu().numpy().tobytes())
     if isinstance(value, io.BytesIO):
         return ("stream", value.getvalue())
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def _frozen_tensor(value: torch.Tensor) -> Any:
         return (about, value.q_scale(), frozen(value.int_repr()))
     dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     flat = dense.contiguous().resolve_conj().resolve_neg().reshape(-1).clone()
-    return (about, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return (about, flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b"")
 
 
 def states_of(job: Job) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from tests.integration.state_compare import Job
+from tests.states import drawn
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
@@ -19,7 +20,7 @@ Loss = Callable[[int], torch.Tensor]
 
 
 def inputs(number: int, width: int = 4) -> torch.Tensor:
-    return torch.randn(6, width, generator=torch.Generator().manual_seed(number))
+    return drawn(torch.Generator().manual_seed(number), 6, width)
 
 
 def loss_of(model: Any, width: int = 4) -> Loss:

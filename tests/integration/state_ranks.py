@@ -18,6 +18,7 @@ from tests.compat import layouts
 from tests.exact import check_same
 from tests.integration.state_compare import frozen
 from tests.integration.state_objects import Loader
+from tests.states import drawn
 from tierckpt import Checkpointer
 from tierckpt.errors import TierckptError
 
@@ -43,7 +44,7 @@ class RankJob:
         optimizer = self.state["optimizer"]
         for step in steps:
             optimizer.zero_grad()
-            x = torch.randn(6, 13, generator=torch.Generator().manual_seed(step))
+            x = drawn(torch.Generator().manual_seed(step), 6, 13)
             loss = self.loss(x)
             for parameter in self.loose.values():
                 loss = loss + (parameter - step).square()

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.compat.worker import launch
 from tests.exact import check_same
+from tests.states import drawn
 from tests.unit.test_replay import IMPLEMENTATIONS, KINDS
 from tierckpt import Checkpointer, PerRank, RngState, load_model
 from tierckpt.errors import StateMismatchError
@@ -148,7 +149,7 @@ class Fitted:
 
     def train(self, steps: range) -> None:
         for step in steps:
-            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(self.model.weight.dtype)
+            inputs = drawn(torch.Generator().manual_seed(step), 4, 5).to(self.model.weight.dtype)
             self.optimizer.zero_grad()
             self.model(inputs).float().square().mean().backward()
             self.optimizer.step()
@@ -193,7 +194,7 @@ class Branches(torch.nn.Module):
 
     def train_with(self, optimizer: torch.optim.Optimizer, step: int, branch: str) -> None:
         optimizer.zero_grad()
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        inputs = drawn(torch.Generator().manual_seed(step), 3, 4)
         getattr(self, branch)(self.first(inputs)).square().mean().backward()
         optimizer.step()
 

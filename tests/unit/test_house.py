@@ -110,6 +110,25 @@ def test_no_unit_test_says_that_something_took_less_than_so_long() -> None:
     assert [f"{path.name}:{line}" for path in files for line in upper_bounds(nodes_of(path.read_text()))] == []
 
 
+FACTORIES = {"arange", "empty", "empty_strided", "full", "ones", "rand", "randn", "randperm", "tensor", "zeros"}
+
+
+def without_device(nodes: list[ast.AST]) -> Iterator[int]:
+    """Lines that make a tensor on the default device, which is the user's (``torch.set_default_device``)."""
+    for node in nodes:
+        is_made = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
+        if is_made and ast.unparse(node.func.value) == "torch" and "device" not in {k.arg for k in node.keywords}:
+            yield node.lineno
+
+
+def test_every_tensor_of_ours_says_its_device() -> None:
+    assert [*without_device(nodes_of("torch.empty(3)\ntorch.zeros(2, device='cpu')"))] == [1]
+    found = {
+        str(path): [*without_device(nodes_of(path.read_text()))] for path in (REPOSITORY / "tierckpt").rglob("*.py")
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
 def test_both_rules_find_what_they_are_for() -> None:
     name = min(ours())
     uses = f"from tierckpt.x import {name}\nmade.{name}\nsetattr(made, '{name}', 1)\nBUGS = [(made, '{name}')]\n"

@@ -68,7 +68,7 @@ def slow_link() -> Iterator[Link]:
 def check(found: Any, wanted: Any, where: str = "") -> None:
     assert type(found) is type(wanted) or isinstance(wanted, dict), where
     if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted), where
+        assert torch.equal(found.cpu(), wanted.cpu()), where
     elif isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
         for key, one in wanted.items():

@@ -54,7 +54,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def backward(model: nn.Module, number: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(number)
     like = next(model.parameters())
-    inputs = torch.randn(8, 13, generator=generator).to(like.dtype)
+    inputs = torch.randn(8, 13, generator=generator, device="cpu").to(like)
     (model(inputs).float().square().mean() * scale).backward()
 
 

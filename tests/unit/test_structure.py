@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests.exact import check_same
 from tierckpt.errors import StateMismatchError, UnsafeCheckpointError
 from tierckpt.training.codec import job_state as states
+from tierckpt.training.codec import reconstruction
 from tierckpt.training.codec.reconstruction import Decoder
 from tierckpt.training.codec.structure import Encoder, text_of
 from tierckpt.training.codec.structure_types import DEPTH_MAX
@@ -408,6 +409,25 @@ def test_one_tensor_is_made_once() -> None:
     text = json.dumps([{"tensor": ["w", "", False]}] * 2)
     with pytest.raises(UnsafeCheckpointError, match="named twice"):
         Decoder(text, Metadata({"w": stored}), lambda: None)
+
+
+@pytest.mark.parametrize("has_accelerator", [True, False])
+def test_a_tensor_of_an_accelerator_comes_back_to_one(has_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the live object has nothing in its place. ``meta`` stands for the accelerator."""
+    monkeypatch.setattr(reconstruction, "has_device", lambda kind: has_accelerator and kind == "meta")
+    stored = TensorStorageMetadata(TensorProperties(), torch.Size([4]), [])
+    text = json.dumps([{"tensor": ["w", "", False, "meta"]}, {"tensor": ["x", "", False]}])
+    decoder = Decoder(text, Metadata({"w": stored, "x": stored}), lambda: None)
+    assert [one.device.type for one in decoder.value] == ["meta" if has_accelerator else "cpu", "cpu"]
+    decoder = Decoder(text, Metadata({"w": stored, "x": stored}), lambda: [torch.ones(4), None])
+    assert decoder.value[0].device.type == "cpu", "the live object decides"
+
+
+def test_the_device_of_a_tensor_is_kept() -> None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    tensor = torch.ones(2, device=accelerator or "cpu")
+    node, _ = Encoder("").encode(tensor, ("x",))
+    assert node == {"tensor": ["x", "", False, *([accelerator.type] if accelerator else [])]}
 
 
 def test_the_size_of_a_text_is_that_of_its_values() -> None:

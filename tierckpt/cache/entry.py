@@ -196,9 +196,7 @@ class CacheEntry:
                 self.tally.here_bytes = self.frozen.size_bytes
                 return None
             try:
-                filling = PartialEntry(
-                    self._target, self.frozen, preallocate=whole, is_selected=self._is_selected
-                )
+                filling = PartialEntry(self._target, self.frozen, preallocate=whole, is_selected=self._is_selected)
             except ObjectNotFoundError:
                 if not left:
                     raise
@@ -581,9 +579,7 @@ class CacheEntry:
         begun = time.monotonic()
         await self._write_chunk(filling, index, chunk, data, digest, keep=False)
         self._streamed.add((index, chunk))
-        self.tally.note(
-            self.frozen.files[index].path, self.frozen.chunk_range(index, chunk), time.monotonic() - begun
-        )
+        self.tally.note(self.frozen.files[index].path, self.frozen.chunk_range(index, chunk), time.monotonic() - begun)
 
     def has_streamed(self, index: int, chunk: int) -> bool:
         """True for a chunk that this process has landed out of a stream of its file."""

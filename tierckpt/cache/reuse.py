@@ -96,4 +96,3 @@ def _link(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
         log.debug("%s is not taken over: %s", source, error)
         return False
     return True
-

@@ -30,9 +30,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     ]  # fmt: skip
     view: list[RenderableType] = [table("name >step local shared >files >size branch", lines)] if rows else []
     if any(row.is_abandoned for row in rows):
-        view.append(
-            "The job went back to an older step: restore(state, step=N) takes an abandoned one."
-        )
+        view.append("The job went back to an older step: restore(state, step=N) takes an abandoned one.")
     if runs:
         below = f"{location.uri.rstrip('/')}/"
         found = [(run.location.uri.removeprefix(below), run.steps, run.newest) for run in runs]

@@ -126,7 +126,7 @@ class RowBufferPool:
         while self._free and self._size_bytes + size_bytes > self._size_bytes_max:
             self._size_bytes -= self._free.pop(0).nbytes
         self._size_bytes += size_bytes
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, taken: torch.Tensor) -> None:
         self._free.append(taken)
@@ -194,7 +194,7 @@ class RawRead:
         into = self.target
         if not self._is_direct:
             into = self._memory = (
-                torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True)
+                torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
                 if self.target.is_cuda
                 else self.rows.take(self._size_bytes)
             )

@@ -246,7 +246,7 @@ class TierStager:
         walk = _Walk(state)
         layout = self._layout_of(walk.leaves)
         if not layout.size_bytes:
-            targets = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in walk.leaves]
+            targets = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in walk.leaves]
             return walk.rebuild(targets), Copies(targets, walk.leaves)
         lease = self._lease(layout.size_bytes)
         targets = layout.views(self._base(lease, layout))
@@ -440,7 +440,7 @@ def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
     not have, and crashes the process that unpickles it.
     """
     spec = torch_internals.spec_of(like)
-    made = cast(Any, DTensor)(torch.empty(local.shape, dtype=local.dtype), spec, requires_grad=False)
+    made = cast(Any, DTensor)(torch.empty(local.shape, dtype=local.dtype, device="cpu"), spec, requires_grad=False)
     torch_internals.set_local_tensor(made, local)
     return cast(DTensor, made)
 
@@ -462,7 +462,7 @@ def base_of(lease: Lease, size_bytes: int, *, torch_shares: bool = False) -> tor
     if shared is None:
         shared = torch_internals.new_shared_storage(os.dup(lease.memory.fd), lease.memory.size_bytes)
         _shared_storages[lease.memory] = shared
-    base = torch.empty(0, dtype=torch.uint8).set_(shared)[:size_bytes]
+    base = torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared)[:size_bytes]
     lease.in_use = lambda: torch_internals.storage_use_count(torch_internals.storage_address_of(shared)) > 1
     return base
 

@@ -193,7 +193,7 @@ def _read(reader: TierStorageReader, window: list[Block], view: memoryview, begi
         item = block.item
         raw = torch.frombuffer(view, dtype=item.written, count=block.numel, offset=block.start - begin)
         place = raw.view(block.sizes)
-        target = place if item.dtype == item.written else torch.empty(block.sizes, dtype=item.dtype)
+        target = place if item.dtype == item.written else torch.empty(block.sizes, dtype=item.dtype, device="cpu")
         placed.append(place)
         targets[item.key, block.offsets] = target
         plan += _reads(block)

@@ -135,16 +135,14 @@ def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch
     """Return the tensor of that shape and type at ``offset``."""
     dtype, count = DTYPES[one.dtype], math.prod(one.shape)
     if not count:
-        return torch.empty(one.shape, dtype=dtype)
+        return torch.empty(one.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(one.shape)
 
 
-def _state_of(
-    kind: type[torch.optim.Optimizer], group: Mapping[str, Any]
-) -> dict[str, tuple[torch.dtype, bool]]:
+def _state_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, bool]]:
     """Return the type of each tensor that a step keeps, and whether it has an element for each of the parameter's."""
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=MASTER_DTYPE))
-    parameter.grad = torch.zeros(2, dtype=MASTER_DTYPE)
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=MASTER_DTYPE, device="cpu"))
+    parameter.grad = torch.zeros(2, dtype=MASTER_DTYPE, device="cpu")
     optimizer = cast(Any, kind)([{**group, "params": [parameter]}])
     optimizer.step()
     found = {}

@@ -28,7 +28,7 @@ def build_optimizer(
         raise ConfigError(f"which optimizer? {kind!r} is none: give a class of torch.optim after the parameters")
     made = cast(Any, kind)(params, **options)
     if made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
-        one = torch.zeros(1)
+        one = torch.zeros(1, device="cpu")
         begun = cast(Any, kind)([one], **options).state[one]
         for parameter in parameters_of(made):
             shape = local(parameter.tensor).shape

@@ -62,9 +62,7 @@ class _Begun:
 class LiveBlock:
     """A block, and the version of it that steps are applied to. Whatever is done with it, its ``worker`` does."""
 
-    def __init__(
-        self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPool
-    ) -> None:
+    def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPool) -> None:
         self.block, self.worker = block, worker
         self._file, self._kind = file, kind
         self.counts, self.recorded, self._recorded_digest = file.newest(block)

@@ -14,9 +14,12 @@ from .. import torch_internals
 
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 20
+ROW_ELEMENTS = 1 << 12
 SAMPLES = 64
 SMALL_BYTES, TOGETHER = 1 << 14, 1 << 10
 """Tensors up to this size are digested together, so many at a time."""
+JOINED_BYTES = 64 << 20
+"""On an accelerator tensors are joined up to this size: the launch of a kernel takes as long as reading a megabyte."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,6 +33,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         data = torch.view_as_real(data)
     flat = data.contiguous().view(-1)
     bits = flat.view(_VIEWS[flat.element_size()])
+    if not bits.is_cpu:
+        return _by_rows(bits)
     weights = _weights(bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, bits.numel(), CHUNK_ELEMENTS):
@@ -37,6 +42,25 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         total += (weights[: part.numel()] * part).sum()
         if begin:
             total += 2 * begin * part.sum(dtype=torch.int64)
+    return total
+
+
+def _by_rows(bits: torch.Tensor) -> torch.Tensor:
+    """The same sum in two passes and a few kernels, whatever the size: by rows, and by columns.
+
+    The weight of an element, 2 (row x ROW_ELEMENTS + column) + 1, is one of its row plus one of its column.
+    """
+    weights = _weights(bits.device)
+    whole = bits.numel() // ROW_ELEMENTS * ROW_ELEMENTS
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    if whole:
+        rows = bits[:whole].view(-1, ROW_ELEMENTS)
+        total += (rows.sum(0, dtype=torch.int64) * weights[:ROW_ELEMENTS]).sum()
+        if len(rows) > 1:
+            numbers = torch.arange(0, 2 * whole, 2 * ROW_ELEMENTS, device=bits.device)
+            total += (rows.sum(1, dtype=torch.int64) * numbers).sum()
+    if rest := bits.numel() - whole:
+        total += (bits[whole:] * (weights[:rest] + 2 * whole)).sum()
     return total
 
 
@@ -102,13 +126,26 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield large tensors as they are, then small ones of a kind as one."""
     small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in tensors:
-        if one.nbytes > SMALL_BYTES:
+        if one.nbytes > (SMALL_BYTES if one.is_cpu else JOINED_BYTES):
             yield one
         elif one.numel():
             small.setdefault((one.device, one.dtype), []).append(one)
     for several in small.values():
-        for begin in range(0, len(several), TOGETHER):
-            yield torch_internals.flatten_dense_tensors(several[begin : begin + TOGETHER])
+        yield from map(torch_internals.flatten_dense_tensors, _groups(several))
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield them in order, in groups of bounded count and size."""
+    group: list[torch.Tensor] = []
+    size_bytes = 0
+    for one in tensors:
+        if group and (len(group) == TOGETHER or size_bytes + one.nbytes > JOINED_BYTES):
+            yield group
+            group, size_bytes = [], 0
+        group.append(one)
+        size_bytes += one.nbytes
+    if group:
+        yield group
 
 
 def numbers_of(marks: Marks) -> list[int]:

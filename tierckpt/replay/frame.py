@@ -109,7 +109,7 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> Frame:
     gradients: dict[str, torch.Tensor] = {}
     pieces = log_segments.verified_pieces(part, fields, at, where=where)
     for key, dtype, stored, shape, digests in fields["gradients"]:
-        tensor = torch.empty(shape, dtype=DTYPES[stored])
+        tensor = torch.empty(shape, dtype=DTYPES[stored], device="cpu")
         view, done = bytes_of(tensor), 0
         for piece in islice(pieces, len(digests)):
             view[done : done + len(piece)] = piece
@@ -120,7 +120,7 @@ def decode(read: Callable[[int, int], memoryview], *, where: str) -> Frame:
         fields["version"],
         [from_json(group) for group in fields["hyperparameters"]],
         gradients,
-        torch.ones(()) if fields["skipped"] else None,
+        torch.ones((), device="cpu") if fields["skipped"] else None,
     )
     return Frame(
         step, fields["layout"], fields["previous"], fields["number"], attachment, optimizer=fields["optimizer"],
@@ -144,7 +144,7 @@ class _Memory:
         storage = tensor.untyped_storage()
         place = torch_internals.storage_address_of(storage)
         if place not in self._whole:
-            self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+            self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + tensor.nbytes
         if self._runs and self._runs[-1][0] == place and self._runs[-1][2] == begin:
@@ -189,7 +189,7 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"tensor"}:
             dtype, shape, data, _ = value["tensor"]
-            tensor = torch.empty(shape, dtype=DTYPES[dtype])
+            tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
             bytes_of(tensor)[:] = bytes.fromhex(data)
             return tensor
         return {key: from_json(one) for key, one in value.items()}

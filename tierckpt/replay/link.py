@@ -333,7 +333,7 @@ class Link:
 
 def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        return [torch.empty(one.shape, dtype=one.dtype) for one in sources]
+        return [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in sources]
     except RuntimeError as error:  # torch has no type of its own for it on the host
         if "alloc" in str(error) or "memory" in str(error):
             raise MemoryError(str(error)) from error

@@ -558,4 +558,4 @@ def _with_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor
     """Return ``tensor`` as the one that it was copied from lies (A2 of ``apply``)."""
     if tensor.stride() == stride:
         return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -36,7 +36,7 @@ class PinnedMemory:
             offsets.append(size_bytes)
             size_bytes += round_up(source.numel() * source.element_size(), ALIGNMENT_BYTES)
         if not size_bytes:
-            return [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+            return [torch.empty(source.shape, dtype=source.dtype, device="cpu") for source in sources]
         try:
             lease = self._arena.lease(size_bytes)
         except CapacityError as error:

@@ -200,7 +200,7 @@ def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient
     fused AdamW of torch 2.13 against the CPU's. What is no floating point number must be equal.
     """
     if not wanted.is_floating_point() or name == "step":
-        return torch.zeros(wanted.shape, dtype=torch.float64)
+        return torch.zeros(wanted.shape, dtype=torch.float64, device="cpu")
     unit = torch.finfo(wanted.dtype).eps / 2
     size = wanted.abs().double()
     if not name:
@@ -304,7 +304,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
                     int(version),
                     [_placed(from_json(group), group) for group in groups],
                     {key: tensors[stored] for key, stored in gradients.items()},
-                    torch.ones(()) if is_skipped else None,
+                    torch.ones((), device="cpu") if is_skipped else None,
                 )
             )
         for key, name, number, is_sum, sample in found["fingerprints"]:

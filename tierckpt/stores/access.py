@@ -26,6 +26,7 @@ METADATA_ADDRESSES = {
 
 _ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
 
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """``options`` and ``provider`` go to the client as they are; ``endpoint`` is '' for the cloud's own.

@@ -31,8 +31,7 @@ CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)
 REGION_TIMEOUT_SECONDS: Final = 5.0
 
 _HINT: Final = (
-    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-    "or AWS_SKIP_SIGNATURE to true for a public bucket"
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE to true for a public bucket"
 )
 _DOMAINS: Final = {
     "cn-": "amazonaws.com.cn",

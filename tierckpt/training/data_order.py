@@ -141,7 +141,7 @@ class DataOrder:
     def _shuffled(self, epoch: int) -> torch.Tensor:
         digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.randperm(self.length, generator=generator)
+        return torch.randperm(self.length, generator=generator, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is. The same on every rank.

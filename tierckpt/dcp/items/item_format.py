@@ -215,7 +215,7 @@ class _Hole:
 
 def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> Frame:
     stream: Any = _Hole()
-    tensor = torch.empty(shape, dtype=dtype)  # never touched, so it costs address space only
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched, so it costs address space only
     save = serialization_config.save
     with _config_lock:
         before = save.storage_alignment, save.compute_crc32

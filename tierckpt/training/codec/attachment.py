@@ -194,7 +194,7 @@ def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
         name = f"{_BELOW}.{number}"
         stored[name] = TensorStorageMetadata(TensorProperties(dtype=kind), torch.Size(size), [])
         raw = torch.frombuffer(bytearray(view[at : at + size_bytes]), dtype=torch.uint8) if size_bytes else None
-        data[name] = raw.view(kind).view(shape) if raw is not None else torch.empty(shape, dtype=kind)
+        data[name] = raw.view(kind).view(shape) if raw is not None else torch.empty(shape, dtype=kind, device="cpu")
         at += size_bytes
     decoder = Decoder(json.dumps(fields["node"]), Metadata(dict(stored)), lambda: _live(state))
     for name, tensor in decoder.tensors.items():

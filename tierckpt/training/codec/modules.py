@@ -33,9 +33,7 @@ class Names:
     """Translates keys of ``module.state_dict()`` to names in a checkpoint, and back."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._wrapped = [
-            (prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))
-        ]
+        self._wrapped = [(prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))]
 
     def saved(self, key: str) -> str:
         for prefix, child in reversed(self._wrapped):

@@ -287,6 +287,8 @@ class OptimizerTarget:
     ) -> None:  # fmt: skip
         self._optimizer, self._stored, self._name, self._modules = optimizer, stored, name, names.modules
         self._parameters = parameters_of(optimizer)
+        device = torch.get_default_device()
+        self._default_device = "cpu" if device.type == "meta" else device
         self._near: dict[str, dict[str, torch.Tensor]] | None = None
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -420,6 +422,8 @@ class OptimizerTarget:
             if self._near is not None:
                 return self._near[str(path[1])][str(path[2])]
             parameter = by_name.get(path[1])
+            if path[2] == "step" and found.size == ():  # where torch.optim makes it, for it stays where it is
+                return torch.empty((), dtype=found.properties.dtype, device=self._default_device)
             if parameter is None or path[2] == "step" or torch.nn.parameter.is_lazy(parameter):
                 return empty_like(found, None)
             return empty_like(found, parameter.detach() if parameter.shape == found.size else None)

@@ -8,6 +8,7 @@ import base64
 import binascii
 import datetime
 import enum
+import functools
 import io
 import json
 import types
@@ -242,15 +243,17 @@ class Decoder:
         return array.reshape(shape)
 
     def _tensor(self, body: Any, live: Any, depth: int) -> Any:
-        name, kind, requires_grad, *along = body
+        name, kind, requires_grad, *placed = body
         stored = self._metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata) or name in self.tensors:
             raise bad(f"{name!r:.200} is no tensor of the checkpoint, or is named twice")
-        self.tensors[name] = made = empty_like(stored, live, along[0] if along else None)
+        along = next((one for one in placed if type(one) is list), None)
+        device = next((one for one in placed if type(one) is str), "cpu")
+        beside = live if isinstance(live, torch.Tensor) else None
+        self.tensors[name] = made = empty_like(stored, beside, along, device=device if has_device(device) else "cpu")
         if kind == "parameter":
             return torch.nn.Parameter(made, requires_grad=requires_grad is True)
         return made.requires_grad_() if requires_grad is True else made
-
 
     def _subclass(self, body: Any, live: Any, depth: int) -> Any:
         module, qualname, inner, described, shape, stride, requires_grad = body
@@ -272,8 +275,21 @@ def _generator_on(device: Any) -> torch.Generator:
         ) from None
 
 
-def empty_like(stored: TensorStorageMetadata, live: Any, along: Sequence[int | None] | None = None) -> torch.Tensor:
-    """Return a new tensor for what is ``stored``, placed as ``live``; in host memory where that is no tensor.
+@functools.cache
+def has_device(kind: str) -> bool:
+    """True if this process has an accelerator of that type."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == kind
+
+
+def empty_like(
+    stored: TensorStorageMetadata,
+    live: Any,
+    along: Sequence[int | None] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+) -> torch.Tensor:
+    """Return a new tensor for what is ``stored``, placed as ``live``; on ``device`` where that is no tensor.
 
     Args:
         along: the dimension along which it was sharded over each dimension of a mesh.
@@ -286,7 +302,8 @@ def empty_like(stored: TensorStorageMetadata, live: Any, along: Sequence[int | N
             kept = along if len(along) == len(whole) else whole
             placements = tuple(Replicate() if dim is None else Shard(dim) for dim in kept)
         return empty_dtensor(stored.size, dtype=dtype, device_mesh=live.device_mesh, placements=placements)
-    device = live.device if isinstance(live, torch.Tensor) and not live.is_meta else "cpu"
+    if isinstance(live, torch.Tensor):
+        device = "cpu" if live.is_meta else live.device
     try:
         return torch.empty(stored.size, dtype=dtype, device=device)
     except torch.OutOfMemoryError:  # beside the model and its optimizer; load_state_dict copies it to the device

@@ -5,7 +5,8 @@ nothing. So beside the tensors, which lie where DCP has them, lies one text for 
 
     null, true, 1, 1.5, "x"   None, bool, int of 64 bits, float, str
     [...]                     list
-    {"tag": ...}              everything else; {"tensor": [name, kind]} stands for a tensor of the checkpoint
+    {"tag": ...}              everything else; {"tensor": [name, kind]} stands for a tensor of the checkpoint, with the
+                              type of its device where that is an accelerator
 
 No code runs from it (P9). Nothing is imported and no constructor of a class that the text names is called:
     V1  Values are made by the functions of this module alone; a tag that it does not know is refused.
@@ -258,6 +259,8 @@ class Encoder:
         node = [name, told, value.requires_grad]
         if isinstance(value, DTensor):
             node.append([one.dim if isinstance(one, Shard) else None for one in value.placements])
+        elif value.device.type not in ("cpu", "meta"):
+            node.append(value.device.type)
         return {"tensor": node}, NOTHING if self._is_ambiguous else value
 
     def _subclass(self, value: Any, path: PathOf) -> tuple[Any, Any]:

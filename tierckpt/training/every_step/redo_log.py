@@ -179,7 +179,7 @@ def _recipe(reader: TierStorageReader, metadata: Metadata) -> Json:
         raise StateMismatchError(
             f"{reader.path} was saved by fewer ranks than there are, and is not replayed", hint=HINT
         )
-    target = {name: torch.empty(found.size, dtype=torch.uint8)}
+    target = {name: torch.empty(found.size, dtype=torch.uint8, device="cpu")}
     reader.read_alone(metadata, target)
     try:
         recipe: Json = json.loads(bytes(target[name].numpy()))
@@ -226,7 +226,7 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
                 placements=beside.placements,
             )
         else:
-            target[name] = torch.empty(found.size, dtype=found.properties.dtype)
+            target[name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
     if missing := mine - target.keys():
         raise _bad(path, f"{len(missing)} of its tensors are not there")
     return target
