@@ -129,13 +129,16 @@ class Training:
 
 
 class KeptStager(DefaultStager):
-    """PyTorch's, kept warm: before 2.13 ``async_save`` closes the caller's stager, and the next save fails."""
+    """PyTorch's, kept warm: that of 2.11 and 2.12 closes its own parts after each save, and the next save fails."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        self._end = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
 
     def close(self) -> None:
-        pass
-
-    def end(self) -> None:
         super().close()
+        self._end()
 
 
 class Savers:
@@ -162,7 +165,7 @@ class Savers:
     def close(self) -> None:
         self._wait_for_staging()
         for stager in self._stagers.values():
-            stager.end() if isinstance(stager, KeptStager) else stager.close()
+            stager.close()
 
     def _make(self, row: str, bench: Bench) -> Any:
         if row == OURS:

@@ -49,7 +49,7 @@ def same(left: Any, right: Any) -> bool:
     """True when both hold the same bits."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         raw = [item.contiguous().reshape(-1).view(torch.uint8) if item.numel() else item for item in (left, right)]
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*raw)
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*(one.cpu() for one in raw))
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list):

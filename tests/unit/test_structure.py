@@ -419,7 +419,7 @@ def test_a_tensor_of_an_accelerator_comes_back_to_one(has_accelerator: bool, mon
     text = json.dumps([{"tensor": ["w", "", False, "meta"]}, {"tensor": ["x", "", False]}])
     decoder = Decoder(text, Metadata({"w": stored, "x": stored}), lambda: None)
     assert [one.device.type for one in decoder.value] == ["meta" if has_accelerator else "cpu", "cpu"]
-    decoder = Decoder(text, Metadata({"w": stored, "x": stored}), lambda: [torch.ones(4), None])
+    decoder = Decoder(text, Metadata({"w": stored, "x": stored}), lambda: [torch.ones(4, device="cpu"), None])
     assert decoder.value[0].device.type == "cpu", "the live object decides"
 
 

@@ -5,7 +5,7 @@ Names are those of the module without DDP and ``torch.compile``, which may come 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -228,11 +228,21 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 @torch.no_grad()
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, as ``load_state_dict`` does, in a few calls for all of them."""
+    """Copy each second tensor into the first, as ``load_state_dict`` does, in a few calls for all of them.
+
+    Tied tensors are copied one after the other, the last one wins: on a GPU one call copies them in any order.
+    """
     plain = []
+    places = Counter(local(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:
         is_seen_through = local(to).is_conj() or local(to).is_neg()  # which torch cannot copy to in one call for all
-        if type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape and not is_seen_through:
+        if (
+            type(to) in _PLAIN
+            and type(source) is type(to)
+            and to.shape == source.shape
+            and not is_seen_through
+            and (places[local(to).data_ptr()] == 1)
+        ):
             plain.append((to, source))
         else:
             to.copy_(source[0] if to.ndim == 0 and source.ndim == 1 else source)

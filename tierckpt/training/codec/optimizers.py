@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import torch_internals
 from ...near_storage.optimizer import NearStorageOptimizer
 from .modules import is_flat, parameters_by_name
-from .reconstruction import Decoder, empty_like
+from .reconstruction import Decoder, empty_like, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
 
 LOOSE = "param."
@@ -167,6 +167,9 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
     if not tree[STATE]:
         del tree[STATE]
     odd = _odd(tree)
+    odd += [((STATE, name, key), one) for name, inner in saved[STATE].items() if type(name) is str
+            for key, one in (inner.items() if isinstance(inner, dict) else ())
+            if isinstance(one, torch.Tensor) and is_plain(one) and has_device(one.device.type)]  # fmt: skip
     if shapes := {called[id(one)]: one.shape for one in parameters if isinstance(one, DTensor)}:
         # What is sharded in another way than its parameter.
         odd += [((STATE, name, key), one) for name, of_parameter in tree.get(STATE, {}).items()
