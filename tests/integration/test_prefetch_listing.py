@@ -7,12 +7,18 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tierckpt
 from tests.services import AzureServer, S3Server, moto_server
-from tierckpt.errors import ConfigError
+from tests.states import save, small_state
+from tierckpt.cli.ui.app import run as run_cli
+from tierckpt.client import close_all
+from tierckpt.errors import ConfigError, MissingExtraError, StoreError
+from tierckpt.format.layout import Location
+from tierckpt.stores import fsspec_store
 from tierckpt.stores.common import FolderMarkers
 from tierckpt.types import ObjectInfo
 
@@ -107,6 +113,68 @@ def test_markers_and_odd_keys_of_a_bucket(
         with pytest.raises(ConfigError, match=r"'config\.json' is an object, and others are below config\.json/"):
             tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")
         tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target", exclude=["config.json/*"])
+
+
+ODD_KEYS = {
+    "": b"of the folder itself",
+    "/x": b"0",
+    "sub//deep": b"1",
+    "./y": b"2",
+    "../z": b"3",
+    "big//w.bin": b"4" * 3_000_000,
+}
+
+
+@pytest.fixture
+def odd_bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    with server.bucket() as bucket:
+        for key, data in {**ODD_KEYS, "config.json": b"{}", "x.json": b"[]"}.items():
+            server.client().put_object(Bucket=bucket, Key=f"m/{key}", Body=data)
+        yield f"s3://{bucket}/m", server.client()
+        close_all()
+
+
+def test_keys_that_are_no_paths_are_fetched_under_legal_names(odd_bucket: tuple[str, Any], tmp_path: Path) -> None:
+    uri, _ = odd_bucket
+    for _ in range(2):  # the second finds all of it there
+        tierckpt.prefetch(uri, to=tmp_path / "target")
+    wanted = {"x": "/x", "sub/deep": "sub//deep", "y": "./y", "%2E%2E/z": "../z", "big/w.bin": "big//w.bin"}
+    assert files_in(tmp_path / "target") == sorted([*wanted, "config.json", "x.json"])
+    for path, key in wanted.items():
+        assert (tmp_path / "target" / path).read_bytes() == ODD_KEYS[key]
+    tierckpt.prefetch(uri, to=tmp_path / "other", exclude=["*/*"])
+    assert files_in(tmp_path / "other") == ["config.json", "x.json"]
+
+
+def test_keys_that_are_no_paths_need_fsspec(
+    odd_bucket: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, _ = odd_bucket
+
+    def missing(location: Location) -> None:
+        raise MissingExtraError("s3:// needs a package that is not installed: s3fs")
+
+    monkeypatch.setattr(fsspec_store, "open_filesystem", missing)
+    with pytest.raises(StoreError, match=r"m/.*Rename or remove that object: fsspec.*not installed: s3fs"):
+        tierckpt.prefetch(uri, to=tmp_path / "target")
+
+
+def test_a_run_is_listed_and_pruned_beside_them(odd_bucket: tuple[str, Any]) -> None:
+    uri, client = odd_bucket
+    for step in (1, 2):
+        save(f"{uri}/step-{step}", small_state())
+        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60)
+    bucket = uri.split("/")[2]
+    client.put_object(Bucket=bucket, Key="m/step-1//config.json", Body=b"of another tool")
+    client.put_object(Bucket=bucket, Key="m//step-2/config.json", Body=b"of another tool")
+    assert tierckpt.latest(uri) == f"{uri}/step-2"
+    assert run_cli(["prune", uri, "--keep-last", "1", "--yes"]) == 0
+    left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
+    assert {"m/config.json", "m//step-2/config.json", "m/sub//deep"} <= left
+    assert [key for key in left if key.startswith("m/step-1/")] == ["m/step-1//config.json"], "it is another tool's"
+    assert [key for key in left if key.startswith("m/step-2/")]
 
 
 @pytest.mark.server

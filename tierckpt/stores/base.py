@@ -117,6 +117,10 @@ class RangesIgnoredError(StoreError):
     """The server answers a request for a range with the whole object: it is to be read whole (``ReadsWhole``)."""
 
 
+class OddKeyError(StoreError):
+    """A listing has a key that is no path (``a//b``), which this store can neither list nor read."""
+
+
 @runtime_checkable
 class ReadsWhole(Protocol):
     """What a store offers besides whose server may ignore ranges."""

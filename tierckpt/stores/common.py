@@ -21,9 +21,14 @@ def check_key(key: str) -> str:
     Raises:
         ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part, or a NUL.
     """
-    if "\0" in key or any(part in {"", ".", ".."} for part in key.split("/")):
+    if "\0" in key or has_odd_parts(key):
         raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b, no empty or relative parts")
     return key
+
+
+def has_odd_parts(key: str) -> bool:
+    """True for ``a//b``, ``./a`` and ``../a``: keys of an object store that are no paths."""
+    return any(part in {"", ".", ".."} for part in key.split("/"))
 
 
 def check_prefix(prefix: str) -> str:

@@ -127,18 +127,23 @@ def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
 
 
 class UniversalStore:
-    """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win."""
+    """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win.
 
-    def __init__(self, fs: AbstractFileSystem, root: str, uri: str) -> None:
+    Args:
+        any_key: keys may be no paths (``a//b``), as those of object stores.
+    """
+
+    def __init__(self, fs: AbstractFileSystem, root: str, uri: str, *, any_key: bool = False) -> None:
         self.fs = fs
         self.root = root.rstrip("/")
         self.uri = uri
         self.has_put_if_absent = False
+        self._any_key = any_key
         # A backend that is not asynchronous inside (ftplib, paramiko) is not made for several threads at once.
         self._turn: Any = contextlib.nullcontext() if fs.async_impl else threading.Lock()
 
     def _path(self, key: str) -> str:
-        return f"{self.root}/{check_key(key)}"
+        return f"{self.root}/{key if self._any_key else check_key(key)}"
 
     def _directory(self, prefix: str) -> str:
         return f"{self.root}/{prefix}" if prefix else self.root

@@ -31,6 +31,7 @@ from ..errors import (
 from ..format.layout import Location
 from ..redaction import redact
 from ..types import Tier
+from .base import OddKeyError
 from .endpoint_probe import language_of, refusal_of_proxy
 from .obstore_module import Module
 from .proxies import proxy_for
@@ -126,9 +127,9 @@ def translate(
     if isinstance(error, denied) or status in {401, 403} or code in EXPIRED_CODES:
         return refused(location, key, endpoint, code)
     if isinstance(error, ValueError | obstore_errors.InvalidPathError | obstore_errors.NotSupportedError):
-        is_listed = "object with invalid path" in str(error)
-        hint = "Rename or remove that object: no URI names it" if is_listed else ""
-        return StoreError(f"{target}: {first_line(error)}", hint=hint, **context)
+        if "object with invalid path" in str(error):
+            return OddKeyError(f"{target}: {first_line(error)}", hint="Rename or remove that object", **context)
+        return StoreError(f"{target}: {first_line(error)}", **context)
     if status == 416:
         return IntegrityError(f"{target} is shorter than what was asked for", **context)
     if status in _FINAL_5XX or (status is not None and 400 <= status < 500 and status not in {408, 425, 429}):

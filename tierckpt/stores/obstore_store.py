@@ -17,9 +17,9 @@ import asyncio
 import builtins
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +39,7 @@ from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from . import get_concurrency
-from .base import RangesIgnoredError
+from .base import OddKeyError, RangesIgnoredError
 from .bucket import Client
 from .common import (
     PART_SIZE_BYTES_MIN,
@@ -50,6 +50,7 @@ from .common import (
     check_size,
     closing,
     frozen_piece,
+    has_odd_parts,
     limited,
     part_size_bytes,
     short_answer,
@@ -82,6 +83,8 @@ if TYPE_CHECKING:
     import obstore
     from obstore import GetOptions
     from obstore import exceptions as obstore_errors
+
+    from .fsspec_store import UniversalStore
 else:
     obstore, obstore_errors = Module(), Module("exceptions")
 
@@ -119,6 +122,8 @@ class RemoteStore:
         self._breaker = self.retries.breaker(self._bucket.name)
         self._get_concurrency = self.retries.get_concurrency(self._bucket.name)
         self._is_watching = False
+        self._odd: set[str] = set()
+        """Keys that were listed and are no paths (``a//b``): obstore can neither list nor read them, fsspec can."""
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -201,7 +206,16 @@ class RemoteStore:
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _by_fsspec(self) -> UniversalStore:
+        """Lists, reads and deletes keys that are no paths."""
+        from .fsspec_store import UniversalStore, open_filesystem
+
+        return UniversalStore(*open_filesystem(self.location), self.uri, any_key=True)
+
     async def head(self, key: str) -> ObjectInfo:
+        if key in self._odd:
+            return await self._by_fsspec.head(key)
         check_key(key)
 
         async def call(client: Client) -> Any:
@@ -217,6 +231,8 @@ class RemoteStore:
         return bytes(await self._request(key, lambda client: self._read(client, key, {})))
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        if key in self._odd:
+            return await self._by_fsspec.get_range(key, byte_range, if_match=if_match)
         check_key(key)
         if not check_range(byte_range).size_bytes:  # no such request exists in HTTP
             return await self._get_nothing(key, if_match)
@@ -249,9 +265,12 @@ class RemoteStore:
     ) -> None:
         """``get_range`` into memory of the caller's. From S3, large ranges on connections of our own
         (stores/signed_requests.py)."""
-        check_key(key)
+        is_odd = key in self._odd
+        if not is_odd:
+            check_key(key)
         size_bytes = check_range(byte_range).size_bytes
-        if size_bytes >= DIRECT_BYTES_MIN and self.location.scheme == "s3" and self._bucket.ranges.is_usable:
+        is_direct = self.location.scheme == "s3" and not is_odd and self._bucket.ranges.is_usable
+        if is_direct and size_bytes >= DIRECT_BYTES_MIN:
             try:
                 await self._request(key, lambda client: self._receive(client, key, byte_range, into, if_match))
                 self._bucket.ranges.hit()
@@ -562,22 +581,51 @@ class RemoteStore:
                 await self._check_empty(client)
             return metas
 
-        while (metas := await self._request(None, page)) is not None:
+        while True:
+            try:
+                metas = await self._request(None, page)
+            except OddKeyError as error:
+                with self._or_odd(error):
+                    async for info in self._by_fsspec.list(prefix):
+                        if info.key and info.key not in seen:
+                            self._odd |= {info.key} if has_odd_parts(info.key) else set()
+                            yield info
+                return
+            if metas is None:
+                return
             for info in map(self._info, metas):
                 if info.key and info.key not in seen:  # the empty key is the marker of the root itself
                     seen.add(info.key)
                     yield info
 
+    @contextlib.contextmanager
+    def _or_odd(self, error: OddKeyError) -> Iterator[None]:
+        """Say what is odd where fsspec cannot list it either."""
+        try:
+            yield
+        except TierckptError as reason:
+            error.hint = f"Rename or remove that object: fsspec, which lists such keys, cannot here ({reason.message})"
+            raise error from None
+
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
-        answer = await self._list_level(check_prefix(prefix))
-        return _names(answer)
+        return (await self._level(check_prefix(prefix)))[1]
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         directory = check_prefix(prefix)
-        answer = await self._list_level(directory)
-        names = _names(answer)
-        infos = [info for info in map(self._info, answer["objects"]) if info.key and not _marks(info, directory, names)]
+        infos, names = await self._level(directory)
         return (infos, names) if infos or names or not directory else None
+
+    async def _level(self, directory: str) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
+        """Return the objects, and the names of the folders, in a folder."""
+        try:
+            answer = await self._list_level(directory)
+        except OddKeyError as error:
+            with self._or_odd(error):
+                infos, names = await self._by_fsspec.list_level(directory) or ([], [])
+            return infos, [name for name in names if not has_odd_parts(name)]
+        names = _names(answer)
+        found = map(self._info, answer["objects"])
+        return [info for info in found if info.key and not _marks(info, directory, names)], names
 
     async def _list_level(self, directory: str) -> Any:
         name = self._directory(directory)
@@ -596,6 +644,9 @@ class RemoteStore:
     async def delete_dir(self, prefix: str) -> None:
         batch: builtins.list[str] = []
         async for info in self._listed(check_prefix(prefix)):  # markers of folders, too
+            if info.key in self._odd:
+                await self._by_fsspec.delete(info.key)
+                continue
             batch.append(info.key)
             if len(batch) == DELETE_BATCH:
                 await self._delete_all(batch)
