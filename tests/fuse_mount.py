@@ -73,12 +73,12 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class FuseMount:
     """A mounted directory, and what its file system lacks."""
 
-    def __init__(self, base: Path, control: dict[str, Any]) -> None:
+    def __init__(self, base: Path, control: dict[str, Any], backing: Path | None = None) -> None:
         self.path, self.backing = base / "mount", base / "backing"
         self.server: subprocess.Popen[str] | None = None
         self._control, self._said = base / "control.json", control
         self.path.mkdir()
-        self.backing.mkdir()
+        self.backing.symlink_to(backing) if backing else self.backing.mkdir()
         self.set()
 
     def kill(self) -> None:
@@ -96,11 +96,11 @@ class FuseMount:
 
 
 @contextlib.contextmanager
-def mounted(base: Path, **control: Any) -> Iterator[FuseMount]:
-    """Mount a new directory below ``base``. Skips the test where that cannot be done."""
+def mounted(base: Path, backing: Path | None = None, **control: Any) -> Iterator[FuseMount]:
+    """Mount a new directory below ``base``, or ``backing``. Skips the test where that cannot be done."""
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
-    mount = FuseMount(base, control)
+    mount = FuseMount(base, control, backing)
     mount.server = server = subprocess.Popen(
         [sys.executable, __file__, str(base)], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
     )

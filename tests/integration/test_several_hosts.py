@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -11,8 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.fuse_mount import mounted
 from tests.hosts import container, needs_namespaces, other_host
+from tierckpt.cache.file_set import FileSet
+from tierckpt.cache.partial_entry import PartialEntry
+from tierckpt.cache.prefetch import from_listing
 from tierckpt.poll import LOCAL, Poll
+from tierckpt.stores.local import LocalStore
 
 pytestmark = needs_namespaces
 
@@ -65,6 +72,37 @@ def test_two_at_once_fetch_each_byte_once(model: Path, kind: str) -> None:
     check_whole(model, to)
     assert sum(fetched) == FILES * FILE_BYTES
     assert kind == "container" or 0 in fetched, "one host fills it, the other waits"
+
+
+@pytest.mark.parametrize("no", [(), ("flock",), ("flock", "link", "symlink")], ids=lambda no: "no " + ", ".join(no))
+def test_four_hosts_with_a_mount_each_fetch_each_byte_once(model: Path, no: tuple[str, ...]) -> None:
+    """No lock reaches another mount, and a file that another has removed is gone: as on NFS without locks."""
+    shared = model.parent / "shared"
+    shared.mkdir()
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for number in range(4):
+            (base := model.parent / f"mount-{number}").mkdir()
+            mount = stack.enter_context(mounted(base, shared, no=no))
+            nodes.append(Node("host", number, model, mount.path / "to"))
+        fetched = [node.result()["fetched_bytes"] for node in nodes]
+    check_whole(model, shared / "to")
+    assert sorted(fetched) == [0, 0, 0, FILES * FILE_BYTES]
+
+
+def test_who_waits_is_told_by_the_receipt_when_the_list_is_gone(model: Path) -> None:
+    """The other host has published, and removed what this one has open."""
+    shared, to = model.parent / "shared", "to"
+    shared.mkdir()
+    (base := model.parent / "mount").mkdir()
+    with mounted(base, shared) as mount:
+        store = LocalStore(model)
+        frozen = FileSet(store.uri, tuple(asyncio.run(from_listing(store))), FILE_BYTES)
+        waits = PartialEntry(mount.path / to, frozen, preallocate=False)
+        Node("host", 0, model, shared / to).result()
+        waits.refresh()
+        assert waits.has_all() and waits.is_published() and waits.landed_bytes == FILES * FILE_BYTES
+        waits.close()
 
 
 @KINDS

@@ -33,7 +33,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..disk.claims import SILENT_SECONDS, TRIES, Claims, Heartbeat, Owner, is_live
@@ -84,6 +84,8 @@ HOST = "host"
 FILL = "fill"
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
+REMOVED = {errno.ENOENT, errno.ESTALE}
+"""Of a file that is open here and that another host has removed."""
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
 _MARK = re.compile(rb"([!=])(\d+)\.")
@@ -192,6 +194,14 @@ class ProgressLog:
                 self.landed_bytes -= self.bytes_of(index)
                 self.landed.pop(index, None)
                 self.durable.discard(index)
+
+    def take_all(self, landed: Sequence[Sequence[str]]) -> None:
+        """Every chunk has landed: by file, with these digests."""
+        for index, digests in enumerate(landed):
+            known = self.landed.setdefault(index, {})
+            self.order += [(index, chunk) for chunk in range(len(digests)) if chunk not in known]
+            known.update(enumerate(digests))
+        self.landed_bytes = sum(map(self.bytes_of, range(len(self.frozen.files))))
 
     def bytes_of(self, index: int) -> int:
         return sum(self.frozen.chunk_range(index, chunk).size_bytes for chunk in self.landed.get(index, ()))
@@ -324,8 +334,15 @@ class PartialEntry:
     def refresh(self) -> None:
         """See what others have landed since. Cost: one fstat when nothing has."""
         with self._lock, translated(self.progress_path):
-            if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
-                self._lines.read_on(self._log)
+            try:
+                if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
+                    self._lines.read_on(self._log)
+            except OSError as error:
+                if error.errno not in REMOVED:
+                    raise
+                # A network mount has no file without a name, and another host has removed it: it publishes.
+                if (receipt := whole_receipt(self.directory, self.frozen.version)) is not None:
+                    self._lines.take_all(receipt.landed)
 
     @property
     def landed_bytes(self) -> int:
