@@ -37,7 +37,8 @@ from tierckpt.client import get_client
 from tierckpt.config import Settings
 from tierckpt.drain.drainer import Drainer, DrainResult
 from tierckpt.errors import OperationTimeoutError, TierckptError
-from tierckpt.format.layout import local_dir, parse_uri, step_of
+from tierckpt.format.layout import BRANCHES_DIR, local_dir, parse_uri, step_of
+from tierckpt.format.manifest import Manifest
 from tierckpt.types import Tier
 
 LIFE_SECONDS = 120.0
@@ -209,6 +210,12 @@ def forked(work: Callable[[], None], log: Path) -> int:
     return -1000
 
 
+def is_noted(run: Path, manifest: Manifest) -> bool:
+    """False for a commit that was killed before it noted its branch. It counts when the job was told of it (B2)."""
+    branch = branches.parse(manifest.notes.get(branches.NOTE))
+    return branch is not None and any((run / BRANCHES_DIR).glob(f"*{branch.order}-{branch.id}.json"))
+
+
 # --- a history ------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +235,8 @@ class History:
         self.tiers = {"one": self._local("one"), "two": self._local("two"), SHARED: Path(self.run)}
         self.model = Model({tier: {} for tier in self.tiers}, {tier: {} for tier in self.tiers})
         self.attempts: dict[str, Saved] = {}
+        self.acknowledged = set[tuple[str, str]]()
+        """Tier and attempt of what the job was told to be there."""
         self.values: dict[tuple[int, int], float] = {}
         self.root = Line()
 
@@ -279,6 +288,10 @@ class History:
         for told in lines:
             if told["what"] == "begun":
                 self.values[plan.life, told["step"]] = told["value"]
+            if told["what"] == "saved":
+                self.acknowledged |= {
+                    (tier, told["attempt"]) for tier in (plan.node, *([SHARED] if plan.drains else []))
+                }
         self._look(plan, line)
         self._check_kept(plan, [told["step"] for told in lines if told["what"] == "saved"], before, line)
 
@@ -307,7 +320,8 @@ class History:
                     value = self.values.get((plan.life, step), -1.0)
                     self.attempts[manifest.attempt] = Saved(step, plan.life, line, value, manifest.attempt)
                 standing[step] = self.attempts[manifest.attempt]
-                if standing[step].line.parent is not None:
+                is_told = (tier, manifest.attempt) in self.acknowledged
+                if standing[step].line.parent is not None and (is_told or is_noted(directory, manifest)):
                     noted = self.model.noted[tier]
                     noted[standing[step].line] = max(standing[step].life, noted.get(standing[step].line, 0))
             self.model.tiers[tier] = standing
