@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.engine_wheels import imported, wheel_python
+from tests.model_layouts import LAYOUTS, SHARDS, write
 from tests.reads import asked
 from tests.servers.origin import Origin
 from tests.services import S3Server
@@ -539,3 +540,33 @@ def test_importing_tierckpt_never_imports_vllm(tensors: dict[str, torch.Tensor],
         f"import sys, tierckpt; tierckpt.load_safetensors({str(tmp_path / 'model')!r}); sys.exit('vllm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def files_of_vllm(vllm: VLLM, directory: Path, load_format: str) -> set[str]:
+    """The files that vLLM's own loader reads."""
+    loader, _ = vllm.loader(directory, load_format)
+    # private: the choice alone, without a model
+    _, files, _, _ = loader._prepare_weights(str(directory), None, None, False, None)
+    return {str(Path(file).relative_to(directory)) for file in files}
+
+
+VLLM_TAKES_MORE = {
+    "Mistral: one file of each naming",
+    "an adapter beside its model",
+    "a variant beside the model",
+    "a model beside a file of another name",
+}
+"""Layouts without an index for them, of which vLLM reads each file, and the last file that has a tensor decides."""
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.loaded])
+def test_it_takes_the_files_that_we_do(name: str, vllm: VLLM, tmp_path: Path) -> None:
+    layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
+    load_format = "mistral" if "index" in layout.asked else "hf"
+    if layout.asked.keys() - {"index"}:
+        pytest.skip("vLLM is not asked for a variant or a subfolder here")
+    files, ours = files_of_vllm(vllm, directory, load_format), set(layout.loaded or ())
+    if name == "one file beside shards of the version before":  # vLLM goes by the index, transformers by the file
+        assert (files, ours) == (set(SHARDS), {"model.safetensors"})
+        return
+    assert files > ours if name in VLLM_TAKES_MORE else files == ours

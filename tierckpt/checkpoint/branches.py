@@ -7,7 +7,8 @@ Decisions:
     B1  Nothing is recorded before the first checkpoint of a branch commits. A job that is killed between going back and
         its first save is resumed from where it would have been without going back.
     B2  A commit notes its branch beside the checkpoints of the run (``layout.BRANCHES_DIR``), after the manifest and
-        before anybody is told of the commit. A run without such notes is read as if there were no branches, at no cost.
+        before anybody is told of the commit; after a kill between the two it may count or not. A run without such
+        notes is read as if there were no branches, at no cost.
     B3  The last start decides. ``Branch.order`` is larger than any that the process that made it had seen, and not less
         than its wall clock in milliseconds; so clocks decide only between two starts that cannot have seen each other.
         Those that go on to lower steps than a branch they did not see lose to it, as they would without branches. Of
