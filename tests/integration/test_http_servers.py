@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import io
 import random
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -16,6 +19,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+import boto3
+import botocore.config
 import pytest
 
 import tierckpt
@@ -196,6 +201,39 @@ def fetch(told: Server, to: Path, **options: object) -> dict[str, bytes]:
     }
 
 
+def by_curl(told: Server, to: Path) -> dict[str, bytes]:
+    """As ``curl`` has them, which retries a connection that breaks off."""
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    for name in told.files:
+        target = to / name
+        command = [
+            "curl",
+            "--fail",
+            "--silent",
+            "--location",
+            "--retry",
+            "9",
+            "--retry-all-errors",
+            "--retry-delay",
+            "0",
+        ]
+        url = f"{told.uri}/{quote(name)}"
+        subprocess.run([*command, "--create-dirs", "--output", str(target), url], check=True, timeout=60)
+    return {name: (to / name).read_bytes() for name in told.files}
+
+
+def by_boto3(told: Server) -> dict[str, bytes]:
+    client = boto3.client("s3", config=botocore.config.Config(retries={"max_attempts": 9}))
+    keys = [one["Key"] for one in client.list_objects_v2(Bucket="m", Prefix="m/")["Contents"]]
+    found = {}
+    for key in keys:
+        into = io.BytesIO()
+        client.download_fileobj("m", key, into)
+        found[key.removeprefix("m/")] = into.getvalue()
+    return found
+
+
 BEHAVIOURS = [
     {},
     {"ranges": "ignored"},
@@ -213,6 +251,14 @@ BEHAVIOURS = [
     {"resets": 3},
     {"resets": 3, "ranges": "ignored"},
 ]
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
+def test_curl_takes_the_same_files(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
+    """So that no behaviour is one that no client could live with."""
+    for name, value in behaviour.items():
+        setattr(served, name, value)
+    assert by_curl(served, tmp_path / "to") == served.files
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
@@ -340,21 +386,27 @@ def bucket(served: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return served
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [
-        {},
-        {"ranges": "ignored"},
-        {"ranges": "ignored", "resets": 2},
-        {"conditions": "refused"},
-        {"conditions": "never met"},
-        {"conditions": "never met", "ranges": "ignored"},
-        {"listed": '"another"'},
-        {"listed": '"another"', "ranges": "ignored"},
-        {"listed": '"another"', "conditions": "never met"},
-    ],
-    ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()),
-)
+BUCKETS = [
+    {},
+    {"ranges": "ignored"},
+    {"ranges": "ignored", "resets": 2},
+    {"conditions": "refused"},
+    {"conditions": "never met"},
+    {"conditions": "never met", "ranges": "ignored"},
+    {"listed": '"another"'},
+    {"listed": '"another"', "ranges": "ignored"},
+    {"listed": '"another"', "conditions": "never met"},
+]
+
+
+@pytest.mark.parametrize("behaviour", BUCKETS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
+def test_boto3_takes_the_same_objects(behaviour: dict[str, object], bucket: Server) -> None:
+    for name, value in behaviour.items():
+        setattr(bucket, name, value)
+    assert by_boto3(bucket) == bucket.files
+
+
+@pytest.mark.parametrize("behaviour", BUCKETS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
 def test_each_object_of_a_bucket_arrives(behaviour: dict[str, object], bucket: Server, tmp_path: Path) -> None:
     for name, value in behaviour.items():
         setattr(bucket, name, value)
