@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
 import pytest
 
 import tierckpt
+from tests.fuse_mount import mounted
 from tests.integration.test_http_servers import CHUNK, Server, bucket, fetch, served
 from tierckpt.loading.cached_view import open_cached
 
@@ -76,10 +76,17 @@ def test_bytes_of_a_version_before_pass_their_digests(model: Server, tmp_path: P
         assert bytes(view.read(SHARDS[5], 0, 100)) == shard(5)[:100]
 
 
-@pytest.mark.parametrize("what", ["another size", "written since", "no receipt", "a link", "no links"])
-def test_what_may_be_another_file_is_fetched(
-    what: str, model: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_copied_where_there_are_no_links(model: Server, tmp_path: Path) -> None:
+    with mounted(tmp_path, no=("link", "symlink")) as mount:
+        fetch(model, mount.path / "to")
+        model.files[SHARDS[3]] = shard(99)
+        asked_again(model)
+        assert fetch(model, mount.path / "to") == model.files
+    assert sum(model.sent.values()) <= 1.05 * len(shard(99))
+
+
+@pytest.mark.parametrize("what", ["another size", "written since", "no receipt", "a link"])
+def test_what_may_be_another_file_is_fetched(what: str, model: Server, tmp_path: Path) -> None:
     fetch(model, tmp_path / "to")
     path = tmp_path / "to" / SHARDS[5]
     if what == "another size":
@@ -88,15 +95,9 @@ def test_what_may_be_another_file_is_fetched(
         path.write_bytes(bytes(len(shard(5))))
     elif what == "no receipt":
         (tmp_path / "to/.tierckpt/prefetched.json").unlink()
-    elif what == "a link":
+    else:
         path.unlink()
         path.symlink_to(tmp_path / "to" / SHARDS[6])
-    else:
-
-        def link(*_: object, **__: object) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", link)
     model.files[SHARDS[3]] = shard(99)
     asked_again(model)
     assert fetch(model, tmp_path / "to") == model.files

@@ -542,12 +542,14 @@ def test_importing_tierckpt_never_imports_vllm(tensors: dict[str, torch.Tensor],
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
-def files_of_vllm(vllm: VLLM, directory: Path, load_format: str) -> set[str]:
+def files_of_vllm(vllm: VLLM, directory: Path, load_format: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The files that vLLM's own loader reads."""
-    loader, _ = vllm.loader(directory, load_format)
-    # private: the choice alone, without a model
-    _, files, _, _ = loader._prepare_weights(str(directory), None, None, False, None)
-    return {str(Path(file).relative_to(directory)) for file in files}
+    read: list[str] = []
+    default = import_module("vllm.model_executor.model_loader.default_loader")
+    monkeypatch.setattr(default, "safetensors_weights_iterator", lambda files, *_, **__: read.extend(files) or iter(()))
+    loader, model_config = vllm.loader(directory, load_format)
+    assert list(loader.get_all_weights(model_config, SimpleNamespace())) == []
+    return {str(Path(file).relative_to(directory)) for file in read}
 
 
 VLLM_TAKES_MORE = {
@@ -560,12 +562,12 @@ VLLM_TAKES_MORE = {
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.loaded])
-def test_it_takes_the_files_that_we_do(name: str, vllm: VLLM, tmp_path: Path) -> None:
+def test_it_takes_the_files_that_we_do(name: str, vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
     load_format = "mistral" if "index" in layout.asked else "hf"
     if layout.asked.keys() - {"index"}:
         pytest.skip("vLLM is not asked for a variant or a subfolder here")
-    files, ours = files_of_vllm(vllm, directory, load_format), set(layout.loaded or ())
+    files, ours = files_of_vllm(vllm, directory, load_format, monkeypatch), set(layout.loaded or ())
     if name == "one file beside shards of the version before":  # vLLM goes by the index, transformers by the file
         assert (files, ours) == (set(SHARDS), {"model.safetensors"})
         return

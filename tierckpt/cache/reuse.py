@@ -1,27 +1,35 @@
-"""Takes files that have not changed over from another version of the same URI on this node, by links.
+"""Takes files that have not changed over from another version of the same URI on this node, by links; by copies
+where the file system has none.
 
 An update of a model that changes one shard of thirty fetches this shard. A file is the same when its path, size and
 etag (or its digests) are, and nothing has written to it since: what is here is trusted as far as the files of a
 directory that is whole.
 
 Safe: a link has all of the file or none; both names have the same bytes, and what is written over damage in one of them
-is right for the other. A fill that is killed has links in its own directory, which nobody reads.
+is right for the other. A fill that is killed has links in its own directory, which nobody reads. A copy writes the
+bytes that another process would write there (G2 of ``partial_entry``); nobody reads them before a line says that they
+have landed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..disk.durable import make_dirs
+from ..disk.durable import CANNOT_LINK, hard_link, make_dirs
+from ..disk.quarantine import open_regular
+from ..ownership import file_mode
 from ..telemetry import logger
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import BLOCKS, PartialEntry
 from .receipt import RECEIPT, read_receipt
 
 log = logger("cache")
+
+COPY_BYTES = 4 << 20
 
 
 def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
@@ -33,10 +41,7 @@ def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
 
 
 def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
-    """Link the files of other versions in ``directories`` into ``filling``, which has them then as if they had landed.
-
-    A file system without links keeps nothing from being fetched: it is the cost of a version that is new.
-    """
+    """Link files of other versions in ``directories`` into ``filling``, which has them then as if they had landed."""
     frozen, reused = filling.frozen, 0
     for directory in directories:
         receipt = read_receipt(directory)
@@ -49,7 +54,7 @@ def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
             if receipt is None or filling.has_file(index):
                 continue
             item = frozen.files[index]
-            if not _link(directory / item.path, filling.incoming / item.path, item.size_bytes, written_ns):
+            if not _take(directory / item.path, filling.incoming / item.path, item.size_bytes, written_ns):
                 continue
             for chunk, digest in enumerate(receipt.landed[before]):
                 at = receipt.frozen.blocks_range(before, chunk)
@@ -83,16 +88,30 @@ def _is_same(item: FileSpec, before: FileSpec) -> bool:
     return is_strong and item.etag == before.etag
 
 
-def _link(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
-    """Link a file that has its size, and was not written to after the receipt."""
+def _take(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
+    """Link or copy a file that has its size, and was not written to after the receipt."""
     try:
         status = source.lstat()
         is_same_file = stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
         if not is_same_file or status.st_mtime_ns > written_ns:
             return False
         make_dirs(path.parent, is_durable=False)
-        os.link(source, path, follow_symlinks=False)
-    except OSError as error:  # it is being fetched already, or was evicted; or there are no links here
+        try:
+            hard_link(source, path)
+        except OSError as error:
+            if error.errno not in CANNOT_LINK or path.exists():
+                raise
+            _copy(source, path)
+    except OSError as error:  # it is being fetched already, or was evicted; or the disk is full
         log.debug("%s is not taken over: %s", source, error)
         return False
     return True
+
+
+def _copy(source: Path, path: Path) -> None:
+    """Copy the bytes, over what may be there already."""
+    with (
+        source.open("rb") as whole,
+        os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path)), "wb") as to,
+    ):
+        shutil.copyfileobj(whole, to, COPY_BYTES)
