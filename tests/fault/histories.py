@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import tierckpt
-from tierckpt.checkpoint import branches, local_commit, retention
+from tierckpt.checkpoint import branches, local_commit
 from tierckpt.checkpoint.branches import Branch
 from tierckpt.checkpoint.prune import Pruner
 from tierckpt.checkpoint.retention import Policy
@@ -329,9 +329,11 @@ class History:
     def _check_kept(self, plan: Plan, saved: list[int], before: dict[int, Saved], line: Line) -> None:
         """What was acknowledged stands; what another branch had still stands, unless it was saved again."""
         local, shared = self.model.tiers[plan.node], self.model.tiers[SHARED]
-        own = list(dict.fromkeys(reversed(saved)))
-        for step in own[: plan.keep_last or len(own)]:
-            for tier, standing in ((plan.node, local), *(((SHARED, shared),) if plan.drains else ())):
+        for tier, standing in ((plan.node, local), *(((SHARED, shared),) if plan.drains else ())):
+            # A save that was killed before anybody was told of it may have committed: retention counts it.
+            late = [step for step in plan.saves if step not in saved and step in standing]
+            own = list(dict.fromkeys(reversed([*saved, *(step for step in late if standing[step].life == plan.life)])))
+            for step in own[: plan.keep_last or len(own)]:
                 if step not in standing or standing[step].life != plan.life:
                     self.wrong.append(f"the acknowledged step {step} does not stand on {tier}")
         for step, one in before.items():
@@ -423,7 +425,6 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the local tier notes no branch": (branches, "note_local", _never),
     "the shared tier notes no branch": (branches, "note_shared", _never_async),
     "an older save keeps the id": (branches, "takes_place", lambda *_: False),
-    "own saves are not kept": (retention.Rule, "kept_of", lambda *_: set()),
 }
 
 
