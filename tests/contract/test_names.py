@@ -12,7 +12,7 @@ import pytest
 
 from tests.services import AzureServer, HttpServer, S3Server
 from tierckpt.config import Settings
-from tierckpt.errors import ConfigError, StoreError
+from tierckpt.errors import ConfigError
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Browsable, Conditional, ReadsInto
@@ -141,13 +141,16 @@ async def test_of_google(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.server
 @pytest.mark.parametrize("key", ["run//x", "run/../x", "run/a\x01b"])
-async def test_a_key_that_no_uri_names_is_said_where_it_is_listed(key: str, s3_uri: str, moto: S3Server) -> None:
+async def test_a_key_that_no_uri_names_is_listed_and_read(key: str, s3_uri: str, moto: S3Server) -> None:
     location = parse_uri(s3_uri)
+    moto.client().put_object(Bucket=location.authority, Key="run/step-1/x", Body=b"1")
     moto.client().put_object(Bucket=location.authority, Key=key, Body=b"of another tool")
     store = open_store(location, Settings.load())
-    with pytest.raises(StoreError, match="invalid path") as caught:
-        await store.list_dirs()
-    assert "Rename or remove" in caught.value.hint
+    assert await store.list_dirs() == ["step-1"]
+    found = {info.key: info async for info in store.list()}
+    assert found.keys() == {"step-1/x", key.removeprefix("run/")}
+    odd = found[key.removeprefix("run/")]
+    assert bytes(await store.get_range(odd.key, ByteRange(0, 2), if_match=odd.etag)) == b"of"
     await store.close()
     moto.client().delete_object(Bucket=location.authority, Key=key)
 

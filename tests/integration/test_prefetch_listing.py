@@ -153,7 +153,7 @@ def test_keys_that_are_no_paths_need_fsspec(
 ) -> None:
     uri, _ = odd_bucket
 
-    def missing(location: Location) -> None:
+    def missing(location: Location, **_: object) -> None:
         raise MissingExtraError("s3:// needs a package that is not installed: s3fs")
 
     monkeypatch.setattr(fsspec_store, "open_filesystem", missing)

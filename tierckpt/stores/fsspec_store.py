@@ -85,8 +85,8 @@ def open_universal(location: Location) -> UniversalStore:
     return UniversalStore(*open_filesystem(location), location.uri)
 
 
-def open_filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system for a URL, and the root in it.
+def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSystem, str]:
+    """Return fsspec's file system for a URL, and the root in it. ``options`` are those of the file system.
 
     Raises:
         ConfigError: fsspec knows no such scheme, or the URL does not suit it.
@@ -103,7 +103,7 @@ def open_filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
         ) from None
     drop_empty()  # s3fs, adlfs and gcsfs read the environment by themselves
     try:
-        fs, root = fsspec.url_to_fs(location.uri, **_client_options(location))
+        fs, root = fsspec.url_to_fs(location.uri, **_client_options(location), **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from printable(error)
     except Exception as error:

@@ -17,7 +17,7 @@ import asyncio
 import builtins
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -123,7 +123,7 @@ class RemoteStore:
         self._get_concurrency = self.retries.get_concurrency(self._bucket.name)
         self._is_watching = False
         self._odd: set[str] = set()
-        """Keys that were listed and are no paths (``a//b``): obstore can neither list nor read them, fsspec can."""
+        """Keys that were listed and are no paths (``_is_odd``): obstore can neither list nor read them, fsspec can."""
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -211,7 +211,8 @@ class RemoteStore:
         """Lists, reads and deletes keys that are no paths."""
         from .fsspec_store import UniversalStore, open_filesystem
 
-        return UniversalStore(*open_filesystem(self.location), self.uri, any_key=True)
+        # One that fsspec has cached may have another environment's endpoint.
+        return UniversalStore(*open_filesystem(self.location, skip_instance_cache=True), self.uri, any_key=True)
 
     async def head(self, key: str) -> ObjectInfo:
         if key in self._odd:
@@ -585,11 +586,11 @@ class RemoteStore:
             try:
                 metas = await self._request(None, page)
             except OddKeyError as error:
-                with self._or_odd(error):
-                    async for info in self._by_fsspec.list(prefix):
-                        if info.key and info.key not in seen:
-                            self._odd |= {info.key} if has_odd_parts(info.key) else set()
-                            yield info
+                found = await self._all_by_fsspec(prefix, error)
+                self._odd |= {info.key for info in found if _is_odd(info.key)}
+                for info in found:
+                    if info.key not in seen:
+                        yield info
                 return
             if metas is None:
                 return
@@ -598,14 +599,17 @@ class RemoteStore:
                     seen.add(info.key)
                     yield info
 
-    @contextlib.contextmanager
-    def _or_odd(self, error: OddKeyError) -> Iterator[None]:
-        """Say what is odd where fsspec cannot list it either."""
+    async def _all_by_fsspec(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
+        """Return what is below ``prefix``. Raises ``error``: fsspec cannot list it either."""
         try:
-            yield
+            found = [info async for info in self._by_fsspec.list(prefix) if info.key]
         except TierckptError as reason:
             error.hint = f"Rename or remove that object: fsspec, which lists such keys, cannot here ({reason.message})"
             raise error from None
+        if not found:
+            error.hint = "Rename or remove that object: fsspec, which lists such keys, sees nothing there"
+            raise error
+        return found
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         return (await self._level(check_prefix(prefix)))[1]
@@ -620,9 +624,10 @@ class RemoteStore:
         try:
             answer = await self._list_level(directory)
         except OddKeyError as error:
-            with self._or_odd(error):
-                infos, names = await self._by_fsspec.list_level(directory) or ([], [])
-            return infos, [name for name in names if not has_odd_parts(name)]
+            below = len(directory) + 1 if directory else 0
+            rest = {info: info.key[below:] for info in await self._all_by_fsspec(directory, error)}
+            infos = [info for info, key in rest.items() if "/" not in key and not _is_odd(key)]
+            return infos, sorted({key.partition("/")[0] for key in rest.values() if "/" in key and not _is_odd(key)})
         names = _names(answer)
         found = map(self._info, answer["objects"])
         return [info for info in found if info.key and not _marks(info, directory, names)], names
@@ -771,6 +776,11 @@ class RemoteStore:
             # S3 says "expired" with status 400, and to a HEAD without a word more.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint, was_proven)
+
+
+def _is_odd(key: str) -> bool:
+    """True for a key that obstore can neither list nor name."""
+    return has_odd_parts(key) or not key.isprintable()
 
 
 def _names(answer: Any) -> list[str]:
