@@ -284,3 +284,23 @@ def test_newer_is_the_higher_step_and_what_has_none_is_older_than_all() -> None:
     assert newest_of(["last", "best"]) == ["last", "best"]
     assert not newest_of([])
     assert sorted(names, key=age_of) == ["last", "step-0", "step-9", "other-10", "step-10"]
+
+
+@pytest.mark.parametrize("tier", [Tier.LOCAL, Tier.SHARED])
+def test_a_process_keeps_its_own_saves_beside_newer_ones_of_another(tier: Tier) -> None:
+    steps, own = (12, 14, 16, 100, 200, 300), [12, 14, 16]
+    copies = [local(step) if tier is Tier.LOCAL else shared(step) for step in steps]
+
+    def gone(policy: Policy, own: Sequence[int]) -> list[int]:
+        return removed(policy.judge(copies, drains=False, own=own), tier)
+
+    assert gone(Policy.of(keep_last=2), []) == [12, 14, 16, 100]
+    assert gone(Policy.of(keep_last=2), own) == [12, 100]
+    assert gone(Policy.of(keep_last=1, keep_every=7), own) == [12, 100, 200]
+    assert gone(Policy(), own) == []
+
+
+def test_of_own_saves_the_latest_count() -> None:
+    """A job that goes back saves lower steps later."""
+    verdicts = Policy.of(keep_last=1).judge([shared(step) for step in (10, 20, 30)], own=[20, 30, 10])
+    assert removed(verdicts, Tier.SHARED) == [20]
