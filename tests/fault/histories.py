@@ -424,7 +424,6 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "retention counts abandoned steps": (Pruner, "copies_of", _counting_all(Pruner.copies_of)),
     "the local tier notes no branch": (branches, "note_local", _never),
     "the shared tier notes no branch": (branches, "note_shared", _never_async),
-    "an older save keeps the id": (branches, "takes_place", lambda *_: False),
 }
 
 

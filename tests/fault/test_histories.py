@@ -13,7 +13,7 @@ import pytest
 from tests.fault.histories import BUGS
 
 HISTORIES = int(os.environ.get("TIERCKPT_TEST_HISTORIES", "4"))
-SEEDED = 120
+SEEDED = 40
 SECONDS = 60 + 40 * HISTORIES  # tells what hangs from what is slow
 
 pytestmark = pytest.mark.timeout(max(SECONDS, 600) + 30)

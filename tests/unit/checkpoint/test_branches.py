@@ -108,3 +108,14 @@ def test_abandoned_here(tmp_path: Path) -> None:
     run = [(tmp_path / "run" / f"step-{step}", manifest(one)) for step, one in ((10, ROOT), (20, ROOT), (12, second))]
     other = [(tmp_path / "other" / "step-20", manifest(ROOT))]
     assert branches.abandoned_here([*run, *other]) == {tmp_path / "run" / "step-20"}
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_an_abandoned_one() -> None:
+    """B5: whoever commits first, and not that of a step that the new branch continues."""
+    first = Branch("first", 5)
+    second = Branch("second", 9, 10, {"first": 10})
+    assert branches.takes_place(manifest(second), first, "step-20")
+    assert not branches.takes_place(manifest(second), first, "step-10")
+    assert not branches.takes_place(manifest(first), second, "step-20")
+    assert not branches.takes_place(manifest(second), Branch("late", 12, 8, {"first": 8}), "step-20")
+    assert not branches.takes_place(manifest(second), None, "step-20")
