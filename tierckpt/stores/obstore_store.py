@@ -19,7 +19,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,7 +50,6 @@ from .common import (
     check_size,
     closing,
     frozen_piece,
-    has_odd_parts,
     limited,
     part_size_bytes,
     short_answer,
@@ -75,6 +74,7 @@ from .obstore_errors import (
     tunnel_refused,
 )
 from .obstore_module import Module
+from .odd_keys import OddKeys
 from .retry import Retries, Tries
 from .signed_requests import Get, NotThisWay, delete_if, is_behind_proxy
 from .store_breaker import PROBE_SECONDS_MAX
@@ -83,8 +83,6 @@ if TYPE_CHECKING:
     import obstore
     from obstore import GetOptions
     from obstore import exceptions as obstore_errors
-
-    from .fsspec_store import UniversalStore
 else:
     obstore, obstore_errors = Module(), Module("exceptions")
 
@@ -122,8 +120,7 @@ class RemoteStore:
         self._breaker = self.retries.breaker(self._bucket.name)
         self._get_concurrency = self.retries.get_concurrency(self._bucket.name)
         self._is_watching = False
-        self._odd: set[str] = set()
-        """Keys that were listed and are no paths (``_is_odd``): obstore can neither list nor read them, fsspec can."""
+        self._odd = OddKeys(location)
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -206,17 +203,9 @@ class RemoteStore:
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _by_fsspec(self) -> UniversalStore:
-        """Lists, reads and deletes keys that are no paths."""
-        from .fsspec_store import UniversalStore, open_filesystem
-
-        # One that fsspec has cached may have another environment's endpoint.
-        return UniversalStore(*open_filesystem(self.location, skip_instance_cache=True), self.uri, any_key=True)
-
     async def head(self, key: str) -> ObjectInfo:
         if key in self._odd:
-            return await self._by_fsspec.head(key)
+            return await self._odd.store.head(key)
         check_key(key)
 
         async def call(client: Client) -> Any:
@@ -233,7 +222,7 @@ class RemoteStore:
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
         if key in self._odd:
-            return await self._by_fsspec.get_range(key, byte_range, if_match=if_match)
+            return await self._odd.store.get_range(key, byte_range, if_match=if_match)
         check_key(key)
         if not check_range(byte_range).size_bytes:  # no such request exists in HTTP
             return await self._get_nothing(key, if_match)
@@ -586,9 +575,7 @@ class RemoteStore:
             try:
                 metas = await self._request(None, page)
             except OddKeyError as error:
-                found = await self._all_by_fsspec(prefix, error)
-                self._odd |= {info.key for info in found if _is_odd(info.key)}
-                for info in found:
+                for info in await self._odd.list(prefix, error):
                     if info.key not in seen:
                         yield info
                 return
@@ -598,18 +585,6 @@ class RemoteStore:
                 if info.key and info.key not in seen:  # the empty key is the marker of the root itself
                     seen.add(info.key)
                     yield info
-
-    async def _all_by_fsspec(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
-        """Return what is below ``prefix``. Raises ``error``: fsspec cannot list it either."""
-        try:
-            found = [info async for info in self._by_fsspec.list(prefix) if info.key]
-        except TierckptError as reason:
-            error.hint = f"Rename or remove that object: fsspec, which lists such keys, cannot here ({reason.message})"
-            raise error from None
-        if not found:
-            error.hint = "Rename or remove that object: fsspec, which lists such keys, sees nothing there"
-            raise error
-        return found
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         return (await self._level(check_prefix(prefix)))[1]
@@ -624,10 +599,7 @@ class RemoteStore:
         try:
             answer = await self._list_level(directory)
         except OddKeyError as error:
-            below = len(directory) + 1 if directory else 0
-            rest = {info: info.key[below:] for info in await self._all_by_fsspec(directory, error)}
-            infos = [info for info, key in rest.items() if "/" not in key and not _is_odd(key)]
-            return infos, sorted({key.partition("/")[0] for key in rest.values() if "/" in key and not _is_odd(key)})
+            return await self._odd.level(directory, error)
         names = _names(answer)
         found = map(self._info, answer["objects"])
         return [info for info in found if info.key and not _marks(info, directory, names)], names
@@ -650,7 +622,7 @@ class RemoteStore:
         batch: builtins.list[str] = []
         async for info in self._listed(check_prefix(prefix)):  # markers of folders, too
             if info.key in self._odd:
-                await self._by_fsspec.delete(info.key)
+                await self._odd.store.delete(info.key)
                 continue
             batch.append(info.key)
             if len(batch) == DELETE_BATCH:
@@ -776,11 +748,6 @@ class RemoteStore:
             # S3 says "expired" with status 400, and to a HEAD without a word more.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint, was_proven)
-
-
-def _is_odd(key: str) -> bool:
-    """True for a key that obstore can neither list nor name."""
-    return has_odd_parts(key) or not key.isprintable()
 
 
 def _names(answer: Any) -> list[str]:

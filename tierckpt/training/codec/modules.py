@@ -233,16 +233,11 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Tied tensors are copied one after the other, the last one wins: on a GPU one call copies them in any order.
     """
     plain = []
-    places = Counter(local(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
+    owners = Counter(local(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:
         is_seen_through = local(to).is_conj() or local(to).is_neg()  # which torch cannot copy to in one call for all
-        if (
-            type(to) in _PLAIN
-            and type(source) is type(to)
-            and to.shape == source.shape
-            and not is_seen_through
-            and (places[local(to).data_ptr()] == 1)
-        ):
+        is_like = type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape
+        if is_like and not is_seen_through and owners[local(to).data_ptr()] == 1:
             plain.append((to, source))
         else:
             to.copy_(source[0] if to.ndim == 0 and source.ndim == 1 else source)
