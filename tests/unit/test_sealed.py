@@ -571,11 +571,33 @@ def test_small_objects_are_remembered_and_large_ones_are_not(monkeypatch: pytest
     monkeypatch.setattr(objects, "load_object", lambda *given: next(passes) * 0 or right(*given))
     known = Objects()
     for _ in range(10):
-        known.inert(saved(0.1), "lr")
+        known.inert(saved(torch.Size([1])), "size")
     assert next(passes) == 2
     for _ in range(2):
-        known.inert(saved("x" * objects.SMALL_BYTES), "big")
+        known.inert(saved([torch.Size([1]), "x" * objects.SMALL_BYTES]), "big")
     assert next(passes) == 7
+
+
+SIMPLE = {
+    "a number": 0.1,
+    "texts": [f"layers.{number}.weight" for number in range(3)] * 2,
+    "nested": {"a": [1, -2, (3, None, True)], "b": {"c": 1 << 40, 7: ""}},
+    "itself": [[]],
+    "a wide number": 1 << 70,
+    "a tuple as a key": {(1, 2): 3},
+    "bytes": b"abc",
+    "ordered": OrderedDict(a=1),
+}
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_what_needs_no_global_is_read_without_torch_and_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, reads = SIMPLE[name], []
+    right = objects.load_object
+    monkeypatch.setattr(objects, "load_object", lambda *given: reads.append(given) or right(*given))
+    made = torch.load(io.BytesIO(Objects().inert(saved(value), name)), weights_only=True)
+    assert (made, type(made)) == (value, type(value))
+    assert bool(reads) == (name in ("a wide number", "a tuple as a key", "bytes", "ordered"))
 
 
 class Mine:

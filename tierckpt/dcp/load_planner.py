@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from .frozen import index_of, read_whole
 from .gc_pause import gc_paused
 
 
@@ -47,16 +48,14 @@ class TargetPlanner(DefaultLoadPlanner):
 
     def _whole(self, metadata: Metadata) -> Iterator[tuple[str, ReadItem]]:
         """Yield the tensors that were saved in one piece and are read whole."""
-        stored, tensor = metadata.state_dict_metadata, LoadItemType.TENSOR
+        stored = metadata.state_dict_metadata
         for name, value in self.target.items():
             found = stored.get(name)
-            if type(value) is not torch.Tensor or not isinstance(found, TensorStorageMetadata):
+            if type(value) is not torch.Tensor or type(found) is not TensorStorageMetadata or len(found.chunks) != 1:
                 continue
-            is_whole = len(found.chunks) == 1 and found.size == value.size() == found.chunks[0].sizes
-            if is_whole and 0 not in found.size:  # DCP reads nothing of an empty one
-                offsets = found.chunks[0].offsets
-                index = MetadataIndex(name, offsets, 0)
-                yield name, ReadItem(tensor, index, offsets, index, offsets, found.size)
+            [chunk], size = found.chunks, found.size
+            if size == value.size() == chunk.sizes and 0 not in size:  # DCP reads nothing of an empty one
+                yield name, read_whole(index_of(name, chunk.offsets, 0), chunk.offsets, size)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put the object in ``value``, which the reader has proven to be data, in its place."""

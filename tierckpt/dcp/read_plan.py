@@ -12,7 +12,6 @@ Source: FastPersist and Universal Checkpointing read by plan in the same way; th
 
 from __future__ import annotations
 
-import ctypes
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from ..disk.file_io import address_of
+from ..disk.file_io import address_of, copy_small
 from ..read.parallel_read import Piece
 from ..torch_internals import StorageInfo
 from .items import item_format
@@ -59,17 +58,14 @@ class Shapes:
         tensor = self._tensors.get(index.fqn)
         if not isinstance(tensor, TensorStorageMetadata):
             return None
-        if len(tensor.chunks) == 1:
-            size = tensor.chunks[0].sizes
-        else:
-            chunks = self._chunks.get(index.fqn)
-            if chunks is None:
-                chunks = self._chunks[index.fqn] = {tuple(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
-            found = chunks.get(tuple(index.offset or ()))
-            if found is None:
-                return None
-            size = found
-        return tensor.properties.dtype, size
+        chunks = tensor.chunks
+        if len(chunks) == 1:
+            return tensor.properties.dtype, chunks[0].sizes
+        known = self._chunks.get(index.fqn)
+        if known is None:
+            known = self._chunks[index.fqn] = {tuple(chunk.offsets): chunk.sizes for chunk in chunks}
+        size = known.get(tuple(index.offset or ()))
+        return None if size is None else (tensor.properties.dtype, size)
 
     def wanted_bytes(self, item: ReadItem, length: int) -> int:
         """About how many of the ``length`` bytes of an item are read for ``item``: the rows that it wants."""
@@ -272,10 +268,6 @@ class GroupRead:
     def count(self) -> int:
         return len(self.members)
 
-    def add(self, item: ReadItem, info: StorageInfo, frame: item_format.Frame, target: torch.Tensor) -> None:
-        self.members.append((item, info.offset, frame, target))
-        self.stop = info.offset + info.length
-
     def pieces(self) -> Iterator[Piece]:
         self._data = bytearray(self.stop - self.start)
         yield Piece(self.start, self.stop, address_of(self._data))
@@ -286,7 +278,7 @@ class GroupRead:
         for item, offset, frame, target in self.members:
             head = frame.head
             if data.startswith(head, offset - self.start):
-                ctypes.memmove(target.data_ptr(), base + offset + len(head), frame.size_bytes)
+                copy_small(target.data_ptr(), base + offset + len(head), frame.size_bytes)
                 yield item, target
             else:
                 yield item, None
@@ -314,8 +306,13 @@ class SmallTensorGrouper:
         self._plain = plain
         self._shapes = shapes
         self._group_bytes = min(GROUP_BYTES, chunk_size_bytes)
-        self._like: tuple[torch.dtype, torch.Size, int] | None = None
+        self._dtype: torch.dtype | None = None
+        self._size: torch.Size | None = None
+        self._length = 0
         self._frame: item_format.Frame | None = None
+        """Of what has this dtype, size and length."""
+        self._first: Any = None
+        """Offsets that are all 0: most items share them."""
 
     def group(self, group: GroupRead | None, item: ReadItem, info: StorageInfo) -> GroupRead | None:
         """Return the group that ``item`` is in now: ``group``, or a new one; None: it is not for a group.
@@ -330,21 +327,23 @@ class SmallTensorGrouper:
         if stored is None:
             return None
         dtype, size = stored
-        like = dtype, size, length
-        if self._like != like:
-            self._like, self._frame = like, frame_of(dtype, size, length)
-        frame = self._frame
+        if dtype is not self._dtype or length != self._length or size != self._size:
+            self._dtype, self._length, self._size = dtype, length, size
+            self._frame = _small_frame(dtype, size, length)
+        frame, lengths, offsets = self._frame, item.lengths, item.storage_offsets
         if (
             frame is None
-            or not 0 < frame.size_bytes <= SMALL_BYTES
-            or target.dtype != dtype
-            or not item.lengths == size == target.size()
-            or any(item.storage_offsets)
+            or target.dtype is not dtype
+            or not (lengths is size or lengths == size)
+            or target.size() != size
+            or not (offsets is self._first or not any(offsets))
             or target.requires_grad
             or not fits_as_it_is(target)
         ):
             return None
-        last = (offset + length - 1) // self._group_bytes
+        self._first = offsets
+        end = offset + length
+        last = (end - 1) // self._group_bytes
         if (
             group is None
             or group.path != info.relative_path
@@ -354,13 +353,20 @@ class SmallTensorGrouper:
             if offset // self._group_bytes != last:
                 return None
             group = GroupRead(info.relative_path, offset, offset, [])
-        group.add(item, info, frame, target)
+        group.members.append((item, offset, frame, target))
+        group.stop = end
         return group
+
+
+def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.Frame | None:
+    """The frame of a tensor that is not empty, and small enough for a group."""
+    frame = frame_of(dtype, size, length)
+    return frame if frame is not None and 0 < frame.size_bytes <= SMALL_BYTES else None
 
 
 def is_framed(item: ReadItem, info: StorageInfo) -> bool:
     """True for a tensor that lies there as it is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
-    return item.type != LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
+    return item.type is not LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 
 
 def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
@@ -378,7 +384,7 @@ def fits_as_it_is(target: torch.Tensor) -> bool:
         type(target) is torch.Tensor
         and target.is_cpu
         and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
+        and not (target.is_neg() or (target.is_complex() and target.is_conj()))
     )
 
 

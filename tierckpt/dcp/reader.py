@@ -234,7 +234,7 @@ class TierStorageReader(Mount, StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Bring what ``plan`` asks for to the targets of ``planner``, window by window."""
         with gc_paused():
-            self._infos = {id(item): self._info(item) for item in plan.items}
+            self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(self._neighbours.reading(plan, self._spans))
             found = self._found()
@@ -260,12 +260,14 @@ class TierStorageReader(Mount, StorageReader):
     def _entries(self, found: CheckpointFiles, plan: LoadPlan) -> dict[str, FileEntry]:
         """The files that ``plan`` reads. Raises when an item does not lie inside its file."""
         entries: dict[str, FileEntry] = {}
+        infos = self._infos
         for item in plan.items:
-            info = self._info(item)
+            info = infos[id(item)]
             entry = entries.get(info.relative_path)
             if entry is None:
                 entry = entries[info.relative_path] = found.entry(info.relative_path)
-            self.check_inside(item, info.offset + info.length, entry.size_bytes)
+            if info.offset + info.length > entry.size_bytes:
+                self.check_inside(item, info.offset + info.length, entry.size_bytes)
         return entries
 
     def check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
@@ -295,7 +297,7 @@ class TierStorageReader(Mount, StorageReader):
             self._client.run(self._client.mover.fetch_missing(checkpoint, shuffled))
 
     def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
-        info = self._info(item)
+        info = self._infos[id(item)]
         return info.relative_path, info.offset, item.storage_offsets
 
     def _spans(self, item: ReadItem) -> tuple[str, list[tuple[int, int]]]:
@@ -308,8 +310,9 @@ class TierStorageReader(Mount, StorageReader):
         """How each item is read, in their order; small ones together with those beside them."""
         group: GroupRead | None = None
         small = SmallTensorGrouper(work.plain, self._shapes, chunk_size_bytes)
+        infos = self._infos
         for item in items:
-            joined = small.group(group, item, self._info(item))
+            joined = small.group(group, item, infos[id(item)])
             if joined is not group:
                 if group is not None:
                     yield group
@@ -425,8 +428,15 @@ class TierStorageReader(Mount, StorageReader):
         if len(item.lengths) != len(stored) or any(at + count > size for at, count, size in wanted):
             raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
 
+    def _infos_of(self, items: Sequence[ReadItem]) -> list[StorageInfo]:
+        """Where each item lies: an item is asked for several times, and its name takes longer to look up."""
+        try:
+            return [self.storage_data[item.storage_index] for item in items]
+        except KeyError:
+            return [self._info(item) for item in items]  # which says what is missing
+
     def _info(self, item: ReadItem) -> StorageInfo:
-        """Where an item lies. Asked several times of each, and its name takes longer to look up than its place."""
+        """Where an item lies."""
         if (known := self._infos.get(id(item))) is not None:
             return known
         try:

@@ -49,6 +49,7 @@ from ..torch_internals import StorageInfo, StorageWriterTransforms
 from ..tracebacks import short_traceback
 from ..types import Tier
 from . import split
+from .frozen import result_of
 from .gc_pause import gc_paused
 from .handoff.handoff_client import HandoffHandle, leave_open
 from .handoff.offer import is_worth_offering, metadata_of, offer
@@ -575,7 +576,7 @@ class TierStorageWriter(Mount, StorageWriter):
 def _results(shard: Shard) -> list[WriteResult]:
     name = shard.path.name
     return [
-        WriteResult(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))
+        result_of(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))
         for record in shard.records
     ]
 

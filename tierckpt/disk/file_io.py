@@ -150,6 +150,13 @@ def address_of(memory: memoryview | bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+# ctypes.memmove releases the interpreter lock at each call: another thread then takes it for 5 ms.
+copy_small = ctypes.PyDLL(None).memmove
+"""``copy_small(target, source, count)`` copies some KiB and keeps the interpreter lock."""
+copy_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+copy_small.restype = None
+
+
 def open_file(path: Path) -> int:
     with translated(path):
         return open_regular(path)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import UnsafeCheckpointError, UnsupportedTorchError
 from ...torch_internals import MemoryFormatEncoding, StorageInfo
+from ..frozen import index_of
 from ..gc_pause import gc_paused
 from . import machine
 from .machine import Class, Function, Record, Refused
@@ -140,14 +141,7 @@ def _index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
     fqn = _text(fqn, "a name")
     if offset is not None and type(offset) is not torch.Size:
         raise Refused(f"the offset of {fqn:.200} is no size")
-    if HAS_FURTHER:  # with the default of what a later torch has added
-        return MetadataIndex(fqn, offset, _optional(index, int, "an index"))
-    made = _new_index(MetadataIndex)
-    made.__dict__.update(fqn=fqn, offset=offset, index=_optional(index, int, "an index"))  # frozen, and shares its size
-    return made
-
-
-_new_index = MetadataIndex.__new__
+    return index_of(fqn, offset, _optional(index, int, "an index"))
 
 
 def _storage(path: Any, offset: Any, length: Any, transforms: Any = None) -> StorageInfo:
@@ -424,7 +418,10 @@ class MetadataBuilder:
         self.spend(1 + len(value))
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
-                self._check_plain(item, what, depth + 1)
+                if type(item) is tuple and depth < DEPTH_MAX and _PLAIN.issuperset(map(type, item)):
+                    self.spend(1 + len(item))  # the path of a tensor, of which there are as many
+                else:
+                    self._check_plain(item, what, depth + 1)
 
     def _check_further(self, fields: Mapping[Any, Any], kind: Any) -> None:
         """What a later torch has added: a few numbers, strings, dtypes and the like, or tuples of them."""
@@ -535,15 +532,19 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
     """The bytes of a dense chunk lie in its item, or what ``torch.save`` made of a subclass. An item that is missing is
     told when it is asked for."""
     needed: dict[int, dict[Any, int]] = {}
+    last: ChunkStorageMetadata | None = None
+    properties: TensorProperties | None = None
+    whole = 0
     for index, info in storage.items():
         entry = entries.get(index.fqn)
         if not isinstance(entry, TensorStorageMetadata) or entry.properties.layout is not torch.strided:
             continue
         if len(entry.chunks) == 1:
             [chunk] = entry.chunks
-            size_bytes = (
-                math.prod(chunk.sizes) * entry.properties.dtype.itemsize if chunk.offsets == index.offset else 0
-            )
+            if chunk is not last or entry.properties is not properties:  # mostly like the one before
+                last, properties = chunk, entry.properties
+                whole = math.prod(chunk.sizes) * properties.dtype.itemsize
+            size_bytes = whole if chunk.offsets == index.offset else 0
         else:
             if id(entry) not in needed:
                 needed[id(entry)] = _sizes_bytes(entry)

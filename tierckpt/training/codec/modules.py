@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...replay.optimizers import local
-from .reconstruction import Decoder, empty_like
+from .reconstruction import Decoder, NewTensors
 from .stored import Path, Stored, nested
 
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -34,6 +34,11 @@ class Names:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._wrapped = [(prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))]
+
+    @property
+    def are_other(self) -> bool:
+        """False where each key is its name."""
+        return bool(self._wrapped)
 
     def saved(self, key: str) -> str:
         for prefix, child in reversed(self._wrapped):
@@ -88,7 +93,7 @@ def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     if is_flat(module):
         return dict(get_model_state_dict(module)), {}
     names, found = Names(module), module.state_dict()
-    saved = {names.saved(key): value for key, value in found.items()}
+    saved = {names.saved(key): value for key, value in found.items()} if names.are_other else dict(found)
     versions = getattr(found, "_metadata", None) or {}
     odd = {names.saved(f"{path}.")[:-1]: dict(one) for path, one in versions.items() if one != {"version": 1}}
     return saved, odd
@@ -133,15 +138,16 @@ class ModuleTarget:
 
     def destinations(self) -> dict[str, Any]:
         """Return what is to be read, by name in the checkpoint."""
-        made = {key: self._destination(path, self._items[path]) for path, key in self._below.items()}
+        new = NewTensors()
+        made = {key: self._destination(path, self._items[path], new) for path, key in self._below.items()}
         return made | (self._decoder.tensors if self._decoder is not None else {})
 
-    def _destination(self, path: Path, found: Any) -> Any:
+    def _destination(self, path: Path, found: Any, new: NewTensors) -> Any:
         if not isinstance(found, TensorStorageMetadata):
             return ""
         live = self._live.get(str(path[0])) if len(path) == 1 else None
         is_alike = isinstance(live, torch.Tensor) and _sizes(live) == tuple(found.size)
-        return live if is_alike and self._is_flat else empty_like(found, live if is_alike else None)
+        return live if is_alike and self._is_flat else new.like(found, live if is_alike else None)
 
     def _compare(self, loose: tuple[str, ...]) -> None:
         """Args: loose: prefixes of submodules that decide themselves which keys and shapes they take."""

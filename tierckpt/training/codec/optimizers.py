@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import torch_internals
 from ...near_storage.optimizer import NearStorageOptimizer
 from .modules import is_flat, parameters_by_name
-from .reconstruction import Decoder, empty_like, has_device
+from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
 
 LOOSE = "param."
@@ -46,16 +46,20 @@ class ParameterNames:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
         self._flat = [entry for entry, one in self.modules.items() if is_flat(one)]
-        self._names: dict[str, dict[int, list[str]]] = {}
+        self._first: dict[str, dict[int, str]] = {}
+        """The first name of each parameter, by the entry of its module."""
+        self._more: dict[tuple[str, int], list[str]] = {}
+        """Other names of tied parameters."""
         for entry, module in self.modules.items():
-            found = self._names.setdefault(entry, {})
+            found = self._first.setdefault(entry, {})
             for name, parameter in parameters_by_name(module):
-                found.setdefault(id(parameter), []).append(name)
+                if found.setdefault(id(parameter), name) is not name:
+                    self._more.setdefault((entry, id(parameter)), []).append(name)
 
     def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
         """Return the module that DCP has to name the parameters of, with FSDP's first version."""
         ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
-        return next((self.modules[entry] for entry in self._flat if ids & self._names[entry].keys()), None)
+        return next((self.modules[entry] for entry in self._flat if ids & self._first[entry].keys()), None)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
         """Return the possible names of each parameter of each group. A checkpoint is saved with the first."""
@@ -69,32 +73,38 @@ class ParameterNames:
     def saved(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """Return the name with which each parameter of each group is saved."""
         owner = self._owner(optimizer)
-        found = self._names.get(owner)
+        found = self._first.get(owner)
         if found is None:
             found = {}
-            for entry, names in reversed(self._names.items()):
-                found |= {key: [f"{entry}.{name}" for name in some] for key, some in names.items()}
-        lists = [[found.get(id(one)) for one in group[PARAMS]] for group in optimizer.param_groups]
+            for entry, names in reversed(self._first.items()):
+                found |= {key: f"{entry}.{name}" for key, name in names.items()}
+        lists: list[list[Any]] = [list(map(found.get, map(id, group[PARAMS]))) for group in optimizer.param_groups]
         if all(None not in names for names in lists):
-            return [[some[0] for some in names if some] for names in lists]
-        taken = {name for some in self._names.get(owner, {}).values() for name in some}
+            return lists
+        taken = {*self._first.get(owner, {}).values()}
+        taken |= {name for (entry, _), some in self._more.items() if entry == owner for name in some}
         return [
-            [some[0] if some else _loose(number, index, taken) for index, some in enumerate(names)]
+            [name or _loose(number, index, taken) for index, name in enumerate(names)]
             for number, names in enumerate(lists)
         ]
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> str:
         """The module that has all parameters that any module has; "" for none."""
-        if len(self._names) == 1:
-            [(entry, names)] = self._names.items()
+        if len(self._first) == 1:
+            [(entry, names)] = self._first.items()
             return entry if any(id(one) in names for one in parameters_of(optimizer)) else ""
         ids = {id(one) for one in parameters_of(optimizer)}
-        known = {entry: ids & names.keys() for entry, names in self._names.items()}
+        known = {entry: ids & names.keys() for entry, names in self._first.items()}
         every = set().union(*known.values())
         return next((entry for entry, some in known.items() if some and some == every), "")
 
     def _of(self, parameter: torch.Tensor, owner: str) -> list[str]:
-        found = [(entry, name) for entry, names in self._names.items() for name in names.get(id(parameter), ())]
+        key = id(parameter)
+        found = [
+            (entry, name)
+            for entry, names in self._first.items() if key in names
+            for name in (names[key], *self._more.get((entry, key), ()))
+        ]  # fmt: skip
         bare = [name for _, name in sorted(found, key=lambda one: one[0] != owner)]
         full = [f"{entry}.{name}" for entry, name in found]
         return bare + full if owner else full + bare
@@ -154,10 +164,11 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
         saved = holder.state_dict()
     if not _is_of_torch(saved, holder):
         return None
-    lists = names.saved(optimizer)
-    parameters = parameters_of(optimizer)
-    called = dict(zip(map(id, parameters), chain.from_iterable(lists), strict=True))
-    numbers = [called[id(one)] for one in parameters_of(holder)]
+    lists, parameters = names.saved(optimizer), parameters_of(optimizer)
+    numbers = list(chain.from_iterable(lists))
+    if holder is not optimizer:
+        called = dict(zip(map(id, parameters), numbers, strict=True))
+        numbers = [called[id(one)] for one in parameters_of(holder)]
     groups = saved[GROUPS] if holder is optimizer else optimizer.param_groups
     tree = {
         **saved,
@@ -170,7 +181,8 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
     odd += [((STATE, name, key), one) for name, inner in saved[STATE].items() if type(name) is str
             for key, one in (inner.items() if isinstance(inner, dict) else ())
             if isinstance(one, torch.Tensor) and is_plain(one) and has_device(one.device.type)]  # fmt: skip
-    if shapes := {called[id(one)]: one.shape for one in parameters if isinstance(one, DTensor)}:
+    every = zip(chain.from_iterable(lists), parameters, strict=True)
+    if shapes := {name: one.shape for name, one in every if isinstance(one, DTensor)}:
         # What is sharded in another way than its parameter.
         odd += [((STATE, name, key), one) for name, of_parameter in tree.get(STATE, {}).items()
                 for key, one in of_parameter.items()
@@ -184,8 +196,12 @@ def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
     groups, state = (saved.get(GROUPS), saved.get(STATE)) if isinstance(saved, dict) else (None, None)
     if not (isinstance(groups, list) and isinstance(state, dict) and len(groups) == len(optimizer.param_groups)):
         return False
-    count_of = sum(len(group[PARAMS]) for group in optimizer.param_groups)
-    return all(0 <= key < count_of if type(key) is int else type(key) is str for key in state)
+    if not {int, str}.issuperset(map(type, state)):
+        return False
+    numbers = [key for key in state if type(key) is int]
+    return not numbers or (
+        min(numbers) >= 0 and max(numbers) < sum(len(group[PARAMS]) for group in optimizer.param_groups)
+    )
 
 
 def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -297,6 +313,7 @@ class OptimizerTarget:
         self.unexpected: list[str] = []
         self.problems: list[str] = []
         self._saved_name: dict[int, Any] = {}
+        self._new, self._numbers = NewTensors(), NewTensors()
         holder = _holder(optimizer)
         self.is_plain = _loads_as_torch(holder) and not isinstance(optimizer, NearStorageOptimizer)
         below = dict(stored.below(name))
@@ -424,15 +441,16 @@ class OptimizerTarget:
         if path[0] == STATE and len(path) == 3:
             if self._near is not None:
                 return self._near[str(path[1])][str(path[2])]
+            if path[2] == "step":
+                # A number lies where torch.optim makes it, for it stays where it is.
+                return self._numbers.like(found, None, device=self._default_device if found.size == () else "cpu")
             parameter = by_name.get(path[1])
-            if path[2] == "step" and found.size == ():  # where torch.optim makes it, for it stays where it is
-                return torch.empty((), dtype=found.properties.dtype, device=self._default_device)
-            if parameter is None or path[2] == "step" or torch.nn.parameter.is_lazy(parameter):
-                return empty_like(found, None)
-            return empty_like(found, parameter.detach() if parameter.shape == found.size else None)
+            if parameter is None or torch.nn.parameter.is_lazy(parameter) or parameter.shape != found.size:
+                return self._new.like(found, None)
+            return self._new.like(found, parameter)
         if path[0] == GROUPS and len(path) == 3 and int(path[1]) < len(self._optimizer.param_groups):
-            return empty_like(found, self._optimizer.param_groups[int(path[1])].get(str(path[2])))
-        return empty_like(found, None)
+            return self._new.like(found, self._optimizer.param_groups[int(path[1])].get(str(path[2])))
+        return self._new.like(found, None)
 
     def _decoded(self) -> dict[Path, Any]:
         return dict(self._decoder.value) if self._decoder is not None and not self._whole else {}

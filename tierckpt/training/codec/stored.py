@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
+from ... import torch_internals
 from ...dcp.plan_outline import CHUNK_TENSORS
 
 STRUCTURE = "__tierckpt__"
@@ -60,14 +61,12 @@ class Stored:
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
     """Return the containers that DCP had flattened: a dict for text, a list for the numbers of one."""
-    from ...torch_internals import set_element
-
     root: dict[Any, Any] = {}
     for path, value in leaves.items():
         if len(path) == 1:
             root[path[0]] = value
         else:
-            set_element(root, path, value)
+            torch_internals.set_element(root, path, value)
     return root
 
 

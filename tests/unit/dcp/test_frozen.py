@@ -1,0 +1,36 @@
+"""DCP's objects that are made without their ``__init__`` are those that it makes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from tierckpt.dcp import frozen
+
+OFFSETS, SIZE = torch.Size([4, 0]), torch.Size([2, 3])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_they_are_those_of_the_class(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KNOWS_INDEX", "KNOWS_READ", "KNOWS_RESULT"):
+        assert getattr(frozen, name)
+        monkeypatch.setattr(frozen, name, is_known)
+    index, bare = frozen.index_of("w", OFFSETS, 1), frozen.index_of("w", None, None)
+    made = [index, bare, frozen.read_whole(index, OFFSETS, SIZE), frozen.result_of(index, 24, _StorageInfo("f", 0, 24))]
+    theirs = [
+        MetadataIndex("w", OFFSETS, 1),
+        MetadataIndex("w"),
+        ReadItem(LoadItemType.TENSOR, index, OFFSETS, index, OFFSETS, SIZE),
+        WriteResult(index, 24, _StorageInfo("f", 0, 24)),
+    ]
+    for one, other in zip(made, theirs, strict=True):
+        assert (one, type(one), repr(one)) == (other, type(other), repr(other))
+        assert pickle.loads(pickle.dumps(one)) == other
+    assert [hash(one) for one in made[:3]] == [hash(one) for one in theirs[:3]]
+    assert (index.index, bare.index) == (1, None)
