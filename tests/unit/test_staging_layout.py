@@ -57,6 +57,7 @@ def base(seed: int = 0) -> State:
 
 def staged(stager: TierStager, state: State) -> StagedItems:
     planner = TierSavePlanner()
+    planner.with_addresses = stager.needs_addresses
     final, _, _ = plan(planner, state)
     return stager.stage_items(final.items, planner)
 

@@ -36,12 +36,23 @@ def encode(metadata: Metadata) -> bytes:
     share(metadata)
     last, made = _last, _Encoded.of(metadata)
     data = last.with_names_of(made) if last is not None and made is not None else None
+    if made is not None and data is not None and last is not None:
+        made.like = last.data
     if data is None:
         data = encode_anew(metadata)
     if made is not None:
         made.data = data
     _last = made
     return data
+
+
+def renamed(data: bytes) -> tuple[bytes, set[str]] | None:
+    """Return what ``encode`` has made ``data`` of by changing names, and the names of files in it; None where it has
+    not, or has encoded something else since."""
+    last = _last
+    if last is None or last.data is not data or last.like is None:
+        return None
+    return last.like, set(last.paths)
 
 
 def encode_plan(metadata: Metadata) -> bytes:
@@ -75,9 +86,11 @@ class _Encoded:
 
     def __init__(self, metadata: Metadata, places: list[StorageInfo], names: list[str], rest: dict[str, Any]) -> None:
         self.data = b""
+        self.like: bytes | None = None
+        """What ``data`` was made of."""
         self._names, self._rest = names, rest
         self._same = [metadata.planner_data, *metadata.state_dict_metadata.values(), *(metadata.storage_data or ())]
-        self._paths = list(map(operator.attrgetter("relative_path"), places))
+        self.paths = list(map(operator.attrgetter("relative_path"), places))
         self._at = [list(map(operator.attrgetter(name), places)) for name in ("offset", "length")]
 
     @classmethod
@@ -99,8 +112,8 @@ class _Encoded:
         """Return the bytes of ``new``, made of these; None when they differ in more than names of equal lengths."""
         if not _are_same(self._same, new._same) or (self._at, self._rest) != (new._at, new._rest):
             return None
-        renamed = dict(zip(self._paths, new._paths, strict=True))
-        if list(map(renamed.__getitem__, self._paths)) != new._paths:
+        renamed = dict(zip(self.paths, new.paths, strict=True))
+        if list(map(renamed.__getitem__, self.paths)) != new.paths:
             return None
         data = self.data
         for old, name in [*renamed.items(), *zip(self._names, new._names, strict=True)]:

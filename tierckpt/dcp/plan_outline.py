@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
+from .items import item_format
 
 CHUNK_TENSORS = 256
 """Looked at in several passes, so many stay in the cache of a core."""
@@ -49,6 +50,8 @@ class Outline:
     tensors: list[int]
     objects: list[int]
     facts: list[list[Any]]
+    is_plain: bool
+    """All tensors are dense ones of torch's own class."""
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> Outline | None:
@@ -67,21 +70,45 @@ class Outline:
             return None
         if not all(map(_is_object, (leaves[position] for position in objects))):
             return None
-        return cls(root, tensors, objects, list(map(_facts, _chunks([leaves[position] for position in tensors]))))
+        found = [leaves[position] for position in tensors]
+        is_plain = all(item_format.is_plain(tensor) for tensor in found)
+        return cls(root, tensors, objects, list(map(_facts, _chunks(found))), is_plain)
 
-    def leaves_of(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
-        """Return the values of ``state_dict`` in the order of DCP's flattening; None when it looks any different."""
+    def leaves_of(
+        self, state_dict: Mapping[str, Any], *, with_addresses: bool = False
+    ) -> tuple[list[Any], list[int] | None] | None:
+        """Return the values of ``state_dict`` in the order of DCP's flattening; None when it looks any different.
+
+        Args:
+            with_addresses: return where the bytes of its tensors lie, too, in their order; None unless all lie ready in
+                host memory, but for conjugated ones. Later, when the tensors have left the cache of the core, it takes
+                twice as long.
+        """
         leaves: list[Any] = []
         if not _collect(state_dict, self.root, leaves):
             return None
-        objects = [leaves[position] for position in self.objects]
-        tensors = [leaves[position] for position in self.tensors]
-        same = all(map(_is_object, objects)) and all(
+        if not all(map(_is_object, (leaves[position] for position in self.objects))):
+            return None
+        addresses: list[int] | None = [] if with_addresses and self.is_plain else None
+        for chunk, known in zip(_chunks([leaves[at] for at in self.tensors]), self.facts, strict=True):
             # Types first: other facts can only be asked of tensors of the kind that was understood.
-            list(map(type, chunk)) == known[0] and _facts(chunk) == known
-            for chunk, known in zip(_chunks(tensors), self.facts, strict=True)
-        )
-        return leaves if same else None
+            if list(map(type, chunk)) != known[0] or _facts(chunk) != known:
+                return None
+            if addresses is not None and _lie_ready(chunk):
+                addresses += map(torch.Tensor.data_ptr, chunk)
+            else:
+                addresses = None
+        return leaves, addresses
+
+
+def _lie_ready(tensors: list[torch.Tensor]) -> bool:
+    """True if each lies in host memory in one piece, and is not negated. Whether one is conjugated is not asked."""
+    if not (all(map(_IS_CPU, tensors)) and all(map(torch.Tensor.is_contiguous, tensors))):
+        return False
+    return not any(map(torch.Tensor.is_neg, tensors))
+
+
+_IS_CPU = operator.attrgetter("is_cpu")
 
 
 def _branch(value: Any) -> _Branch | None:

@@ -121,8 +121,10 @@ class PlanCache:
         self._generations: OrderedDict[str, _Generation] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, key: Hashable, state_dict: Mapping[str, Any]) -> tuple[_Memory, list[Any]] | None:
-        """Return the memory that fits, marked as in use, and the flattened values; None when there is none.
+    def find(
+        self, key: Hashable, state_dict: Mapping[str, Any], *, with_addresses: bool = False
+    ) -> tuple[_Memory, list[Any], list[int] | None] | None:
+        """Return the memory that fits, marked as in use, and what its outline returns; None when there is none.
 
         One that is in use already belongs to a save that never got its answer: forgotten, so that a save that failed
         for want of a generation is planned in full next time.
@@ -130,14 +132,14 @@ class PlanCache:
         with self._lock:
             candidates = [memory for memory in self._memories if memory.key == key]
         for memory in candidates:
-            leaves = memory.outline.leaves_of(state_dict)
-            if leaves is not None:
+            found = memory.outline.leaves_of(state_dict, with_addresses=with_addresses)
+            if found is not None:
                 with self._lock:
                     if memory.in_use:
                         self._forget(memory)
                         return None
                     memory.in_use = True
-                return memory, leaves
+                return memory, *found
         return None
 
     def keep(self, memory: _Memory, alive: frozenset[str], replaced: _Memory | None) -> None:
@@ -260,17 +262,22 @@ class TierSavePlanner(DefaultSavePlanner):
         self._turn = _Turn()
         self.is_repeated = False
         """The plan is that of an earlier save, which state dict and items were compared with."""
+        self.with_addresses = False
+        """Whether the caller copies the tensors next, and so has use for ``addresses``."""
+        self.addresses: list[int] | None = None
+        """Where the bytes of the tensors of ``state_dict`` lie, in its order, as ``Outline.leaves_of`` returns them."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take ``state_dict``, and find the remembered plan that fits it. DCP calls this first, on every rank."""
-        self._turn, self.is_repeated = _Turn(self._key(is_coordinator), state_dict), False
-        found = cache.find(self._turn.key, state_dict) if self._remembers else None
+        self._turn, self.is_repeated, self.addresses = _Turn(self._key(is_coordinator), state_dict), False, None
+        key, wanted = self._turn.key, self.with_addresses
+        found = cache.find(key, state_dict, with_addresses=wanted) if self._remembers else None
         if found is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
-        memory, leaves = found
+        memory, leaves, self.addresses = found
         self._turn.memory = memory
         self.state_dict = dict(zip(memory.names, leaves, strict=True))
         self.mappings = memory.mappings
@@ -349,11 +356,11 @@ class TierSavePlanner(DefaultSavePlanner):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to one save: DCP pickles planners for ``async_save`` in another process."""
-        of_a_save = {"state_dict", "plan", "global_plan", "metadata", "_turn"}
+        of_a_save = {"state_dict", "plan", "global_plan", "metadata", "_turn", "addresses"}
         return {name: value for name, value in vars(self).items() if name not in of_a_save} | {"mappings": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _turn=_Turn())
+        vars(self).update(state, _turn=_Turn(), addresses=None)
 
     def _key(self, is_coordinator: bool) -> Hashable:
         """Planners and ranks that must not share plans, though their state dicts look the same."""

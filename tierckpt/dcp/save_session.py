@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -59,6 +61,15 @@ def told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[
         first = results[0]
         results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
     return results
+
+
+def files_of(results: list[list[WriteResult]]) -> list[FileEntry]:
+    """Return the shards of all ranks."""
+    return [file for rank in results for file in getattr(rank[0] if rank else None, "files", ())]
+
+
+def _parts_of(results: list[list[WriteResult]]) -> list[split.Part]:
+    return [part for rank in results for part in getattr(rank[0] if rank else None, "parts", ())]
 
 
 @dataclass
@@ -266,8 +277,10 @@ class SaveSession:
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
         metadata.version = DCP_VERSION
-        split.amend(metadata, [part for rank in results for result in rank for part in getattr(result, "parts", ())])
-        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        split.amend(metadata, _parts_of(results))
+        every = list(chain.from_iterable(results))
+        index, stored = operator.attrgetter("index"), operator.attrgetter("storage_data")
+        metadata.storage_data = dict(zip(map(index, every), map(stored, every), strict=True))
         if self.role.epoch is not None:
             _require_whole(metadata, self.location.uri)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.location.uri, save_id=self.role.save_id)
@@ -286,7 +299,7 @@ class SaveSession:
         return data
 
     def _manifest(self, data: bytes, results: list[list[WriteResult]]) -> Manifest:
-        collected = {file.path: file for rank in results for result in rank for file in getattr(result, "files", ())}
+        collected = {file.path: file for file in files_of(results)}
         if not {file.path for file in self.entry.files} <= collected.keys():
             raise CheckpointError(
                 f"two saves used one TierStorageWriter at the same time (now at {self.location.uri})",

@@ -144,9 +144,10 @@ class TierStager:
         self.synchronize_staging()
         known = _values_of(planner)
         at_once = self.mode == "eager" and not in_background
-        has_last = isinstance(planner, TierSavePlanner) and planner.is_repeated and lies_in_files is None and at_once
-        if has_last and (again := self._staged_again(items, planner, known)) is not None:
-            return again
+        if isinstance(planner, TierSavePlanner) and planner.is_repeated and lies_in_files is None and at_once:
+            again = self._staged_again(items, planner, known)
+            if again is not None:
+                return again
         staged = StagedItems(split.kept_whole(items, planner))
         tensors = []
         for item in staged.items:
@@ -172,23 +173,30 @@ class TierStager:
         return staged
 
     def _staged_again(
-        self, items: Sequence[WriteItem], planner: SavePlanner, known: Mapping[str, Any]
+        self, items: Sequence[WriteItem], planner: TierSavePlanner, known: Mapping[str, Any]
     ) -> StagedItems | None:
         """Stage what the save before has staged of tensors alike; None when it was another plan."""
         repeated = self._repeated
-        if repeated is None or repeated.items is not items or (found := repeated.find(known)) is None:
+        if repeated is None or repeated.items is not items:
+            return None
+        if (found := repeated.find(known, planner.addresses)) is None:
             return None
         staged, layout = StagedItems(items), repeated.layout
         for item in repeated.objects:
-            staged.data[item.index] = resolve_object(planner, item)
+            staged.data[item.index] = resolve_object(planner, item, repeated.texts)
         with gc_paused():
             lease = self._lease(layout.size_bytes)
             base = self._base(lease, layout)
-            pairs = repeated.copy_small(*found, base)
+            pairs = repeated.copy_small(known, found, base)
             ahead = write_ahead.prepare(self.settings, lease, layout)
             staged.copied = self._copy(Copies([to for to, _ in pairs], [source for _, source in pairs], ahead))
             staged.placed = Placed(repeated, base, lease)
         return staged
+
+    @property
+    def needs_addresses(self) -> bool:
+        """Whether ``stage_items`` has use for the ``addresses`` of a planner."""
+        return self.mode == "eager" and self._repeated is not None
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Have the step of these optimizers too wait for lazy copies."""
@@ -261,7 +269,7 @@ class TierStager:
         return self._layout
 
     def _base(self, lease: Lease, layout: Layout) -> torch.Tensor:
-        lease.tensors = sum(frame.size_bytes > 0 for frame in layout.frames)
+        lease.tensors = layout.tensors_with_data
         pin(lease.memory)
         return base_of(lease, layout.size_bytes, torch_shares=self._shared)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -16,12 +15,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ..arena.slots import Lease
 from ..config import Settings
+from ..disk.file_io import copy_small
 from ..quantities import round_up
 from ..save import write_ahead
 from ..save.shard_plan import Record
 from .items import item_format, shard_layout
 from .items.item_format import Frame
-from .plan_outline import CHUNK_TENSORS
+from .items.torch_save import Texts
 from .staging_copy import Pair
 
 SMALL_BYTES_MAX = 64 << 10
@@ -60,6 +60,34 @@ class Layout:
         ]
         return cls(facts, frames, shards, offsets, size_bytes, places, hash((size_bytes, *offsets)), (size_max, unit))
 
+    @cached_property
+    def file_offsets(self) -> list[int]:
+        """Of each tensor's head, in its file."""
+        found = [0] * len(self.frames)
+        for shard in self.shards:
+            for index, offset in shard:
+                found[index] = offset
+        return found
+
+    @cached_property
+    def tensors_with_data(self) -> int:
+        return sum(frame.size_bytes > 0 for frame in self.frames)
+
+    @cached_property
+    def images(self) -> list[tuple[int, int] | None]:
+        """Where in the memory the image of each file begins, and its size; None for a file without any data."""
+        found: list[tuple[int, int] | None] = []
+        for shard in self.shards:
+            staged = [(index, offset) for index, offset in shard if self.frames[index].size_bytes]
+            if not staged:
+                found.append(None)
+                continue
+            index, offset = staged[0]
+            last, end = staged[-1]
+            start = self.offsets[index] - offset - len(self.frames[index].head)
+            found.append((start, round_up(end + self.frames[last].total_bytes)))
+        return found
+
     def views(self, base: torch.Tensor, wanted: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Return the tensors (None: all of them) in ``base``, the staging memory as bytes."""
         whole = self.size_bytes
@@ -72,17 +100,12 @@ class Layout:
     def spans(self, address: int) -> list[write_ahead.Span]:
         """Return the range in memory, from ``address`` on, of each future file and of the data in it."""
         spans = []
-        for shard in self.shards:
-            staged = [(index, offset) for index, offset in shard if self.frames[index].size_bytes]
-            if not staged:
-                continue
-            index, offset = staged[0]
-            head = offset + len(self.frames[index].head)
-            heads = [(at + len(self.frames[number].head), self.frames[number].size_bytes) for number, at in staged]
-            last, end = staged[-1]
-            size_bytes = round_up(end + self.frames[last].total_bytes)
-            data = [(start, start + length) for start, length in heads]
-            spans.append(write_ahead.Span(address + self.offsets[index] - head, size_bytes, data))
+        for shard, image in zip(self.shards, self.images, strict=True):
+            if image is not None:
+                staged = [(self.frames[index], offset) for index, offset in shard if self.frames[index].size_bytes]
+                heads = [(offset + len(frame.head), frame.size_bytes) for frame, offset in staged]
+                data = [(start, start + length) for start, length in heads]
+                spans.append(write_ahead.Span(address + image[0], image[1], data))
         return spans
 
 
@@ -114,12 +137,18 @@ class RepeatedSave:
     layout is therefore the same, and only the addresses change.
     """
 
-    def __init__(self, items: Sequence[WriteItem], tensors: Sequence[WriteItem], layout: Layout) -> None:
+    def __init__(
+        self, items: Sequence[WriteItem], tensors: Sequence[WriteItem], known: Mapping[str, Any], layout: Layout
+    ) -> None:
         self.items, self.layout = items, layout
         self.objects = [item for item in items if item.type is WriteItemType.BYTE_IO]
+        self.texts: Texts = {}
         self.of_tensors = tensors
-        names = [item.index.fqn for item in tensors]
-        self._names = [names[start : start + CHUNK_TENSORS] for start in range(0, len(names), CHUNK_TENSORS)]
+        numbers = {name: number for number, name in enumerate(
+            name for name, value in known.items() if isinstance(value, torch.Tensor))}  # fmt: skip
+        self._names = [item.index.fqn for item in tensors]
+        self._order = [numbers[name] for name in self._names]
+        """Of the tensors of the planner's state dict, those of ``layout``."""
         sizes = [frame.size_bytes for frame in layout.frames]
         self._small = [number for number, size in enumerate(sizes) if 0 < size <= SMALL_BYTES_MAX]
         self._large = [number for number, size in enumerate(sizes) if size > SMALL_BYTES_MAX]
@@ -142,34 +171,28 @@ class RepeatedSave:
         )
         if not layout.size_bytes or not is_simple or not all(item_format.is_plain(tensor) for _, tensor in found):
             return None
-        return cls(items, [item for item, _ in found], layout)
+        return cls(items, [item for item, _ in found], known, layout)
 
-    def find(self, known: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[int]] | None:
-        """Return the tensors of this save and their addresses. None when a tensor is not contiguous, not in host
-        memory, negated or conjugated, or its storage was freed."""
-        tensors: list[torch.Tensor] = []
-        addresses: list[int] = []
-        for names in self._names:
-            some: list[torch.Tensor] = list(map(known.__getitem__, names))
-            if not (all(map(_IS_CPU, some)) and all(map(torch.Tensor.is_contiguous, some))):
-                return None
-            if any(map(torch.Tensor.is_neg, some)):
-                return None
-            tensors += some
-            addresses += map(torch.Tensor.data_ptr, some)
-        if any(tensors[number].is_conj() for number in self._complex):
+    def find(self, known: Mapping[str, Any], addresses: list[int] | None) -> list[int] | None:
+        """Return the addresses of the tensors of this save. None when there are none, a tensor is conjugated, or its
+        storage was freed.
+
+        Args:
+            known: the planner's state dict.
+            addresses: of its tensors, in its order.
+        """
+        if addresses is None or any(known[self._names[number]].is_conj() for number in self._complex):
             return None
-        is_freed = 0 in addresses and any(not addresses[number] for number in chain(self._small, self._large))
-        return None if is_freed else (tensors, addresses)
+        ordered = list(map(addresses.__getitem__, self._order))
+        is_freed = 0 in ordered and any(not ordered[number] for number in chain(self._small, self._large))
+        return None if is_freed else ordered
 
-    def copy_small(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], base: torch.Tensor) -> list[Pair]:
+    def copy_small(self, known: Mapping[str, Any], addresses: Sequence[int], base: torch.Tensor) -> list[Pair]:
         """Copy the small tensors into ``base``. Return the other pairs, still to be copied."""
         sources = map(addresses.__getitem__, self._small)
-        deque(map(_move, map(base.data_ptr().__add__, self._offsets), sources, self._sizes), maxlen=0)
-        return list(zip(self.layout.views(base, self._large), [tensors[n] for n in self._large], strict=True))
-
-
-_IS_CPU = operator.attrgetter("is_cpu")
+        deque(map(copy_small, map(base.data_ptr().__add__, self._offsets), sources, self._sizes), maxlen=0)
+        large = [known[self._names[number]] for number in self._large]
+        return list(zip(self.layout.views(base, self._large), large, strict=True))
 
 
 @dataclass(frozen=True)
@@ -186,19 +209,16 @@ class Placed:
         return dict(zip(indexes, self.repeated.layout.views(self.base), strict=True))
 
     def records(self) -> list[Record] | None:
-        """Return the records to write, in layout order; None when ``base`` is another mapping of the memory."""
-        start, layout = self.lease.memory.address, self.repeated.layout
-        if self.base.data_ptr() != start:
+        """Return the records to write, in layout order and in their places in the files of the layout; None when
+        ``base`` is another mapping of the memory."""
+        start, layout, base, lease = self.lease.memory.address, self.repeated.layout, self.base, self.lease
+        if base.data_ptr() != start:
             return None
         return [
-            Record(0, frame.head, frame, start + offset, self.base, None, item, self.lease)
+            Record(at, frame.head, frame, start + offset, base, None, item, lease)
             if frame.size_bytes
-            else Record(0, frame.head, frame, 0, self.base, None, item)
-            for item, frame, offset in zip(self.repeated.of_tensors, layout.frames, layout.offsets, strict=True)
+            else Record(at, frame.head, frame, 0, base, None, item)
+            for item, frame, offset, at in zip(
+                self.repeated.of_tensors, layout.frames, layout.offsets, layout.file_offsets, strict=True
+            )
         ]
-
-
-# ctypes.memmove releases the interpreter lock at each call: another thread then takes it for 5 ms.
-_move = ctypes.PyDLL(None).memmove
-_move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move.restype = None

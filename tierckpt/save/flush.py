@@ -23,7 +23,6 @@ Works in the process that owns the data or in another that has mapped the same m
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -38,12 +37,12 @@ from ..arena.memory import Memory
 from ..disk import priority
 from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import translated
-from ..disk.file_io import DirectFile, allocate
+from ..disk.file_io import DirectFile, allocate, copy_small
 from ..disk.io_tuner import IoShape, segment_bytes
 from ..errors import OperationTimeoutError
 from ..format.manifest import DIGEST_BLOCK_BYTES, block_digest, blocks_of, digest_of_blocks
 from ..format.shard import Flushed
-from ..quantities import round_up
+from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..resources import start_thread
 from .shard_plan import Record, Shard
 
@@ -51,13 +50,8 @@ _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
 """A quarter of the smallest second-level cache of today's servers, since source, target and more go through it."""
 
-
 SMALL_BYTES = 16 * 1024
 """Copied without letting go of the interpreter lock: to get it back takes longer than the copy."""
-
-_copy_small = ctypes.PyDLL(None).memmove
-_copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_copy_small.restype = None
 
 
 def flush(
@@ -367,9 +361,10 @@ class FlushJob:
         image, padded = file.shard.image, round_up(end)
         if image is None or padded > image.size_bytes:
             return None
+        moved = self.base - image.address
         for record in records:
             if record.size_bytes and (
-                record.fetch is not None or self.base + record.address != image.address + record.data_offset
+                record.fetch is not None or record.address + moved != record.offset + record.head_bytes
             ):
                 return None
         position = image.address + start - image.memory.address
@@ -379,21 +374,24 @@ class FlushJob:
         """Bring the bytes of a segment together, tails last: theirs may be the CRC of a part another worker has."""
         cursor = place.start
         tails = []
-        view, start, shift = place.view, place.start, place.address - place.start
+        view, start, shift, last = place.view, place.start, place.address - place.start, place.end
+        moved = self.base - shift
         for record in records:
-            offset = record.offset
-            if offset > cursor:
-                place.zero(cursor, offset)
-            cursor = offset + record.total_bytes
-            frame = record.frame
-            if offset >= start and cursor <= place.end and frame is not None:
+            offset, frame = record.offset, record.frame
+            gap, end = offset - cursor, offset + record.total_bytes
+            if frame is not None and offset >= start and end <= last and gap < DISK_BLOCK_BYTES:
                 # The whole item lies in this segment: by far the most frequent case when there are many small ones.
                 data = offset + record.head_bytes
                 tail = data + record.size_bytes
-                view[offset - start : data - start] = record.head
-                self._bring(record, shift + data, 0, record.size_bytes)
-                view[tail - start : cursor - start] = frame.tail_with(crc32(view[data - start : tail - start]))
+                view[cursor - start : data - start] = _ZEROS[:gap] + record.head if gap else record.head
+                if record.fetch is not None or record.address + moved != data:
+                    self._bring(record, shift + data, 0, record.size_bytes)
+                view[tail - start : end - start] = frame.tail_with(crc32(view[data - start : tail - start]))
+                cursor = end
                 continue
+            if gap > 0:
+                place.zero(cursor, offset)
+            cursor = end
             place.put(record.head, offset)
             self._put_data(record, place)
             if record.tail_bytes and cursor > place.start and cursor - record.tail_bytes < place.end:
@@ -426,7 +424,7 @@ class FlushJob:
             return
         source = self.base + record.address + start
         if source != target:
-            (_copy_small if count < SMALL_BYTES else memmove)(target, source, count)
+            (copy_small if count < SMALL_BYTES else memmove)(target, source, count)
 
     def _crc_of(self, record: Record) -> int:
         with self.changed:

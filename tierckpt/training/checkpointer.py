@@ -323,6 +323,7 @@ class Checkpointer:
                 plan, planner, metadata = plan_save(
                     lambda: states.collect(state) if collected is None else collected,
                     *(writer, self._running, lambda: self._raise_failures(ill)),
+                    with_addresses=self._stager.needs_addresses and collected is None,
                 )
         except CheckpointSkippedError as error:
             self._note(record)

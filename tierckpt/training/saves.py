@@ -24,6 +24,7 @@ from ..config import Settings
 from ..dcp.gc_pause import gc_paused
 from ..dcp.handoff.handoff_client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
+from ..dcp.save_session import files_of
 from ..dcp.stager import StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter
 from ..disk.illness import HINT, ill_disk, requests
@@ -131,8 +132,9 @@ class Job:
             if any(is_direct_put for _, is_direct_put in outcomes):
                 self.writer.send_after_all()
             self.writer.finish(self.metadata, results)
-            files = [file for rank in results for item in rank for file in getattr(item, "files", ())]
-            return sum(file.size_bytes for file in files), any(is_direct_put for _, is_direct_put in outcomes)
+            return sum(file.size_bytes for file in files_of(results)), any(
+                is_direct_put for _, is_direct_put in outcomes
+            )
 
         try:
             record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit)
@@ -418,9 +420,12 @@ def plan_save(
     writer: TierStorageWriter,
     running: RunningSaves,
     raise_failures: Callable[[], None],
+    *,
+    with_addresses: bool = False,
 ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
     """DCP's planning, on the caller's thread: the only collectives of a save."""
     planner = TierSavePlanner()
+    planner.with_addresses = with_addresses
     ranks = DistWrapper(None, is_distributed(), 0)
     metadata: Metadata | None = None
 

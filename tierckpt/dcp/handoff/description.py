@@ -2,17 +2,20 @@
 
 Holds where every record of the rank's shards is to be written and where its bytes lie in memory that the agent holds;
 the coordinator's also holds DCP's metadata. Executed by ``dcp/handoff/finish.py``. A pickle of this process for a
-process of the
-same user and node, in memory that has no name and goes with its last holder: no checkpoint ever contains one.
+process of the same user and node, in memory that has no name and goes with its last holder: no checkpoint ever contains
+one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import pickle
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,15 +48,18 @@ class PendingShard:
     to pickle than ten thousands of small tensors take to write."""
 
     name: str
-    offsets: list[int]
+    offsets: array[int]
     """Of their heads, in the file."""
-    dtypes: list[torch.dtype | None]
-    """None: an object, whose bytes are in ``data``."""
-    shapes: list[tuple[int, ...]]
-    memories: list[str | None]
-    """Which held memory the bytes of a tensor lie in; None when it has none."""
-    starts: list[int]
-    """And where there."""
+    kinds: list[tuple[torch.dtype, tuple[int, ...]]]
+    """Dtypes and shapes, each once."""
+    kind_of: array[int]
+    """Of each record, by its place in ``kinds``; -1: an object, whose bytes are in ``data``."""
+    memories: list[tuple[str, int]]
+    """The held memory that the bytes of tensors lie in, and where the trainer has it."""
+    memory_of: array[int]
+    """Of each record, by its place in ``memories``; -1: it has no bytes there."""
+    addresses: array[int]
+    """Where the trainer has the bytes."""
     data: list[bytes]
     """Of objects, in order."""
     image: tuple[Place, int] | None
@@ -61,48 +67,65 @@ class PendingShard:
     def records(self, memories: Mapping[str, Memory]) -> Iterator[Record]:
         """As this process has to write them."""
         data = iter(self.data)
-        bases = {name: memory.address for name, memory in memories.items()}
-        columns = zip(self.offsets, self.dtypes, self.shapes, self.memories, self.starts, strict=True)
-        for offset, dtype, shape, memory, start in columns:
-            if dtype is None:
+        frames: list[Any] = [item_format.frame(dtype, shape) for dtype, shape in self.kinds]
+        shifts = [memories[name].address - address for name, address in self.memories]
+        for offset, kind, memory, address in zip(
+            self.offsets, self.kind_of, self.memory_of, self.addresses, strict=True
+        ):
+            if kind < 0:
                 yield Record(offset, next(data))
             else:
-                frame: Any = item_format.frame(dtype, shape)
-                yield Record(offset, frame.head, frame, bases[memory] + start if memory is not None else 0)
+                yield Record(offset, frames[kind].head, frames[kind], address + shifts[memory] if memory >= 0 else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
     """What DCP is told of the records once they are written, in columns too."""
 
-    names: list[str]
-    offsets: list[torch.Size | None]
-    parts: list[int | None]
-    files: list[str]
-    starts: list[int]
-    sizes: list[int]
+    indexes: bytes
+    """Pickled: offsets, numbers of parts, and names. Those of a plan are the same at each save."""
+    files: list[tuple[str, int]]
+    """Each file, and how many of them are in it."""
+    starts: array[int]
+    sizes: array[int]
 
     @classmethod
     def of(cls, results: Sequence[WriteResult]) -> Results:
         """Of what ``TierStorageWriter`` makes: a record is in one piece of one file."""
-        shared: dict[torch.Size | None, torch.Size | None] = {}
-        columns = cls([], [], [], [], [], [])
-        for result in results:
-            index, stored = result.index, result.storage_data
-            columns.names.append(index.fqn)
-            columns.offsets.append(shared.setdefault(index.offset, index.offset))
-            columns.parts.append(index.index)
-            columns.files.append(stored.relative_path)
-            columns.starts.append(stored.offset)
-            columns.sizes.append(result.size_in_bytes)
-        return columns
+        stored = [result.storage_data for result in results]
+        files = groupby(map(operator.attrgetter("relative_path"), stored))
+        return cls(
+            _pickled_indexes([result.index for result in results]),
+            [(name, sum(1 for _ in some)) for name, some in files],
+            array("q", map(operator.attrgetter("offset"), stored)),
+            array("q", map(operator.attrgetter("length"), stored)),
+        )
 
     def list(self) -> list[WriteResult]:
-        columns = zip(self.names, self.offsets, self.parts, self.files, self.starts, self.sizes, strict=True)
+        names = chain.from_iterable(repeat(name, count) for name, count in self.files)
+        offsets, parts, fqns = pickle.loads(self.indexes)
+        indexes = map(MetadataIndex, fqns, offsets, parts)
         return [
-            WriteResult(MetadataIndex(name, offset, part), size, StorageInfo(file, start, size))
-            for name, offset, part, file, start, size in columns
+            WriteResult(index, size, StorageInfo(name, start, size))
+            for index, name, start, size in zip(indexes, names, self.starts, self.sizes, strict=True)
         ]
+
+
+_last_indexes: tuple[list[MetadataIndex], bytes] = [], b""
+
+
+def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
+    """Return the columns; those of the call before, where the indexes are the same objects, as a plan keeps them."""
+    global _last_indexes
+    known, data = _last_indexes
+    if len(known) != len(indexes) or not data or not all(map(operator.is_, known, indexes)):
+        shared: dict[torch.Size | None, torch.Size | None] = {}
+        offsets = [shared.setdefault(index.offset, index.offset) for index in indexes]
+        # Names last: what a pickle has among its first 256 objects it refers to in two bytes.
+        columns = offsets, [index.index for index in indexes], [index.fqn for index in indexes]
+        data = pickle.dumps(columns, pickle.HIGHEST_PROTOCOL)
+        _last_indexes = indexes, data
+    return data
 
 
 @dataclass(frozen=True)
@@ -185,21 +208,19 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
         if shard.image is not None:
             memory = shard.image.memory
             image = (Place(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
-        found = PendingShard(shard.path.name, [], [], [], [], [], [], image)
-        if not all(known.add(record, found) for record in shard.records):
+        found = _described(shard.path.name, shard.records, known, image)
+        if found is None:
             return None
         described.append(found)
     return tuple(described), known.memories
 
 
 class _Known:
-    """The memory that records lie in. Of many records in few pieces of memory each piece is asked for its name once,
-    and each shape is told once."""
+    """The memory that records lie in. Each piece of it is asked for its name once."""
 
     def __init__(self) -> None:
         self.memories: dict[str, Memory] = {}
         self._names: dict[int, str] = {}
-        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def name(self, memory: Memory) -> str:
         name = self._names.get(id(memory))
@@ -208,27 +229,33 @@ class _Known:
             self.memories[name] = memory  # which keeps it, and its id its own
         return name
 
-    def add(self, record: Record, to: PendingShard) -> bool:
-        """Tell of a record; False when nobody could hold its bytes."""
-        dtype: torch.dtype | None = None
-        shape: tuple[int, ...] = ()
-        memory: str | None = None
-        start = 0
-        if record.frame is None:
-            to.data.append(bytes(record.head))
-        else:
-            dtype, shape = record.frame.dtype, self._shapes.setdefault(record.frame.shape, record.frame.shape)
-            if record.size_bytes:
-                if record.fetch is not None or record.lease is None or record.lease.memory.fd is None:
-                    return False
-                memory = self.name(record.lease.memory)
-                start = record.address - record.lease.memory.address
-        to.offsets.append(record.offset)
-        to.dtypes.append(dtype)
-        to.shapes.append(shape)
-        to.memories.append(memory)
-        to.starts.append(start)
-        return True
+
+def _described(
+    name: str, records: Sequence[Record], known: _Known, image: tuple[Place, int] | None
+) -> PendingShard | None:
+    """Tell of the records of a shard, column by column; None when nobody could hold the bytes of one."""
+    loose = [record for record in records if record.lease is None or record.fetch is not None]
+    if any(record.frame is not None and record.size_bytes for record in loose):
+        return None
+    leases: list[Any] = list(map(operator.attrgetter("lease"), records))
+    frames: list[Any] = list(map(operator.attrgetter("frame"), records))
+    lease_by_id, frame_by_id = ({id(one): one for one in some if one is not None} for some in (leases, frames))
+    held = [lease.memory for lease in lease_by_id.values()]
+    if any(memory.fd is None for memory in held):
+        return None
+    at = {key: number for number, key in enumerate(lease_by_id)} | {id(None): -1}
+    kind_at = {key: number for number, key in enumerate(frame_by_id)} | {id(None): -1}
+    return PendingShard(
+        name,
+        array("q", map(operator.attrgetter("offset"), records)),
+        [(frame.dtype, frame.shape) for frame in frame_by_id.values()],
+        array("q", map(kind_at.__getitem__, map(id, frames))),
+        [(known.name(memory), memory.address) for memory in held],
+        array("q", map(at.__getitem__, map(id, leases))),
+        array("q", map(operator.attrgetter("address"), records)),
+        [bytes(record.head) for record in records if record.frame is None],
+        image,
+    )
 
 
 def memory_name(memory: Memory) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +59,11 @@ class Frame:
     """Where the CRC-32 of the data stands in the tail; (0, 0) when there is no data."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+    _around_crc: tuple[bytes, bytes, bytes] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        (first, second), tail = self.crc_at, self.tail
+        object.__setattr__(self, "_around_crc", (tail[:first], tail[first + 4 : second], tail[second + 4 :]))
 
     @property
     def total_bytes(self) -> int:
@@ -68,9 +73,8 @@ class Frame:
         """The tail of an item whose data has this CRC-32."""
         if not self.size_bytes:
             return self.tail
-        first, second = self.crc_at
-        value, tail = crc.to_bytes(4, "little"), self.tail
-        return b"".join((tail[:first], value, tail[first + 4 : second], value, tail[second + 4 :]))
+        value, (before, between, after) = crc.to_bytes(4, "little"), self._around_crc
+        return b"".join((before, value, between, value, after))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -38,10 +38,14 @@ class Sources:
     others: list[WriteItem] = field(default_factory=list)
     """Tensors whose raw bytes do not say everything: torch.save must write them."""
     layout: Layout | None = None
-    """Where ``tensors`` lie in staging memory, if they are all of one layout, in its order."""
+    """Where ``tensors`` lie in staging memory, if they are all of one layout, in its order and places."""
+    lease: Lease | None = None
+    """Of that memory."""
 
     @property
     def leases(self) -> set[Lease]:
+        if self.lease is not None:
+            return {self.lease}
         return {record.lease for record in self.tensors if record.lease is not None}
 
 
@@ -64,7 +68,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     objects = getattr(planner, "state_dict", {})
     repeated = planner.placed if isinstance(planner, StagedItems) and items is planner.items else None
     if repeated is not None and (placed := repeated.records()) is not None:
-        items, found.tensors, found.layout = repeated.repeated.objects, placed, repeated.repeated.layout
+        items, found.tensors = repeated.repeated.objects, placed
+        found.layout, found.lease = repeated.repeated.layout, repeated.lease
     for item in items:
         if item.type is WriteItemType.BYTE_IO:
             made = planner.resolve_data(item) if isinstance(planner, StagedItems) else resolve_object(planner, item)
@@ -148,17 +153,17 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
         return [ShardPlan([record]) for record in (*sources.tensors, *sources.objects)]
     tensors, layout = sources.tensors, sources.layout
     unit = image.unit_bytes(chunk_size_bytes)
-    if layout is not None and layout.limits == (shard_bytes_max, unit):
-        shards = layout.shards
+    is_placed = layout is not None and layout.limits == (shard_bytes_max, unit)
+    if layout is not None and is_placed:
+        plans = [ShardPlan([tensors[index] for index, _ in shard]) for shard in layout.shards]
     else:
         if any(record.lease is not None for record in tensors):
             tensors = sorted(tensors, key=lambda record: record.address if record.lease is not None else 1 << 64)
-        shards = image.arrange([record.frame for record in tensors], shard_bytes_max=shard_bytes_max, unit=unit)
-    plans = []
-    for shard in shards:
-        for index, offset in shard:
-            tensors[index].offset = offset
-        plans.append(ShardPlan([tensors[index] for index, _ in shard]))
+        plans = []
+        for shard in image.arrange([one.frame for one in tensors], shard_bytes_max=shard_bytes_max, unit=unit):
+            for index, offset in shard:
+                tensors[index].offset = offset
+            plans.append(ShardPlan([tensors[index] for index, _ in shard]))
     position = plans[-1].records[-1].end if plans else 0
     for record in sources.objects:
         if not plans or (position and position + record.total_bytes > shard_bytes_max):
@@ -167,7 +172,13 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
         record.offset = round_up(position, item_format.ALIGNMENT_BYTES)
         plans[-1].records.append(record)
         position = record.end
-    _write_in_place(plans)
+    if layout is not None and is_placed and sources.lease is not None:
+        images = [_image_at(sources.lease, *found) if found is not None else None for found in layout.images]
+        if all(made is not None for made, found in zip(images, layout.images, strict=True) if found is not None):
+            for plan, made in zip(plans, images, strict=False):  # objects may have files of their own
+                plan.image = made
+    else:
+        _write_in_place(plans)
     return plans
 
 
@@ -189,21 +200,26 @@ def _write_in_place(plans: Sequence[ShardPlan]) -> None:
 
 
 def _image(records: Sequence[Record]) -> Image | None:
-    """The staged image of this shard, if its tensors lie in the arena as they will lie in the file.
+    """The staged image of this shard, if its tensors lie in the arena as they will lie in the file."""
+    staged = [record for record in records if record.lease is not None]
+    if not staged:
+        return None
+    lease = staged[0].lease
+    address = staged[0].address - staged[0].data_offset
+    for record in staged:
+        if record.lease is not lease or (record.size_bytes and record.address - record.data_offset != address):
+            return None
+    return _image_at(lease, address - lease.memory.address, round_up(staged[-1].end))
+
+
+def _image_at(lease: Lease, start: int, size_bytes: int) -> Image | None:
+    """The staged image at byte ``start`` of the memory of ``lease``; None where a file is not written from there.
 
     Only where the arena has huge pages: from 4 KiB pages a direct write takes 2 to 3 times as long, and a copy into a
     slot of huge pages is the cheaper way.
     """
-    staged = [record for record in records if record.lease is not None]
-    if not staged or not staged[0].lease.memory.huge:
-        return None
-    lease = staged[0].lease
-    address = staged[0].address - staged[0].data_offset
-    size_bytes = round_up(staged[-1].end)
-    for record in staged:
-        if record.lease is not lease or (record.size_bytes and record.address - record.data_offset != address):
-            return None
-    if address % DISK_BLOCK_BYTES:  # O_DIRECT takes no other
+    address = lease.memory.address + start
+    if not lease.memory.huge or address % DISK_BLOCK_BYTES:  # O_DIRECT takes no other
         return None
     if not lease.memory.address <= address or address + size_bytes > lease.memory.address + lease.size_bytes:
         return None

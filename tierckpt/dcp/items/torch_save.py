@@ -41,11 +41,26 @@ def save(value: Any, stream: BinaryIO) -> None:
     torch.save(value, stream, pickle_module=_module)
 
 
-def resolve_object(planner: SavePlanner, item: WriteItem) -> BytesIO:
-    """What ``planner`` makes of an item that is no tensor."""
+Texts = dict[str, tuple[list[str], bytes]]
+"""Lists of texts that were saved, by name, and what was made of them."""
+
+
+def resolve_object(planner: SavePlanner, item: WriteItem, known: Texts | None = None) -> BytesIO:
+    """What ``planner`` makes of an item that is no tensor.
+
+    Args:
+        known: of the save before. An equal list, as that of the names of parameters, is not pickled again: 13,000 names
+            took 18 ms of the thread that trains.
+    """
     kind, stock = type(planner), DefaultSavePlanner
-    if all(getattr(kind, name) is getattr(stock, name, None) for name in ("resolve_data", "transform_object")):
-        stream = BytesIO()
-        save(cast(DefaultSavePlanner, planner).lookup_object(item.index), stream)
-        return stream
-    return cast(BytesIO, planner.resolve_data(item))
+    if not all(getattr(kind, name) is getattr(stock, name, None) for name in ("resolve_data", "transform_object")):
+        return cast(BytesIO, planner.resolve_data(item))
+    value, name = cast(DefaultSavePlanner, planner).lookup_object(item.index), item.index.fqn
+    is_texts = known is not None and type(value) is list and {str}.issuperset(map(type, value))
+    if known is not None and is_texts and name in known and known[name][0] == value:
+        return BytesIO(known[name][1])
+    stream = BytesIO()
+    save(value, stream)
+    if known is not None and is_texts:
+        known[name] = [*value], stream.getvalue()
+    return stream
