@@ -49,6 +49,9 @@ def test_a_save_is_left_out_while_the_one_before_it_hangs(
     disk = Disk(monkeypatch, os, call)
     with tierckpt.Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
         checkpointer.save(1, state(1.0)).result(SECONDS)
+        tierckpt.wait(f"{file_uri}/step-1", tier="shared")
+        while requests.seconds_left() != illness.ILL_SECONDS:  # what ends meanwhile says that the disk is not ill
+            time.sleep(0.01)
         disk.hangs.clear()
         first = checkpointer.save(2, state(2.0))
         assert disk.in_it.wait(SECONDS)
