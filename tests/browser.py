@@ -51,6 +51,8 @@ class Browser:
         self._socket = await self._session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0)
         for domain in ("Page", "Runtime", "Log"):
             await self._say(f"{domain}.enable")
+        size = {"width": self.width, "height": self.height, "deviceScaleFactor": 1, "mobile": False}
+        await self._say("Emulation.setDeviceMetricsOverride", **size)  # no window is narrower than 500 pixels
         return self
 
     async def __aexit__(

@@ -197,6 +197,8 @@ def exposed(page: Page) -> dict[str, set[str]]:
     labels = {"tierckpt_queue_entries": {"state"}} | {
         name: {"tier"} for name in GAUGES if name.startswith(("tierckpt_lag", "tierckpt_last"))
     }
+    labels |= {name: {"store"} for name in GAUGES if name.startswith("tierckpt_store_")}
+    labels |= {name: {"run"} for name in GAUGES if name.startswith("tierckpt_run_")}
     names |= {name: labels.get(name, set()) for name in GAUGES}
     for name, present in page.samples():  # the page itself agrees with what was just claimed
         if name.startswith("tierckpt_") and not name.endswith("_created"):

@@ -70,18 +70,23 @@ def test_steps_are_told_by_tier_the_newest_first(file_uri: str, local_root: Path
     document = node_document(Settings.load())
     rows = document["steps"]
     assert [(row["step"], row["local"], row["shared"]) for row in rows] == [
-        (2, "committed", "waiting"),
+        (2, "committed", "queued"),
         (1, "committed", "committed"),
     ]
     assert {row["run"] for row in rows} == {parse_uri(file_uri).uri}
-    assert document["safe"] == [{name: rows[1][name] for name in ("run", "step", "uri", "at_unix_seconds")}]
+    (of_run,) = document["runs"]
+    assert (of_run["newest_step"], of_run["safe_step"], of_run["safe_uri"]) == (2, 1, rows[1]["uri"])
+    assert (of_run["lag_steps"], of_run["lag_bytes"]) == (1, rows[0]["size_bytes"])
+    assert of_run["lag_seconds"] == rows[0]["at_unix_seconds"] - rows[1]["at_unix_seconds"]
     assert 0 <= time.time() - rows[1]["at_unix_seconds"] < 3600
     journal = Journal(local_root)
     journal.fail(entry.token, "no such bucket")
-    assert [row["shared"] for row in node_document(Settings.load())["steps"]] == ["failed", "committed"]
+    assert [row["shared"] for row in node_document(Settings.load())["steps"]] == ["refused", "committed"]
+    journal.fail(entry.token, "StoreUnavailableError: it does not answer")
+    assert [row["shared"] for row in node_document(Settings.load())["steps"]] == ["waiting for the store", "committed"]
     journal.write(replace(entry, state=SET_ASIDE, error="no such bucket"))
     (row, _) = node_document(Settings.load())["steps"]
-    assert (row["shared"], row["error"]) == ("set aside", "no such bucket")
+    assert (row["shared"], row["drain"]["cause"]) == ("set aside", "no such bucket")
     journal.write(replace(entry, state=WRITING))
     assert node_document(Settings.load())["steps"][0]["local"] == "committed"
 

@@ -569,6 +569,8 @@ class Agent:
                 for what, progress in self._moving.items()
             ],
             "moved_bytes": self._moved_bytes,
+            "drains": self.mover.drains.active,
+            "stores": self.mover.drains.troubles,
             "drain_bytes_per_second": self.mover.limiter.rate,
             "errors": self._errors,
             "replicas": self.replicator.status() if self.replicator is not None else None,

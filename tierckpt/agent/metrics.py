@@ -10,11 +10,9 @@ no password, is not for the network. A site's own exporter or sidecar on the nod
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 try:
@@ -28,16 +26,16 @@ except ImportError as error:
     raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
 
 from .. import telemetry
-from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Journal
-from ..checkpoint.retention import marked_directories, nearest_existing
+from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN
 from ..config import Settings
+from ..drain.active_drain import STORE
 from ..drain.rate_limiter import RateLimiter
 from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
 from ..peer.membership import is_loopback
 from ..telemetry import Labels, Metric, logger
 from ..types import Json, Tier
-from .node_document import Known, checkpoints
+from .node_document import REFUSED, Known, node_document
 from .web import LOOPBACK, WebServer
 
 log = logger("agent.metrics")
@@ -47,7 +45,13 @@ STATE_SECONDS = 5.0
 GAUGES = {
     "tierckpt_lag_seconds": "Age of the oldest save that this tier has not committed; 0 when there is none.",
     "tierckpt_lag_bytes": "Bytes committed on the local tier that the shared tier has not committed.",
-    "tierckpt_queue_entries": "Journal entries, by state; failed are those whose last try ended in an error.",
+    "tierckpt_queue_entries": "Journal entries, by state; failed ones wait for their store, or it refuses them.",
+    "tierckpt_store_waiting_seconds": "How long drains have waited for this store; absent while it answers.",
+    "tierckpt_store_waiting_bytes": "What waits for this store.",
+    "tierckpt_run_lag_steps": "Steps of the run that are lost with this node, but for copies of peers.",
+    "tierckpt_run_lag_bytes": "Their size.",
+    "tierckpt_run_lag_seconds": "From the newest step on shared storage to the newest step here; absent without one.",
+    "tierckpt_run_safe_step": "The newest step of the run on shared storage; absent without one.",
     "tierckpt_last_commit_step": "Step of the newest checkpoint that the tier has committed, as this node knows.",
     "tierckpt_last_commit_time_seconds": "When the newest checkpoint that the tier has committed was saved (Unix).",
     "tierckpt_local_free_bytes": "Free bytes of the disk of the local tier.",
@@ -73,7 +77,7 @@ class Metrics:
         self.server: WebServer | None = None
         self.registry = CollectorRegistry()
         self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
-        self.registry.register(_State(NodeState(settings.local_root, limiter)))
+        self.registry.register(_State(NodeState(settings, limiter)))
         self._stops: list[Callable[[], None]] = [telemetry.listen(self._record)]
 
     def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
@@ -125,10 +129,11 @@ def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge 
 
 
 class NodeState:
-    """What the disk says of a node: lag, queue, last commits, room. Blocking; called from the page's threads."""
+    """What the node's document says: lag, queue, stores, runs, last commits, room. Blocking; called from the page's
+    threads."""
 
-    def __init__(self, local_root: Path, limiter: RateLimiter | None) -> None:
-        self.local_root, self.limiter = local_root, limiter
+    def __init__(self, settings: Settings, limiter: RateLimiter | None) -> None:
+        self.settings, self.limiter = settings, limiter
         self._known: Known = {}
         self._samples: list[Sample] = []
         self._read_at: float | None = None
@@ -143,47 +148,59 @@ class NodeState:
                 try:
                     self._samples = [*self._read()]
                 except OSError as error:
-                    log.warning("the state of %s could not be read: %s", self.local_root, error)
+                    log.warning("the state of %s could not be read: %s", self.settings.local_root, error)
                     self._samples = []  # absent tells more than old
             return self._samples
 
     def _read(self) -> Iterator[Sample]:
-        yield from self._queue()
-        yield from self._commits()
-        disk = shutil.disk_usage(nearest_existing(self.local_root))
-        yield "tierckpt_local_free_bytes", {}, disk.free
-        yield "tierckpt_local_size_bytes", {}, disk.total
+        document = node_document(self.settings, self._known)
+        yield from _queue(document["journal"])
+        yield from _commits(document["local"])
+        for row in document["stores"]:
+            labels = {"store": row["store"]}
+            yield "tierckpt_store_waiting_seconds", labels, max(0.0, time.time() - row["since_unix_seconds"])
+            yield "tierckpt_store_waiting_bytes", labels, row["size_bytes"]
+        for row in document["runs"]:
+            for name in ("lag_steps", "lag_bytes", "lag_seconds", "safe_step"):
+                if row[name] is not None:
+                    yield f"tierckpt_run_{name}", {"run": row["run"]}, row[name]
+        yield "tierckpt_local_free_bytes", {}, document["free_bytes"]
+        yield "tierckpt_local_size_bytes", {}, document["total_bytes"]
         if self.limiter is not None:
             yield "tierckpt_drain_limit_bytes_per_second", {}, self.limiter.rate or 0
             yield "tierckpt_drain_paused", {}, float(self.limiter.paused)
 
-    def _queue(self) -> Iterator[Sample]:
-        entries = Journal(self.local_root).entries()
-        ready = [entry for entry in entries if entry.state in TO_DRAIN]
-        unwritten = [entry for entry in entries if entry.state not in (LOCAL_ONLY, *TO_DRAIN, *ASIDE)]
-        now = time.time()
-        for tier, waiting in ((Tier.SHARED, ready), (Tier.LOCAL, unwritten)):
-            oldest = min((entry.created_unix_seconds for entry in waiting), default=now)
-            yield "tierckpt_lag_seconds", {"tier": tier}, max(0.0, now - oldest)
-        yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, sum(entry.size_bytes for entry in ready)
-        failed = sum(bool(entry.error) for entry in ready)
-        counts = {"writing": len(unwritten), "ready": len(ready) - failed, "failed": failed}
-        counts["set_aside"] = sum(entry.state in ASIDE for entry in entries)
-        for state, count in counts.items():
-            yield "tierckpt_queue_entries", {"state": state}, count
 
-    def _commits(self) -> Iterator[Sample]:
-        newest: dict[Tier, Json] = {}
-        found = [*marked_directories(self.local_root / "checkpoints")]
-        for row in checkpoints(self.local_root, found, self._known):
-            for tier in (Tier.LOCAL, Tier.SHARED) if row["drained"] else (Tier.LOCAL,):
-                if tier not in newest or row["saved_unix_seconds"] > newest[tier]["saved_unix_seconds"]:
-                    newest[tier] = row
-        for tier, row in newest.items():
-            step = step_of(parse_uri(row["uri"]).name)
-            if step is not None:
-                yield "tierckpt_last_commit_step", {"tier": tier}, step
-            yield "tierckpt_last_commit_time_seconds", {"tier": tier}, row["saved_unix_seconds"]
+def _queue(journal: Sequence[Json]) -> Iterator[Sample]:
+    waiting = [row for row in journal if row["state"] in TO_DRAIN]
+    unwritten = [row for row in journal if row["drain"] is None and row["state"] != LOCAL_ONLY]
+    for tier, rows in ((Tier.SHARED, waiting), (Tier.LOCAL, unwritten)):
+        yield "tierckpt_lag_seconds", {"tier": tier}, max((row["age_seconds"] for row in rows), default=0.0)
+    yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, sum(row["size_bytes"] for row in waiting)
+    failed = sum(row["drain"]["state"] in (STORE, REFUSED) for row in waiting)
+    counts = {"writing": len(unwritten), "ready": len(waiting) - failed, "failed": failed}
+    counts["set_aside"] = sum(row["state"] in ASIDE for row in journal)
+    for state, count in counts.items():
+        yield "tierckpt_queue_entries", {"state": state}, count
+
+
+def _commits(local: Sequence[Json]) -> Iterator[Sample]:
+    newest: dict[Tier, Json] = {}
+    for row in local:
+        for tier in _tiers_of(row):
+            if tier not in newest or row["saved_unix_seconds"] > newest[tier]["saved_unix_seconds"]:
+                newest[tier] = row
+    for tier, row in newest.items():
+        step = step_of(parse_uri(row["uri"]).name)
+        if step is not None:
+            yield "tierckpt_last_commit_step", {"tier": tier}, step
+        yield "tierckpt_last_commit_time_seconds", {"tier": tier}, row["saved_unix_seconds"]
+
+
+def _tiers_of(row: Json) -> tuple[Tier, ...]:
+    if row["kind"] != "checkpoint":
+        return ()
+    return (Tier.LOCAL, Tier.SHARED) if row["drained"] else (Tier.LOCAL,)
 
 
 class _State(Collector):

@@ -8,11 +8,13 @@ import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
 
+from .. import errors
 from ..cache.pool import Pool
 from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit, marks
@@ -22,11 +24,13 @@ from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
+from ..drain.active_drain import COMMITTING, OTHER_RANKS, SENDING, STORE
 from ..drain.rate_limiter import UNCHANGED, read_control
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
 from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri, step_of
 from ..ipc.agent_client import AgentClient, AgentUnavailableError, NoneRunsError, has_socket
 from ..planning.goodput import stalls_of
+from ..quantities import human_bytes, human_seconds
 from ..telemetry import logger
 from ..types import Json
 
@@ -50,12 +54,13 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
     read.
     """
     root = settings.local_root
-    journal = [_entry(entry) for entry in Journal(root).entries()]
+    entries = Journal(root).entries()
     found = [*marked_directories(root / "checkpoints")]
     local = [*checkpoints(root, found, {} if known is None else known), *_prefetched(root, found), *_cached(settings)]
     local.sort(key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
     agent, problem = agent_status(settings)
+    journal = [_entry(entry, agent or {}) for entry in entries]
     steps = _steps(journal, local, agent or {})
     waiting = [item for item in journal if item["state"] in TO_DRAIN]
     return {
@@ -69,12 +74,13 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
         "budget": _budget(settings),
         "agent": agent,
         "agent_problem": problem,
+        "stores": _stores(journal),
         "local": local,
         "local_bytes": sum(item["size_bytes"] for item in local),
         "free_bytes": disk.free,
         "total_bytes": disk.total,
         "steps": steps[:STEPS_MAX],
-        "safe": _safe(steps),
+        "runs": _runs(steps),
         "stalls": _stalls(root, steps),
         "checks": read_checks(root),
     }
@@ -106,11 +112,12 @@ def _budget(settings: Settings) -> Json:
     return document | {"concurrency": control.concurrency or settings.concurrency, "paused": control.paused}
 
 
-def _entry(entry: Entry) -> Json:
+def _entry(entry: Entry, agent: Json) -> Json:
     return {
         "uri": entry.uri,
         "rank": entry.rank,
         "state": entry.state,
+        "drain": _drain_of(entry, agent) if entry.state in (*TO_DRAIN, *ASIDE) else None,
         "size_bytes": entry.size_bytes,
         "created_unix_seconds": entry.created_unix_seconds,
         "age_seconds": max(0.0, time.time() - entry.created_unix_seconds),
@@ -119,6 +126,76 @@ def _entry(entry: Entry) -> Json:
         else None,
         "last_error": entry.error,
     }
+
+
+QUEUED, REFUSED, SET_ASIDE = "queued", "refused", "set aside"
+"""States of a drain, beside those of ``ActiveDrain``."""
+IDLE_SECONDS = 4.0
+"""A drain that has sent nothing for so long waits for its store."""
+
+
+def _drain_of(entry: Entry, agent: Json) -> Json:
+    """The state of the drain of ``entry``: of the agent that does it, of its store, or as the journal notes it.
+
+    ``since_unix_seconds`` is the begin of the state; ``cause`` and ``remedy`` are texts, '' without one;
+    ``next_try_seconds`` counts from now, None where nobody tries.
+    """
+    drain: Json | None = next((one for one in agent.get("drains", ()) if _is_of(one, entry)), None)
+    location = entry.location
+    store = f"{location.scheme}://{location.authority}"
+    trouble: Json | None = next((one for one in agent.get("stores", ()) if one["store"] == store), None)
+    found: Json = {
+        "state": QUEUED, "cause": "", "remedy": "", "since_unix_seconds": entry.created_unix_seconds,
+        "next_try_seconds": None, "done_bytes": 0, "bytes_per_second": 0.0,
+    }  # fmt: skip
+    name, _, cause = entry.error.partition(": ")
+    kind = vars(errors).get(name)
+    cause = cause if kind is not None else entry.error
+    noted = {"cause": cause, "since_unix_seconds": entry.failing_since_unix_seconds or entry.created_unix_seconds}
+    if entry.state in ASIDE:
+        remedy = "`tierckpt drain --retry` tries again, `tierckpt drain --forget URI` gives it up"
+        return found | noted | {"state": SET_ASIDE, "remedy": remedy}
+    if drain is not None:
+        found |= {name: drain[name] for name in found}
+        if drain["state"] in (SENDING, COMMITTING) and drain["idle_seconds"] >= IDLE_SECONDS:
+            silent = f"{store} has not answered for {human_seconds(drain['idle_seconds'])}"
+            since = time.time() - drain["idle_seconds"]
+            found |= {"state": STORE, "cause": silent, "since_unix_seconds": since, "remedy": _REMEDY}
+        if trouble is not None and found["state"] in (STORE, COMMITTING, SENDING):
+            found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
+    elif trouble is not None:
+        found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
+    elif entry.error:
+        found |= noted | {"state": STORE if getattr(kind, "retryable", False) else REFUSED}
+    return found
+
+
+_REMEDY = "Look at the store and the network to it; the drain goes on when it answers (`tierckpt doctor URI`)"
+
+
+def _is_of(drain: Json, entry: Entry) -> bool:
+    return bool(drain["uri"] == entry.uri and drain["rank"] == entry.rank)
+
+
+def _stores(journal: Sequence[Json]) -> list[Json]:
+    """Each store that drains wait for, with the cause, since when, and how much waits for it."""
+    found: dict[str, Json] = {}
+    for item in journal:
+        drain = item["drain"]
+        if drain is None or drain["state"] not in (STORE, REFUSED):
+            continue
+        location = parse_uri(item["uri"])
+        store = f"{location.scheme}://{location.authority}"
+        row = found.setdefault(store, {
+            "store": store, **{name: drain[name] for name in ("state", "cause", "remedy", "next_try_seconds")},
+            "since_unix_seconds": drain["since_unix_seconds"], "entries": 0, "size_bytes": 0, "runs": [],
+        })  # fmt: skip
+        row["since_unix_seconds"] = min(row["since_unix_seconds"], drain["since_unix_seconds"])
+        row["entries"] += 1
+        row["size_bytes"] += item["size_bytes"]
+        if (run := location.parent.uri) not in row["runs"]:
+            row["runs"].append(run)
+    return [*found.values()]
 
 
 def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
@@ -203,7 +280,7 @@ def _cached(settings: Settings) -> Iterator[Json]:
 def _steps(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> list[Json]:
     """A row for each step that this node knows of, newest first: what each tier has of it."""
     rows: dict[str, Json] = {}
-    moving = {row["what"].removeprefix("drain "): row for row in agent.get("moving", ())}
+    done_bytes: Counter[str] = Counter()
     newest = (agent.get("replicas") or {}).get("newest") or {}
     copied = {row["uri"] for row in newest.values() if row["has_all_replicas"]}
     for item in local:
@@ -217,17 +294,22 @@ def _steps(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> list[
         if row is None:
             continue
         row["size_bytes"] = max(row["size_bytes"], item["size_bytes"])
-        row["error"] = row["error"] or item["last_error"]
-        if item["state"] not in _WAITING:
+        if item["state"] == LOCAL_ONLY:
+            row["shared"] = "local only"
+            continue
+        if (drain := item["drain"]) is None:
             row["local"] = row["local"] or "writing"
             continue
-        row["shared"] = "failed" if item["last_error"] and item["state"] in TO_DRAIN else _WAITING[item["state"]]
-        if (drain := moving.get(item["uri"])) is not None and item["state"] in TO_DRAIN:
-            row["shared"], row["share"] = "draining", drain["done_bytes"] / max(1, drain["total_bytes"])
+        if row["drain"] is None or _RANKED.index(drain["state"]) > _RANKED.index(row["drain"]["state"]):
+            row["drain"], row["shared"] = drain, drain["state"]  # of several ranks that which needs a person most
+        done_bytes[item["uri"]] += drain["done_bytes"]
+    for row in rows.values():
+        if row["drain"] is not None and done_bytes[row["uri"]]:
+            row["share"] = min(1.0, done_bytes[row["uri"]] / max(1, row["size_bytes"]))
     return sorted(rows.values(), key=lambda row: (row["at_unix_seconds"], row["step"]), reverse=True)
 
 
-_WAITING = {LOCAL_ONLY: "local only", **dict.fromkeys(TO_DRAIN, "waiting"), **dict.fromkeys(ASIDE, "set aside")}
+_RANKED = (QUEUED, SENDING, COMMITTING, OTHER_RANKS, STORE, REFUSED, SET_ASIDE)
 
 
 def _row(rows: dict[str, Json], uri: str, at_unix_seconds: float) -> Json | None:
@@ -237,18 +319,52 @@ def _row(rows: dict[str, Json], uri: str, at_unix_seconds: float) -> Json | None
         return None
     new = {
         "run": location.parent.uri, "step": step, "uri": uri, "at_unix_seconds": at_unix_seconds, "size_bytes": 0,
-        "local": None, "peers": None, "shared": None, "share": None, "error": "",
+        "local": None, "peers": None, "shared": None, "share": None, "drain": None,
     }  # fmt: skip
     return rows.setdefault(uri, new)
 
 
-def _safe(steps: Sequence[Json]) -> list[Json]:
-    """The newest step of each run that shared storage has."""
-    newest: dict[str, Json] = {}
+def _runs(steps: Sequence[Json]) -> list[Json]:
+    """For each run of this node, the newest first: what is safe on shared storage, and what is lost with this node."""
+    by_run: dict[str, list[Json]] = {}
     for row in steps:
-        if row["shared"] == "committed":
-            newest.setdefault(row["run"], row)
-    return [{name: row[name] for name in ("run", "step", "uri", "at_unix_seconds")} for row in newest.values()]
+        by_run.setdefault(row["run"], []).append(row)
+    return [_run(run, rows) for run, rows in by_run.items()]
+
+
+def _run(run: str, rows: Sequence[Json]) -> Json:
+    """``rows`` are newest first. Steps that are newer than the newest safe one are lost with this node."""
+    safe = next((row for row in rows if row["shared"] == "committed"), None)
+    lost = rows[: rows.index(safe)] if safe is not None else rows
+    on_peers = next((row for row in lost if row["peers"] == "committed"), None)
+    gone = lost[: lost.index(on_peers)] if on_peers is not None else lost
+    kept = on_peers or safe
+    lag_seconds = rows[0]["at_unix_seconds"] - safe["at_unix_seconds"] if safe is not None else None
+    return {
+        "run": run,
+        "steps": len(rows),
+        "newest_step": rows[0]["step"],
+        "newest_unix_seconds": rows[0]["at_unix_seconds"],
+        "safe_step": safe["step"] if safe is not None else None,
+        "safe_uri": safe["uri"] if safe is not None else None,
+        "safe_unix_seconds": safe["at_unix_seconds"] if safe is not None else None,
+        "lag_steps": len(lost),
+        "lag_seconds": lag_seconds,
+        "lag_bytes": sum(row["size_bytes"] for row in lost),
+        "if_this_node_dies": _loss(gone, kept, on_peers is not None),
+    }
+
+
+def _loss(gone: Sequence[Json], kept: Json | None, is_on_peers: bool) -> str:
+    where = "other nodes" if is_on_peers else "shared storage"
+    if not gone and kept is not None:
+        return f"nothing is lost: step {kept['step']} is on {where}"
+    size = human_bytes(sum(row["size_bytes"] for row in gone))
+    if kept is None:
+        return f"all {len(gone)} steps of this node are lost ({size}): none is on shared storage"
+    names = f"step {gone[0]['step']} is" if len(gone) == 1 else f"{len(gone)} steps up to {gone[0]['step']} are"
+    seconds = human_seconds(max(0.0, gone[0]["at_unix_seconds"] - kept["at_unix_seconds"]))
+    return f"{names} lost ({size}, {seconds} of training): step {kept['step']} is the newest on {where}"
 
 
 def _stalls(root: Path, steps: Sequence[Json]) -> list[Json]:

@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from ..agent.node_document import node_document
 from ..arena import memory, pages
 from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
@@ -202,13 +203,15 @@ def _journal(settings: Settings) -> Check:
     if not entries:
         return Check("journal", OK, "empty")
     oldest = human_seconds(max(0.0, time.time() - entries[-1].created_unix_seconds))
-    failed = [entry.error for entry in entries if entry.error]
     detail = (
         f"{len(entries)} entries to drain, {human_bytes(sum(entry.size_bytes for entry in entries))}, oldest {oldest}"
     )
-    return Check(
-        "journal", WARN, f"{detail}; last error: {failed[0]}" if failed else f"{detail}; `tierckpt drain --wait`"
-    )
+    stores = [
+        f"{row['store']} for {human_seconds(time.time() - row['since_unix_seconds'])} ({row['cause']}. {row['remedy']})"
+        for row in node_document(settings)["stores"]
+    ]
+    told = f"waiting for {'; '.join(stores)}" if stores else "`tierckpt drain --wait`"
+    return Check("journal", WARN, f"{detail}; {told}")
 
 
 def huge_pages() -> Iterator[Check]:

@@ -20,6 +20,7 @@ from ..agent.node_document import agent_status, node_document, peers_document
 from ..agent.web import LOOPBACK, WebServer
 from ..checkpoint.catalog import file_size
 from ..config import Settings
+from ..drain.active_drain import SENDING
 from ..errors import ConfigError
 from ..format.layout import GRADIENTS_DIR, location_at, step_of
 from ..save import log_segments
@@ -28,6 +29,8 @@ from . import peers as peers_view
 from .ui.output import Report, console, facts, human_bytes, human_seconds, safe, table
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
+SHOWN = 3
+"""Entries of one run in one state that have a line each."""
 GROUPED_MIN = 4
 """Cached objects of one place from which on they are one line."""
 
@@ -205,6 +208,62 @@ def _grouped(local: Sequence[Json]) -> Iterator[Json]:
         }
 
 
+def _drain_text(item: Json) -> str:
+    """The state of a drain, with its share, its rate and the time left."""
+    drain = item["drain"]
+    if drain is None or drain["state"] != SENDING:
+        return str(item["state"] if drain is None else drain["state"])
+    share, rate = drain["done_bytes"] / max(1, item["size_bytes"]), drain["bytes_per_second"]
+    left = f", {human_seconds((item['size_bytes'] - drain['done_bytes']) / rate)} left" if rate >= 1 else ""
+    return f"sending, {100 * share:.0f} %, {human_bytes(int(rate))}/s{left}"
+
+
+def _cause_text(item: Json) -> str:
+    """What a drain waits for, and since when."""
+    drain = item["drain"]
+    if drain is None or not drain["cause"]:
+        return str(item["last_error"]) if drain is None else ""
+    since = human_seconds(time.time() - drain["since_unix_seconds"])
+    return f"for {since}: {drain['cause']}"
+
+
+def _waiting_rows(journal: Sequence[Json]) -> Iterator[tuple[object, ...]]:
+    """A few rows for each run and state, the newest first, and how many more there are."""
+    groups: dict[tuple[str, str], list[Json]] = {}
+    for item in journal:
+        state = item["state"] if item["drain"] is None else item["drain"]["state"]
+        groups.setdefault((item["uri"].rpartition("/")[0], state), []).append(item)
+    for (run, state), items in groups.items():
+        shown = items if len(items) <= SHOWN + 1 else items[:SHOWN]
+        for item in shown:
+            size, age = human_bytes(item["size_bytes"]), human_seconds(item["age_seconds"])
+            yield item["uri"], item["rank"], _drain_text(item), size, age, _cause_text(item)
+        if more := items[len(shown) :]:
+            size, age = human_bytes(sum(item["size_bytes"] for item in more)), human_seconds(more[-1]["age_seconds"])
+            yield f"{run}/ ({len(more)} more)", "", state, size, age, ""
+
+
+def _run_rows(runs: Sequence[Json]) -> Iterator[tuple[object, ...]]:
+    for row in runs:
+        safe_at = row["safe_unix_seconds"]
+        age = "" if safe_at is None else human_seconds(time.time() - safe_at)
+        safe_step = "none" if row["safe_step"] is None else row["safe_step"]
+        yield row["run"], row["newest_step"], safe_step, age, row["if_this_node_dies"]
+
+
+def _store_rows(stores: Sequence[Json]) -> Iterator[tuple[object, ...]]:
+    for row in stores:
+        next_try = row["next_try_seconds"]
+        yield (
+            row["store"],
+            row["state"],
+            human_seconds(time.time() - row["since_unix_seconds"]),
+            "" if next_try is None else "now" if next_try < 1 else f"in {human_seconds(next_try)}",
+            f"{human_bytes(row['size_bytes'])} in {row['entries']} entries",
+            f"{row['cause']}. {row['remedy']}".rstrip(". ") + ".",
+        )
+
+
 def _view(document: Json) -> list[RenderableType]:
     agent: Json = document["agent"] or {}
     summary = {
@@ -216,9 +275,6 @@ def _view(document: Json) -> list[RenderableType]:
         "drains": _budget_line(document["budget"]),
         "agent": _agent_line(document["agent"], document["agent_problem"]),
     }
-    for row in document["safe"]:
-        age = human_seconds(time.time() - row["at_unix_seconds"])
-        summary.setdefault("safe on shared storage", f"step {row['step']} of {row['run']}, {age} old")
     for verb, row in document["checks"].items():
         if row is not None:
             age = human_seconds(time.time() - row["at_unix_seconds"])
@@ -230,23 +286,17 @@ def _view(document: Json) -> list[RenderableType]:
         )
     if copies := agent.get("replicas"):
         summary["copies"] = _copies_line(copies)
-    waiting = [
-        (
-            item["uri"],
-            item["rank"],
-            item["state"],
-            human_bytes(item["size_bytes"]),
-            human_seconds(item["age_seconds"]),
-            item["last_error"],
-        )
-        for item in document["journal"]
-    ]
+    waiting = [*_waiting_rows(document["journal"])]
     here = [
         (item["uri"], item["kind"], item["files"], human_bytes(item["size_bytes"]), "yes" if item["drained"] else "no")
         for item in _grouped(document["local"])
     ]
     view: list[RenderableType] = [facts(summary)]
-    if moving := agent.get("moving"):
+    if document["runs"]:
+        view.append(table("run >newest >safe >age_of_safe if_this_node_dies_now", [*_run_rows(document["runs"])]))
+    if document["stores"]:
+        view.append(table("store state >for next_try >waiting cause", [*_store_rows(document["stores"])]))
+    if moving := [item for item in agent.get("moving", ()) if not item["what"].startswith("drain ")]:
         rows = [
             (
                 item["what"],
@@ -260,7 +310,7 @@ def _view(document: Json) -> list[RenderableType]:
         told = [(human_seconds(time.time() - item["at_unix_seconds"]), item["message"]) for item in errors[-5:]]
         view.append(table(">ago last_errors_of_the_agent", told))
     if waiting:
-        view.append(table("to_drain >rank state >size >age last_error", waiting))
+        view.append(table("to_drain >rank state >size >age waits_for", waiting))
     if here:
         view.append(table("on_this_node kind >files >size on_shared_tier", here))
     if document["gradient_logs"]:

@@ -28,7 +28,7 @@ from ..format.layout import Location, parse_uri
 from ..format.manifest import Manifest
 from ..poll import LOCAL, SHARED, Poll
 from ..telemetry import logger
-from ..types import Tier
+from ..types import Json, Tier
 from .drainer import Drainer, DrainResult, is_commit_of
 from .recovery import recover_entry
 
@@ -85,6 +85,16 @@ class BackgroundDrains:
     def draining(self) -> Collection[str]:
         """Tokens of the journal entries that this process drains."""
         return self._drains.keys()
+
+    @property
+    def active(self) -> list[Json]:
+        """What each drain of this process is doing."""
+        return [drain.to_json() for drain in self._drainer.active.values()]
+
+    @property
+    def troubles(self) -> list[Json]:
+        """The stores that do not answer now, with the cause."""
+        return self._drainer.retries.troubles
 
     def submit(self, token: str) -> asyncio.Task[DrainResult]:
         """Start draining a journal entry in the background. Its error is kept for ``wait``."""

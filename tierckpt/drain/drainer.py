@@ -48,6 +48,7 @@ from ..stores.verified_read import available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
 from ..types import Progress, ProgressListener, Tier
 from . import write_back
+from .active_drain import COMMITTING, OTHER_RANKS, STORE, ActiveDrain
 from .file_transfer import cause_of, send
 from .rate_limiter import RateLimiter
 
@@ -96,6 +97,8 @@ class Drainer:
         """When (monotonic seconds) the next note is due of an entry that waits for its store."""
         self.awaiting: set[str] = set()
         """Tokens whose files are sent and which wait for other ranks' parts."""
+        self.active: dict[str, ActiveDrain] = {}
+        """By token."""
 
     def store(self, location: Location) -> Store:
         """The store of a place, one of the latest used. Any thread may ask."""
@@ -134,6 +137,7 @@ class Drainer:
             if entry is None or entry.state not in TO_DRAIN:
                 return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
             begun = time.monotonic()
+            self.active[token] = ActiveDrain(entry.uri, entry.rank, entry.size_bytes)
             try:
                 drain = self._drain if entry.state == READY else self._drain_file
                 outcome = await self._with_retries(entry, lambda: drain(entry, patient), patient)
@@ -141,6 +145,8 @@ class Drainer:
                 ERRORS.emit(1, operation="drain", error=type(error).__name__)
                 await self._note_failure(entry, error, patient)
                 raise
+            finally:
+                self.active.pop(token, None)
             return await self._drained(entry, outcome, begun)
 
     async def commit_if_complete(self, token: str) -> DrainResult:
@@ -217,11 +223,15 @@ class Drainer:
                 RETRIES.emit(1, operation="drain")
                 if not await self._may_wait(entry):
                     raise
+                self.active[entry.token].enter(STORE, error)
+                cause = error
             tries += 1
             with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
                 async with asyncio.timeout(NOTE_SECONDS):
                     if not await available(self.store(entry.location)):
-                        await asyncio.sleep(jitter_seconds(tries, PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX))
+                        pause_seconds = jitter_seconds(tries, PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)
+                        self.active[entry.token].enter(STORE, cause, next_try_seconds=pause_seconds)
+                        await asyncio.sleep(pause_seconds)
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
         # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.
@@ -247,10 +257,13 @@ class Drainer:
         return await write_back.drain(self, entry, patient=patient)
 
     async def _await_commit(self, entry: Entry, timeout_seconds: float) -> str:
+        active = self.active[entry.token]
+        active.enter(COMMITTING)
         async for _ in Poll(timeout_seconds, SHARED):
             outcome = await self.try_commit(entry)
             if outcome is not None:
                 return outcome
+            active.enter(OTHER_RANKS)
         raise CommitAbandonedError(
             f"{entry.uri}: this rank's files are on the shared tier, but other ranks' parts are not",
             hint="A rank failed while saving, or its node has not drained yet; `tierckpt drain --wait` on each "
@@ -316,7 +329,7 @@ class Drainer:
         def on_bytes(count: int) -> None:
             nonlocal done
             done += count
-            self.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
+            self.note_progress(entry, done)
 
         async def move(file: manifests.FileEntry) -> None:
             async with flow.slot():
@@ -336,6 +349,12 @@ class Drainer:
         if entry.manifest is not None:
             await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
         await store.put(part(entry.token), b"{}")
+
+    def note_progress(self, entry: Entry, done_bytes: int) -> None:
+        """``done_bytes`` of ``entry`` were sent in this try."""
+        if (active := self.active.get(entry.token)) is not None:
+            active.moved(done_bytes)
+        self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes))
 
     async def try_commit(self, entry: Entry) -> str | None:
         """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing.

@@ -39,7 +39,6 @@ from ..format.layout import METADATA, Location, written_file
 from ..format.manifest import FileEntry, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
 from ..stores.base import Store
-from ..types import Progress, ProgressListener
 from .file_transfer import send
 from .rate_limiter import RateLimiter
 
@@ -53,9 +52,10 @@ class Mover(Protocol):
     settings: Settings
     journal: Journal
     limiter: RateLimiter
-    listener: ProgressListener
 
     def store(self, location: Location) -> Store: ...
+
+    def note_progress(self, entry: Entry, done_bytes: int) -> None: ...
 
     async def drain(self, token: str, *, patient: bool) -> Any: ...
 
@@ -160,7 +160,7 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
             def on_bytes(count: int) -> None:
                 nonlocal done
                 done += count
-                mover.listener(Progress(f"drain {entry.uri}", done, entry.size_bytes))
+                mover.note_progress(entry, done)
 
             async with flow.slot():
                 await flow.spend(0)  # a drain that is paused has not begun

@@ -36,6 +36,7 @@ from ..config import Settings
 from ..errors import StoreUnavailableError, TierckptError
 from ..poll import Poll
 from ..telemetry import RETRIES, logger
+from ..types import Json
 from . import get_concurrency
 from .get_concurrency import GetConcurrency
 from .store_breaker import PATIENCE_SECONDS, Probe, StoreBreaker
@@ -116,6 +117,11 @@ class Retries:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
             self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience)
         return self._breakers[name]
+
+    @property
+    def troubles(self) -> list[Json]:
+        """The stores that do not answer now, with the cause."""
+        return [trouble for breaker in self._breakers.values() if (trouble := breaker.trouble) is not None]
 
     def get_concurrency(self, name: str) -> GetConcurrency:
         """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from ..errors import StoreUnavailableError, TierckptError
 from ..telemetry import logger
-from ..types import Tier
+from ..types import Json, Tier
 
 log = logger("stores.retry")
 
@@ -44,6 +44,7 @@ class StoreBreaker:
         self._down_since = 0.0
         self._next_probe_at = 0.0
         self._last_error = self._last_hint = ""
+        self._failing_since_unix_seconds = 0.0
         self._turn = asyncio.Lock()
 
     def succeeded(self) -> None:
@@ -52,12 +53,26 @@ class StoreBreaker:
             log.warning("%s answers again after %.1f s", self.name, time.monotonic() - self._down_since)
         self.is_open = False
         self._failures = 0
-        self._down_since = 0.0
+        self._down_since = self._failing_since_unix_seconds = 0.0
         self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
+
+    @property
+    def trouble(self) -> Json | None:
+        """What the store does not serve requests for, since its last answer; None while it answers."""
+        if not self._failing_since_unix_seconds:
+            return None
+        return {
+            "store": self.name,
+            "cause": self._last_error,
+            "remedy": self._last_hint,
+            "since_unix_seconds": self._failing_since_unix_seconds,
+            "next_try_seconds": max(0.0, self._next_probe_at - time.monotonic()) if self.is_open else 0.0,
+        }
 
     def failed(self, error: TierckptError) -> None:
         """A request was not answered, or by a server that cannot serve."""
         self._last_error, self._last_hint = error.message, error.hint
+        self._failing_since_unix_seconds = self._failing_since_unix_seconds or time.time()
         self._failures += 1
         if not self.is_open and self._failures >= FAILURES_TO_OPEN:
             self.is_open = True

@@ -1,0 +1,186 @@
+"""A store that is away, silent or refuses: every surface says so within ten seconds, with the cause and what waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
+from tests.servers.faultproxy import FaultProxy, Kind, Plan
+from tests.services import S3Server
+from tests.states import save
+from tierckpt.agent import node_document as documents
+from tierckpt.agent.node_document import node_document
+from tierckpt.cli.ui.app import run
+from tierckpt.client import close_all
+from tierckpt.config import Settings
+from tierckpt.drain.rate_limiter import change_control
+from tierckpt.poll import Poll
+
+SEEN_SECONDS = 10.0
+REASON = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied here</Message></Error>"
+FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(REASON), REASON)
+
+
+@contextlib.contextmanager
+def agent_with_page(endpoint: str) -> Iterator[str]:
+    """The address of the page of a real agent, which asks the store at ``endpoint``."""
+    command = [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"]
+    environment = os.environ | {"AWS_ENDPOINT_URL": endpoint}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stderr is not None
+        yield next(line.split()[-1] for line in process.stderr if "metrics on" in line).removesuffix("metrics")
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_SECONDS)
+
+
+def reset(proxy: FaultProxy, bucket: str) -> None:
+    proxy.plans[bucket] = Plan(Kind.RESET, 1.0)
+
+
+def silent(proxy: FaultProxy, bucket: str) -> None:
+    proxy.plans[bucket] = Plan(Kind.HANG, 1.0)
+
+
+def overloaded(proxy: FaultProxy, bucket: str) -> None:
+    proxy.plans[bucket] = Plan(Kind.SLOW_DOWN, 1.0)
+
+
+def forbidden(proxy: FaultProxy, bucket: str) -> None:
+    proxy.answer = lambda verb, path, head: FORBIDDEN
+
+
+CASES: dict[Callable[[FaultProxy, str], None], tuple[str, str]] = {
+    reset: ("waiting for the store", "cannot be reached"),
+    silent: ("waiting for the store", "has not answered for"),
+    overloaded: ("waiting for the store", "503"),
+    forbidden: ("refused", "was refused"),
+}
+"""Fault: the state of the drains, and what the cause says."""
+
+
+def waiting_step(uri: str, local_root: Path) -> None:
+    """Two steps, the first of them on shared storage, the other still to be drained."""
+    save(f"{uri}/step-1", {"w": torch.ones(1 << 16)})
+    tierckpt.wait(f"{uri}/step-1", timeout_seconds=PATIENCE_SECONDS)
+    change_control(local_root, paused=True)
+    save(f"{uri}/step-2", {"w": torch.ones(1 << 16)})
+    close_all()
+
+
+def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
+    for _ in Poll(seconds):
+        if holds():
+            return
+    raise AssertionError(f"waited {seconds} s for {what}")
+
+
+def until_seen(find: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``find`` returns as soon as it is true, and after how many seconds."""
+    begun = time.monotonic()
+    until(lambda: bool(find()), PATIENCE_SECONDS, "the trouble to be seen")
+    return find(), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.__name__)
+def test_trouble_with_a_store_is_seen_everywhere(
+    fault: Callable[[FaultProxy, str], None],
+    moto: S3Server,
+    s3_uri: str,
+    local_root: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state, says = CASES[fault]
+    waiting_step(s3_uri, local_root)
+    bucket, proxy = s3_uri.split("/")[2], FaultProxy(moto.endpoint)
+    with proxy.running() as endpoint, agent_with_page(endpoint) as url:
+        fault(proxy, bucket)
+        change_control(local_root, paused=False)
+        (row,), seconds = until_seen(lambda: [
+            row for row in node_document(Settings.load())["stores"] if says in row["cause"]
+        ])  # fmt: skip
+        assert seconds <= SEEN_SECONDS
+        assert (row["store"], row["state"], row["entries"]) == (f"s3://{bucket}", state, 1)
+        assert 0 <= time.time() - row["since_unix_seconds"] < 60 and row["size_bytes"] > 0 and row["runs"] == [s3_uri]
+
+        document = node_document(Settings.load())
+        (item,), (of_run,) = document["journal"], document["runs"]
+        assert (item["drain"]["state"], document["steps"][0]["shared"]) == (state, state)
+        assert (of_run["newest_step"], of_run["safe_step"], of_run["lag_steps"]) == (2, 1, 1)
+        assert "step 2 is lost" in of_run["if_this_node_dies"] and "step 1" in of_run["if_this_node_dies"]
+
+        assert run(["status"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"s3://{bucket} {state}" in shown and "step 2 is lost" in shown
+        run(["doctor"])
+        assert f"waiting for s3://{bucket} for" in " ".join(capsys.readouterr().out.split())
+        with urllib.request.urlopen(f"{url}status.json", timeout=PATIENCE_SECONDS) as answer:
+            assert json.load(answer)["stores"][0]["state"] == state
+        until(lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in metrics(url), 20, "the metrics")
+        assert 'tierckpt_queue_entries{state="failed"} 1.0' in metrics(url)
+
+        proxy.plans.clear()
+        proxy.answer = None
+        if state == "refused":
+            return
+        until(lambda: not node_document(Settings.load())["journal"], PATIENCE_SECONDS, "the drain to go on")
+        assert node_document(Settings.load())["stores"] == []
+        (of_run,) = node_document(Settings.load())["runs"]
+        assert of_run["if_this_node_dies"] == "nothing is lost: step 2 is on shared storage"
+
+
+def metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}metrics", timeout=PATIENCE_SECONDS) as answer:
+        return str(answer.read().decode())
+
+
+def test_what_is_not_looked_for_is_found_here(monkeypatch: pytest.MonkeyPatch, local_root: Path, s3_uri: str) -> None:
+    """Seeded: a silent store is taken for one that is being sent to."""
+    monkeypatch.setattr(documents, "IDLE_SECONDS", 1e9)
+    waiting_step(s3_uri, local_root)
+    bucket, proxy = s3_uri.split("/")[2], FaultProxy(os.environ["AWS_ENDPOINT_URL"])
+    with proxy.running() as endpoint, agent_with_page(endpoint):
+        silent(proxy, bucket)
+        change_control(local_root, paused=False)
+        time.sleep(SEEN_SECONDS - 2)
+        assert node_document(Settings.load())["stores"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+@pytest.mark.parametrize("width", [1400, 420])
+async def test_the_page_says_it_first(width: int, moto: S3Server, s3_uri: str, local_root: Path) -> None:
+    """Pictures are left in SCREENSHOTS, when that is set, for people to look at."""
+    await asyncio.to_thread(waiting_step, s3_uri, local_root)
+    proxy = FaultProxy(moto.endpoint)
+    with proxy.running() as endpoint, agent_with_page(endpoint) as url:
+        reset(proxy, s3_uri.split("/")[2])
+        change_control(local_root, paused=False)
+        async with Browser(width=width) as browser:
+            await browser.open(url)
+            await browser.until("!document.querySelector('#stores').hidden")
+            text = await browser.value("document.querySelector('#stores').innerText")
+            assert "does not answer" in text and "step 2 is lost" in text and "cannot be reached" in text
+            top = await browser.value("document.querySelector('#stores').getBoundingClientRect().top")
+            assert top < 200  # before anything else
+            assert await browser.value("document.documentElement.scrollWidth") <= width
+            await browser.until("document.querySelector('#steps .chip.fail')?.textContent === 'waiting for the store'")
+            picture = await browser.screenshot()
+            assert browser.errors == []
+    if folder := os.environ.get("SCREENSHOTS"):
+        await asyncio.to_thread(Path(folder, f"trouble-{width}.png").write_bytes, picture)

@@ -1,0 +1,59 @@
+"""ActiveDrain: what a drain of this process is doing, for a person who looks (``agent/node_document.py``)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..errors import TierckptError
+from ..redaction import redact
+from ..types import Json
+
+RATES_MAX = 10
+"""The rate of a drain is that of about so many seconds."""
+SENDING, COMMITTING, OTHER_RANKS, STORE = "sending", "committing", "waiting for other ranks", "waiting for the store"
+
+
+@dataclass
+class ActiveDrain:
+    """What a drain of this process is doing."""
+
+    uri: str
+    rank: int
+    size_bytes: int
+    state: str = SENDING
+    done_bytes: int = 0
+    cause: str = ""
+    remedy: str = ""
+    since_unix_seconds: float = field(default_factory=time.time)
+    """The begin of ``state``."""
+    next_try_at: float = 0.0
+    moved_at: float = field(default_factory=time.monotonic)
+    """The last byte, or the begin of ``state``."""
+    _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATES_MAX))
+
+    def enter(self, state: str, error: TierckptError | None = None, *, next_try_seconds: float = 0.0) -> None:
+        """Note a state. One that goes on keeps its begin."""
+        self.cause, self.remedy = (redact(error.message), redact(error.hint)) if error is not None else ("", "")
+        self.next_try_at = time.monotonic() + next_try_seconds
+        if state != self.state:
+            self.state, self.since_unix_seconds, self.moved_at = state, time.time(), time.monotonic()
+
+    def moved(self, done_bytes: int) -> None:
+        """Note that bytes were sent: ``done_bytes`` in this try."""
+        self.enter(SENDING)
+        self.done_bytes, self.moved_at = done_bytes, time.monotonic()
+        if not self._rates or self.moved_at - self._rates[-1][0] >= 1.0:
+            self._rates.append((self.moved_at, done_bytes))
+
+    def to_json(self) -> Json:
+        """Return it with its rate, and the time without a byte."""
+        now, (then, before) = time.monotonic(), self._rates[0] if self._rates else (self.moved_at, self.done_bytes)
+        rate = max(0, self.done_bytes - before) / max(now - then, 1.0)
+        return {
+            "uri": self.uri, "rank": self.rank, "state": self.state, "cause": self.cause, "remedy": self.remedy,
+            "size_bytes": self.size_bytes, "done_bytes": self.done_bytes, "bytes_per_second": rate,
+            "since_unix_seconds": self.since_unix_seconds, "idle_seconds": now - self.moved_at,
+            "next_try_seconds": max(0.0, self.next_try_at - now),
+        }  # fmt: skip
