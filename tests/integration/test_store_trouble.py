@@ -149,6 +149,22 @@ def metrics(url: str) -> str:
         return str(answer.read().decode())
 
 
+def test_a_drain_that_is_held_back_here_does_not_wait_for_its_store(
+    moto: S3Server, s3_uri: str, local_root: Path
+) -> None:
+    """Paused, or as slow as it may be: nothing is sent for longer than a silent store is given."""
+    waiting_step(s3_uri, local_root)
+    with agent_with_page(moto.endpoint):
+        until(lambda: bool(node_document(Settings.load())["journal"][0]["drain"]["bytes_per_second"] == 0), 20, "it")
+        time.sleep(documents.IDLE_SECONDS + 2)
+        document = node_document(Settings.load())
+        assert ([row["drain"]["state"] for row in document["journal"]], document["stores"]) == (["queued"], [])
+        change_control(local_root, paused=False, bytes_per_second=1)
+        time.sleep(documents.IDLE_SECONDS + 2)
+        document = node_document(Settings.load())
+        assert document["stores"] == [] and document["journal"][0]["drain"]["state"] in ("queued", "sending")
+
+
 def test_what_is_not_looked_for_is_found_here(monkeypatch: pytest.MonkeyPatch, local_root: Path, s3_uri: str) -> None:
     """Seeded: a silent store is taken for one that is being sent to."""
     monkeypatch.setattr(documents, "IDLE_SECONDS", 1e9)

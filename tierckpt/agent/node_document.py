@@ -24,7 +24,7 @@ from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
-from ..drain.active_drain import COMMITTING, OTHER_RANKS, SENDING, STORE
+from ..drain.active_drain import COMMITTING, OTHER_RANKS, QUEUED, SENDING, STORE
 from ..drain.rate_limiter import UNCHANGED, read_control
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
 from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri, step_of
@@ -128,10 +128,12 @@ def _entry(entry: Entry, agent: Json) -> Json:
     }
 
 
-QUEUED, REFUSED, SET_ASIDE = "queued", "refused", "set aside"
+REFUSED, SET_ASIDE = "refused", "set aside"
 """States of a drain, beside those of ``ActiveDrain``."""
 IDLE_SECONDS = 4.0
 """A drain that has sent nothing for so long waits for its store."""
+TRY_SECONDS = 10.0
+"""What failed before is shown for so long while it is tried again."""
 
 
 def _drain_of(entry: Entry, agent: Json) -> Json:
@@ -155,6 +157,8 @@ def _drain_of(entry: Entry, agent: Json) -> Json:
     if entry.state in ASIDE:
         remedy = "`tierckpt drain --retry` tries again, `tierckpt drain --forget URI` gives it up"
         return found | noted | {"state": SET_ASIDE, "remedy": remedy}
+    if drain is not None and entry.error and time.time() - drain["since_unix_seconds"] < TRY_SECONDS:
+        drain = None  # it is tried again, and may fail in the same way in a moment
     if drain is not None:
         found |= {name: drain[name] for name in found}
         if drain["state"] in (SENDING, COMMITTING) and drain["idle_seconds"] >= IDLE_SECONDS:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from ..errors import TierckptError
 from ..redaction import redact
 from ..types import Json
+from .rate_limiter import DrainFlow
 
 RATES_MAX = 10
 """The rate of a drain is that of about so many seconds."""
-SENDING, COMMITTING, OTHER_RANKS, STORE = "sending", "committing", "waiting for other ranks", "waiting for the store"
+QUEUED, SENDING, COMMITTING = "queued", "sending", "committing"
+OTHER_RANKS, STORE = "waiting for other ranks", "waiting for the store"
 
 
 @dataclass
@@ -29,6 +31,8 @@ class ActiveDrain:
     since_unix_seconds: float = field(default_factory=time.time)
     """The begin of ``state``."""
     next_try_at: float = 0.0
+    flow: DrainFlow | None = None
+    """How its files are let through, once they may be."""
     moved_at: float = field(default_factory=time.monotonic)
     """The last byte, or the begin of ``state``."""
     _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATES_MAX))
@@ -51,9 +55,14 @@ class ActiveDrain:
         """Return it with its rate, and the time without a byte."""
         now, (then, before) = time.monotonic(), self._rates[0] if self._rates else (self.moved_at, self.done_bytes)
         rate = max(0, self.done_bytes - before) / max(now - then, 1.0)
+        state, moved_at = self.state, self.moved_at
+        if state == SENDING and self.flow is not None:
+            moved_at = max(moved_at, self.flow.granted_at)
+            if self.flow.sending <= 0:  # it waits for a place, for the rate, or for the end of a pause
+                state, moved_at = QUEUED, now
         return {
-            "uri": self.uri, "rank": self.rank, "state": self.state, "cause": self.cause, "remedy": self.remedy,
+            "uri": self.uri, "rank": self.rank, "state": state, "cause": self.cause, "remedy": self.remedy,
             "size_bytes": self.size_bytes, "done_bytes": self.done_bytes, "bytes_per_second": rate,
-            "since_unix_seconds": self.since_unix_seconds, "idle_seconds": now - self.moved_at,
+            "since_unix_seconds": self.since_unix_seconds, "idle_seconds": now - moved_at,
             "next_try_seconds": max(0.0, self.next_try_at - now),
         }  # fmt: skip

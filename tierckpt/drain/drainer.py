@@ -50,7 +50,7 @@ from ..types import Progress, ProgressListener, Tier
 from . import write_back
 from .active_drain import COMMITTING, OTHER_RANKS, STORE, ActiveDrain
 from .file_transfer import cause_of, send
-from .rate_limiter import RateLimiter
+from .rate_limiter import DrainFlow, RateLimiter
 
 log = logger("drain")
 
@@ -324,6 +324,7 @@ class Drainer:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         flow = self.limiter.flow(entry.created_unix_seconds)
+        self.note_flow(entry, flow)
         done = 0
 
         def on_bytes(count: int) -> None:
@@ -349,6 +350,11 @@ class Drainer:
         if entry.manifest is not None:
             await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
         await store.put(part(entry.token), b"{}")
+
+    def note_flow(self, entry: Entry, flow: DrainFlow) -> None:
+        """The files of ``entry`` are sent by ``flow``."""
+        if (active := self.active.get(entry.token)) is not None:
+            active.flow = flow
 
     def note_progress(self, entry: Entry, done_bytes: int) -> None:
         """``done_bytes`` of ``entry`` were sent in this try."""

@@ -91,21 +91,33 @@ class DrainFlow:
     Attributes:
         created_at: when the checkpoint was saved, Unix seconds; larger is newer.
         has_begun: whether a file of it has had a place.
+        sending: files that have a place and wait neither for the rate nor for the end of a pause.
+        granted_at: when (monotonic seconds) the limiter let something of it go for the last time.
     """
 
     limiter: RateLimiter
     created_at: float = 0.0
     has_begun: bool = False
+    sending: int = 0
+    granted_at: float = 0.0
 
     async def spend(self, size_bytes: int) -> None:
         """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
-        await self.limiter.spend(size_bytes, self.created_at)
+        self.sending -= 1
+        try:
+            await self.limiter.spend(size_bytes, self.created_at)
+        finally:
+            self.sending, self.granted_at = self.sending + 1, time.monotonic()
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Hold one of the limiter's ``concurrency`` places (G4)."""
         async with self.limiter.slot(self):
-            yield
+            self.sending, self.granted_at = self.sending + 1, time.monotonic()
+            try:
+                yield
+            finally:
+                self.sending -= 1
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run blocking ``work`` on a thread that steps back from training."""

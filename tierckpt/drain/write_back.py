@@ -40,7 +40,7 @@ from ..format.manifest import FileEntry, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
 from ..stores.base import Store
 from .file_transfer import send
-from .rate_limiter import RateLimiter
+from .rate_limiter import DrainFlow, RateLimiter
 
 METADATA_BYTES_MAX = 1 << 30
 _SHARD = re.compile(rb"__\d+_\d+\.distcp")
@@ -54,6 +54,8 @@ class Mover(Protocol):
     limiter: RateLimiter
 
     def store(self, location: Location) -> Store: ...
+
+    def note_flow(self, entry: Entry, flow: DrainFlow) -> None: ...
 
     def note_progress(self, entry: Entry, done_bytes: int) -> None: ...
 
@@ -155,6 +157,7 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
         elif is_last:
             await _await_shards(mover, entry, place, wait_seconds)
             flow, (file,) = mover.limiter.flow(entry.created_unix_seconds), entry.files
+            mover.note_flow(entry, flow)
             done = 0
 
             def on_bytes(count: int) -> None:
