@@ -138,7 +138,11 @@ def begin_as_init(code: str) -> subprocess.Popen[bytes]:
 def test_a_signal_ends_process_1(number: signal.Signals, tmp_path: Path) -> None:
     at_work = tmp_path / "at-work"
     end = "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    end_command(130)\n"
-    child = begin_as_init(f"open({str(at_work)!r}, 'w').close()\n{end}")
+    inherited = signal.signal(number, signal.SIG_DFL)  # nohup has SIGHUP ignored, which counts
+    try:
+        child = begin_as_init(f"open({str(at_work)!r}, 'w').close()\n{end}")
+    finally:
+        signal.signal(number, inherited)
     await_file(at_work)
     os.kill(init_of(child), number)
     assert child.wait(60) == 128 + number
