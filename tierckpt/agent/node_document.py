@@ -165,7 +165,8 @@ def _drain_of(entry: Entry, agent: Json) -> Json:
             silent = f"{store} has not answered for {human_seconds(drain['idle_seconds'])}"
             since = time.time() - drain["idle_seconds"]
             found |= {"state": STORE, "cause": silent, "since_unix_seconds": since, "remedy": _REMEDY}
-        if trouble is not None and found["state"] in (STORE, COMMITTING, SENDING):
+        is_moving = drain["state"] == SENDING and drain["idle_seconds"] < 1.0  # one request failed, and others go on
+        if trouble is not None and not is_moving and found["state"] in (STORE, COMMITTING, SENDING):
             found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
     elif trouble is not None:
         found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
