@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from .cache.entry import CacheEntry
@@ -29,9 +29,9 @@ from .checkpoint.catalog import Checkpoint, Row
 from .checkpoint.journal import Journal
 from .checkpoint.listing import LISTINGS_MAX, changing, listed_again
 from .checkpoint.namespace import Browser
-from .checkpoint.prune import KEPT, Pruner, PruneResult, finish_local
+from .checkpoint.prune import Pruner, PruneResult
 from .checkpoint.retention import Policy, nearest_existing
-from .checkpoint.select import LOOK_MAX, Selector, age_of, below, place_of
+from .checkpoint.select import LOOK_MAX, Selector, age_of, place_of
 from .checkpoint.verify import VerifyReport, verify
 from .config import Settings
 from .disk import read_lease
@@ -52,7 +52,7 @@ from .errors import (
     StoreUnavailableError,
     TierckptError,
 )
-from .format.layout import MANIFEST, WINDOWS_DIR, Location, local_dir, step_of
+from .format.layout import MANIFEST, Location, local_dir, step_of
 from .format.manifest import FileEntry, Manifest
 from .peer.fetch.join import PeerJoiner
 from .peer.peer_catalog import Live, cluster_of
@@ -105,6 +105,7 @@ class Mover:
         """The other nodes, where there are ``peers``."""
         self.selector = Selector(settings, self.drainer.store, self.drainer.directory, self.cluster)
         """The newest checkpoint of a run, and the waiting for a store that does not answer."""
+        self.pruner = Pruner(settings, self.journal, self.drainer.store, self.selector)
         self._silent_until: dict[tuple[str, str], float] = {}
         """Until when (monotonic seconds) saves do not wait for stores that have let one wait in vain."""
         self._asking: list[tuple[tuple[str, str], float, asyncio.Timeout]] = []
@@ -267,7 +268,7 @@ class Mover:
             return [own]
 
         async def names() -> builtins.list[str]:
-            return [*await self.selector.names(location), *await self._windows(location)]
+            return [*await self.selector.names(location), *await self.selector.windows(location)]
 
         async def describe(names: Collection[str]) -> tuple[builtins.list[Row], set[str]]:
             ordered, found = sorted(names, key=age_of, reverse=True), dict[str, Row]()
@@ -289,10 +290,6 @@ class Mover:
         if branch is not None:
             found = [replace(row, is_abandoned=not branch.holds(row.branch, row.step)) for row in found]
         return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
-
-    async def _windows(self, location: Location) -> builtins.list[str]:
-        """The names of the redo logs of a run."""
-        return sorted(below(WINDOWS_DIR, await self.selector.names(location.child(WINDOWS_DIR))))
 
     async def _describe(self, location: Location) -> Row | None:
         try:
@@ -562,27 +559,8 @@ class Mover:
         branch: Branch | None = None,
         own: Sequence[int] = (),
     ) -> PruneResult:
-        """Remove the checkpoints directly under ``location`` that ``policy`` does not keep; say what became of each.
-
-        Never the newest of a tier, nor what is not on a lower tier yet, nor what is in use (checkpoint/retention.py).
-        Redo logs count as checkpoints among themselves and beside newer checkpoints; checkpoints, among themselves.
-
-        Args:
-            branch: the branch that this process saves to. None: the one that a job of this run continues.
-            own: the steps that this process has saved, the latest last.
-        """
-        children = [location.child(name) for name in await self.selector.names(location)]
-        pruner = Pruner(self.settings, self.journal, self.store)
-        noted = await self.selector.branch(location) if branch is None else None
-        judge = partial(pruner.prune, policy=policy, dry_run=dry_run, branch=branch, noted=noted, own=own)
-        result = await judge(children)
-        if windows := [location.child(name) for name in await self._windows(location)]:
-            kept = [one.copy for one in result.only(KEPT) if not one.copy.is_abandoned]
-            result.join(await judge(windows, beside=kept), below=WINDOWS_DIR)
-        if not dry_run:
-            finished = await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
-            result.leftovers += [directory.name for directory in finished]
-        return result
+        """Remove the checkpoints directly under ``location`` that ``policy`` does not keep: ``Pruner.prune``."""
+        return await self.pruner.prune(location, policy, dry_run=dry_run, branch=branch, own=own)
 
 
 async def _refuse_file(directory: Path | None) -> None:

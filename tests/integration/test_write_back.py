@@ -383,6 +383,33 @@ class Order:
         return counted
 
 
+def test_a_removal_after_its_file_leaves_the_store_never_without_a_file(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W6, for a job that keeps the newest file on a store that is slower than the job."""
+    order = Order(monkeypatch)
+    for step in range(1, 5):
+        fs.pipe_file(f"{top}/step={step}", b"%d" % step)
+        if step > 1:
+            fs.rm_behind(f"{top}/step={step - 1}")
+    assert [path.rpartition("=")[2] for path in fs.ls(top, detail=False)] == ["4"]
+    order.go.set()
+    fs.wait(top)
+    assert stored(top) == {"step=4": b"4"}
+    assert order.done == ["step=1", "step=2", "-step=1", "step=3", "-step=2", "step=4", "-step=3"]
+
+
+@pytest.mark.usefixtures("held")
+def test_a_file_that_is_written_again_before_its_removal_drains_stays(top: str, fs: Any) -> None:
+    for step in (1, 2):
+        fs.pipe_file(f"{top}/step={step}", b"%d" % step)
+    fs.rm_behind(f"{top}/step=1")
+    fs.pipe_file(f"{top}/step=1", b"again")
+    assert run_cli(["drain", "--resume"]) == 0
+    fs.wait(top)
+    assert stored(top) == {"step=1": b"again", "step=2": b"2"}
+
+
 @pytest.mark.parametrize("seconds", [-60, -(10**9), 10**9])
 def test_no_removal_or_marker_overtakes_a_write_when_the_clock_steps(
     seconds: int, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch

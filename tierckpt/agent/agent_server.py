@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.journal import TO_DRAIN, Entry
+from ..checkpoint.prune import has_due
 from ..config import Settings
 from ..disk import priority
 from ..disk.file_lock import try_lock
@@ -90,6 +92,8 @@ class Agent:
         self._begun = self._busy_at = time.monotonic()
         self._retry_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
+        self._prune_at = 0.0
+        """When (monotonic seconds) runs whose store did not answer are pruned again; infinite while one is pruned."""
         self._errors: list[Json] = []
         self._moving: dict[str, Progress] = {}
         self._moved_bytes = 0
@@ -228,6 +232,7 @@ class Agent:
         await self._recover()
         while not self._stopping.is_set():
             await self._drain_what_is_ready()
+            await self._prune_what_is_due()
             if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
                 await self._recover()  # what a rank has written and nobody has named is put away when its time is up
             if not self._may_leave():
@@ -242,7 +247,7 @@ class Agent:
                 await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
 
     def _may_leave(self) -> bool:
-        has_work = self._connections or self._tasks or self.mover.drains.draining or self._retry_at
+        has_work = self._connections or self._tasks or self.mover.drains.draining or self._retry_at or self._prune_at
         is_needed = self.peers is not None and self.peers.is_needed
         is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
         return not (has_work or is_needed) and self.handoffs.is_empty
@@ -270,6 +275,25 @@ class Agent:
             if entry.state in TO_DRAIN and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
                 self._submit(entry.token)
 
+    async def _prune_what_is_due(self) -> None:
+        """Prune the runs into which a drain has ended. Their trainers may have ended before it."""
+        if time.monotonic() < self._prune_at:
+            return
+        if await asyncio.to_thread(has_due, self.settings.local_root):
+            self._prune_at = math.inf
+            self._spawn(self._prune())
+        else:
+            self._prune_at = 0.0
+
+    async def _prune(self) -> None:
+        is_left = True
+        try:
+            is_left = await self.mover.pruner.prune_due()
+        except Exception:
+            if not self._stopping.is_set():  # else the stores were closed below it
+                log.exception("retention failed; it is tried again")
+        self._prune_at = time.monotonic() + (RETRY_SECONDS_MIN if is_left else 0.0)
+
     def _submit(self, token: str) -> None:
         if token in self.mover.drains.draining:
             return
@@ -289,6 +313,7 @@ class Agent:
         else:
             self._failures.pop(token, None)
             self._retry_at.pop(token, None)
+            await self._prune_what_is_due()
 
     async def _finish(self) -> int:
         """After a signal: bring staged saves to the SSD, and drain as far as the grace period allows, newest first.
@@ -300,7 +325,9 @@ class Agent:
         self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.mover.drains.draining}
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()
-            if self.handoffs.is_empty and not self.mover.drains.draining and not await self._left():
+            await self._prune_what_is_due()
+            is_drained = not (self.mover.drains.draining or self._prune_at or await self._left())
+            if self.handoffs.is_empty and is_drained:
                 break
             await asyncio.sleep(FINISH_POLL_SECONDS)
         left = await self._left()

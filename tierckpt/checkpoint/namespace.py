@@ -197,7 +197,7 @@ class Browser:
         for name in removed & things.keys():
             if not await self._is_visible(location.child(name)):
                 del things[name]
-        if not things and any(entry.after_uri not in ("", location.uri) for entry in written.values()):
+        if not things and any(entry.after_uri not in ("", location.uri, entry.uri) for entry in written.values()):
             raise _nothing(location)  # removed with its files
         return sorted(things.values(), key=lambda thing: thing.location.name)
 

@@ -6,31 +6,38 @@ Room for a save is made elsewhere (``save/eviction.py``).
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from ..config import Settings
 from ..disk import read_lease
-from ..disk.durable import matching
-from ..errors import ManifestError, StoreError, TierckptError
+from ..disk.durable import durable_write, make_dirs, matching, read_whole
+from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import layout
 from ..format.layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
-from ..format.manifest import BASE_NOTE, Manifest
+from ..format.manifest import BASE_NOTE, RECORD_BYTES_MAX, Manifest, seal, unseal
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import local_commit, marks, retention, shared_commit
-from .branches import Branch, branch_of, current_of
+from .branches import Branch, branch_of, current_of, order_of
 from .catalog import is_stock
 from .journal import Journal
-from .retention import CheckpointCopy, Health, Policy, Verdict
+from .retention import CheckpointCopy, Health, Policy, Rule, Verdict
+from .select import Selector
 
 log = logger("retention")
 
 KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
 LEADS_ON = "a gradient log leads on from it"
+DUE_SECONDS_MAX = 7 * 86400.0
+"""How long a run stays due whose store does not answer; the next drain makes it due again."""
+_DUE_FIELDS = frozenset({"run", "shared"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,49 +105,112 @@ class _Seen:
         return [(tier, branch_of(manifest, self.name)) for tier, manifest in copies if manifest is not None]
 
 
+_Run: TypeAlias = tuple[list[_Seen], list[_Seen]]
+"""The checkpoints directly under a run, and its redo logs."""
+
+
 class Pruner:
     """Prunes runs of one local root. Runs on one event loop; ``store_of`` opens the shared tier of a location."""
 
-    def __init__(self, settings: Settings, journal: Journal, store_of: Callable[[Location], Store]) -> None:
+    def __init__(
+        self, settings: Settings, journal: Journal, store_of: Callable[[Location], Store], selector: Selector
+    ) -> None:
         self._settings = settings
         self._root = settings.local_root
         self._journal = journal
         self._store = store_of
+        self._run_selector = selector
         self._gate = asyncio.Semaphore(4 * settings.concurrency)
 
     async def prune(
         self,
-        names: Iterable[Location],
+        run: Location,
         policy: Policy,
         *,
-        dry_run: bool,
-        beside: Sequence[CheckpointCopy] = (),
+        dry_run: bool = False,
         branch: Branch | None = None,
-        noted: Branch | None = None,
         own: Sequence[int] = (),
     ) -> PruneResult:
-        """Judge the checkpoints at ``names``, the children of one run, and remove what the policy says.
+        """Judge the checkpoints directly under ``run`` and remove those that ``policy`` does not keep.
 
-        Returns what became of each, failures among it: one copy that cannot be removed does not keep the others.
+        Redo logs count as checkpoints among themselves and beside newer checkpoints; checkpoints, among themselves.
+        One copy that cannot be removed does not keep the others.
+
         Args:
-            beside: copies that count, and of which nothing becomes: a redo log is not the newest beside a newer one.
-            branch: the branch that this process saves to. None: the one that the run continues.
-            noted: the newest that is noted of the run.
+            branch: the branch that this process saves to. None: the one that a job of this run continues.
             own: the steps that this process has saved, the latest last.
 
         Raises:
-            StoreError: the shared tier cannot be asked, so that nothing can be judged; nothing was removed.
+            StoreError: the shared tier does not answer, so nothing was judged and nothing removed.
         Cost: one GET or two for each name, one listing of the newest; a removal costs one request for each file.
         """
-        seen = await asyncio.gather(*(self._look(location) for location in names))
+        return await self._prune(run, await self._look_at_run(run), policy, dry_run, branch, own)
+
+    async def _prune(
+        self, run: Location, seen: _Run, policy: Policy, dry_run: bool, branch: Branch | None, own: Sequence[int]
+    ) -> PruneResult:
+        steps, windows = seen
+        noted = await self._run_selector.branch(run) if branch is None else None
+        result = await self._judge(steps, policy, dry_run, branch, noted, own)
+        if windows:
+            kept = [one.copy for one in result.only(KEPT) if not one.copy.is_abandoned]
+            beside = [replace(copy, name=f"beside/{copy.name}") for copy in kept]  # nothing becomes of these here
+            redo_logs = await self._judge(windows, policy, dry_run, branch, noted, own, beside)
+            result.join(redo_logs, below=layout.WINDOWS_DIR)
+        if not dry_run:
+            finished = await asyncio.to_thread(finish_local, self._root, self._journal)
+            result.leftovers += [directory.name for directory in finished]
+        return result
+
+    async def prune_due(self) -> bool:
+        """Prune, by the rule of its newest checkpoint (N9), each run of which a drain has ended here since.
+
+        Returns True when a store did not answer, so that some runs are still due.
+        """
+        for run, notes in (await asyncio.to_thread(_due, self._root)).items():
+            try:
+                seen = await self._look_at_run(run)
+                policy, own = _noted_rule([*seen[0], *seen[1]])
+                if not any(is_shared for _, is_shared in notes):
+                    policy = replace(policy, shared=Rule())  # the node of the coordinator prunes that tier
+                is_due = False
+                if policy:
+                    result = await self._prune(run, seen, policy, False, None, own)
+                    is_due = any(error.retryable for error in result.errors)
+            except TierckptError as error:
+                is_due = error.retryable
+                log.log(logging.DEBUG if is_due else logging.WARNING, "%s is not pruned: %s", run.uri, error)
+            for path, _ in notes:
+                if not is_due or _age_seconds(path) > DUE_SECONDS_MAX:
+                    path.unlink(missing_ok=True)
+        return await asyncio.to_thread(has_due, self._root)
+
+    async def _look_at_run(self, run: Location) -> _Run:
+        """Return the checkpoints directly under ``run``, and its redo logs."""
+
+        async def look(names: Iterable[str]) -> list[_Seen]:
+            return await asyncio.gather(*(self._look(run.child(name)) for name in names))
+
+        return await look(await self._run_selector.names(run)), await look(await self._run_selector.windows(run))
+
+    async def _judge(
+        self,
+        seen: list[_Seen],
+        policy: Policy,
+        dry_run: bool,
+        branch: Branch | None,
+        noted: Branch | None,
+        own: Sequence[int],
+        beside: Sequence[CheckpointCopy] = (),
+    ) -> PruneResult:
+        """``noted``: the newest branch that the run notes. ``beside``: copies that count and that stay."""
         if branch is None:
             known = [(found, step_of(one.name)) for one in seen for _, found in one.branches]
             branch = current_of([*known, *([(noted, None)] if noted is not None else [])])
         copies = await self.copies_of(seen, branch)
         result = PruneResult([], {one.name: one.other for one in seen if one.other})
         locations = {one.name: one.location for one in seen}
-        others = [replace(copy, name=f"beside/{copy.name}") for copy in beside]
-        for verdict in policy.judge([*copies, *others], drains=self._settings.drain, own=own):
+        for verdict in policy.judge([*copies, *beside], drains=self._settings.drain, own=own):
             if verdict.copy.name not in locations:
                 continue
             result.outcomes.append(await self._carry_out(verdict, locations[verdict.copy.name], dry_run, result.errors))
@@ -311,6 +381,59 @@ class Pruner:
         except TierckptError as error:
             result.errors.append(error)
             log.warning("leftovers of %s stay: %s", seen.location.uri, error)
+
+
+def note_due(local_root: Path, run: Location, token: str, *, is_shared: bool) -> None:
+    """Note that a drain into ``run`` has committed: ``Pruner.prune_due`` prunes it, after a kill as well.
+
+    Args:
+        token: of the journal entry, which is removed after this. So a run stays due until a prune that began later.
+        is_shared: this node prunes the shared tier, too.
+    """
+    path = local_root / layout.RETENTION_DIR / f"{token}.json"
+    if is_shared or not path.exists():
+        make_dirs(path.parent)
+        durable_write(path, seal({"run": run.uri, "shared": is_shared}))
+
+
+def has_due(local_root: Path) -> bool:
+    return bool(matching(local_root / layout.RETENTION_DIR, "*.json"))
+
+
+def _due(local_root: Path) -> dict[Location, list[tuple[Path, bool]]]:
+    """Return the runs that are due, each with its notes and whether they are about the shared tier."""
+    found: dict[Location, list[tuple[Path, bool]]] = {}
+    for path in matching(local_root / layout.RETENTION_DIR, "*.json"):
+        try:
+            note = unseal(read_whole(path, RECORD_BYTES_MAX), _DUE_FIELDS, where=str(path))
+            found.setdefault(parse_uri(str(note["run"])), []).append((path, bool(note["shared"])))
+        except ObjectNotFoundError:
+            continue  # another mover of this node has pruned the run
+        except TierckptError as error:
+            log.warning("%s", error)
+            path.unlink(missing_ok=True)
+    return found
+
+
+def _age_seconds(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _noted_rule(seen: Sequence[_Seen]) -> tuple[Policy, list[int]]:
+    """Return the rule of the newest checkpoint of the latest start of a job, and all steps of that start."""
+    manifests = [(one, manifest) for one in seen for manifest in (one.local, one.shared) if manifest is not None]
+    start = max((order_of(manifest) for _, manifest in manifests), default=0)
+    if not start:
+        return Policy(), []  # saved by none of our jobs, whose manifests name their start
+    own = {
+        step: manifest
+        for one, manifest in manifests
+        if order_of(manifest) == start and (step := step_of(one.name)) is not None
+    }
+    return (Policy.noted(own[max(own)]), sorted(own)) if own else (Policy(), [])
 
 
 def remove_empty(location: Location) -> None:

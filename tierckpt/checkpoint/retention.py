@@ -15,12 +15,15 @@ Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
     N7  Steps that a job has abandoned, as it went back to an older one, count for no rule, and no rule removes them.
         They go when that is asked for, or their numbers are saved again. A process judges by the branch it saves to.
     N8  Of what a process itself has saved its rule keeps as many as of all, whatever others save beside it.
+    N9  Each manifest of a Checkpointer carries the rule of its job (``NOTE``), so a mover that ends a drain after the
+        trainer prunes by the rule of the newest checkpoint. A job that is not alone in its run saves without a rule.
 """
 
 from __future__ import annotations
 
 import enum
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +41,11 @@ from .catalog import file_size
 from .select import newest_of
 
 log = logger("retention")
+
+NOTE = "retention"
+"""The note of a manifest that holds ``Policy.encode``."""
+_NOTED_RULE = r"(\d{1,9}|-)/(\d{1,9}|-)"
+_NOTED = re.compile(rf"local {_NOTED_RULE} shared {_NOTED_RULE}")
 
 
 # --- which: pure -----------------------------------------------------------------------------------------------
@@ -108,6 +116,9 @@ class Rule:
         latest_first = [*dict.fromkeys(reversed(saved))]
         return {*latest_first[: self.last or 1], *(step for step in saved if self.every and step % self.every == 0)}
 
+    def encode(self) -> str:
+        return f"{self.last or '-'}/{self.every or '-'}"
+
     def __str__(self) -> str:
         """Why a step goes that this rule does not keep."""
         newest = [f"not among the newest {self.last}"] if self.last else []
@@ -134,6 +145,20 @@ class Policy:
 
     def __bool__(self) -> bool:
         return bool(self.local or self.shared or self.abandoned)
+
+    def encode(self) -> str:
+        """Return the rules as a manifest notes them, for ``noted``: ``local 2/- shared 10/1000``."""
+        return f"local {self.local.encode()} shared {self.shared.encode()}"
+
+    @classmethod
+    def noted(cls, manifest: Manifest) -> Policy:
+        """Return the policy that ``manifest`` carries (N9); one that keeps everything where it carries none."""
+        note = manifest.notes.get(NOTE)
+        match = _NOTED.fullmatch(note) if isinstance(note, str) else None
+        if match is None:
+            return cls()
+        last, every, shared_last, shared_every = (None if text == "-" else int(text) or None for text in match.groups())
+        return cls(Rule(last, every), Rule(shared_last, shared_every))
 
     def judge(self, copies: Sequence[CheckpointCopy], *, drains: bool = True, own: Sequence[int] = ()) -> list[Verdict]:
         """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
@@ -286,7 +311,11 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
     is_ours = await shared_commit.read_claim(store) in {manifest.attempt, None}
     stands = now is not None and now.attempt == manifest.attempt
     if not (is_ours and stands and await shared_commit.remove(store, MANIFEST, standing)):
-        await store.delete(note)
+        if now is None or await shared_commit.read_shared_manifest(store) is None:
+            # Another mover removes it, too. The note of the two is one: it stays until all that it names is deleted.
+            await _finish(store, manifest, stock, claim)
+        else:
+            await store.delete(note)
         return False
     await _finish(store, manifest, stock, claim)
     return True

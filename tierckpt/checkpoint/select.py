@@ -304,6 +304,10 @@ class Selector:
         """
         return sorted(name for name in (await self.all_names(location))[0] if not name.startswith("."))
 
+    async def windows(self, run: Location) -> list[str]:
+        """Names below ``run`` of its redo logs, near as ``names``."""
+        return sorted(below(WINDOWS_DIR, await self.names(run.child(WINDOWS_DIR))))
+
     async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
         """Return the branch that a job of the run at ``location`` continues; None where no step is abandoned.
 

@@ -203,6 +203,7 @@ async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None)
         async with asyncio.timeout(timeout_seconds):
             await _drain(mover, work, wait)
             await mover.drains.drop_superseded()
+            await mover.pruner.prune_due()
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise

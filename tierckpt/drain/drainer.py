@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import branches, local_commit, local_only, marks, shared_commit
+from ..checkpoint import branches, local_commit, local_only, marks, prune, shared_commit
 from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal
+from ..checkpoint.retention import Policy
 from ..config import Settings
 from ..disk import read_lease
 from ..disk.durable import make_dirs, translated
@@ -165,6 +166,9 @@ class Drainer:
             return await self._drained(entry, outcome, begun)
 
     async def _drained(self, entry: Entry, outcome: str, begun: float) -> DrainResult:
+        # Before the entry goes: a kill in between leaves an entry that comes here again. The note stays until the run
+        # was pruned, and that passes over what the journal has.
+        await asyncio.to_thread(self._note_due, entry, None, is_shared=entry.rank == 0)
         await asyncio.to_thread(self.journal.remove, entry.token)
         self._noted_at.pop(entry.token, None)
         seconds = time.monotonic() - begun
@@ -172,6 +176,17 @@ class Drainer:
         facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
         log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
         return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
+
+    def _note_due(self, entry: Entry, manifest: Manifest | None, *, is_shared: bool) -> None:
+        """Note that the run of ``entry`` is to be pruned, if its checkpoint (None: the local one) carries a rule."""
+        if entry.state != READY:
+            return
+        with contextlib.suppress(ManifestError):
+            found = manifest or local_commit.read_local_manifest(self.directory(entry.location))
+            if found is not None and Policy.noted(found):
+                prune.note_due(
+                    self.settings.local_root, branches.run_of(entry.location), entry.token, is_shared=is_shared
+                )
 
     async def _note_failure(self, entry: Entry, error: TierckptError, patient: bool) -> None:
         """Note ``error`` in the journal; an entry that fails for too long is set aside, and that is said.
@@ -403,7 +418,7 @@ class Drainer:
             await self._delete_sent(entry, store)
             return "superseded"
         COMMITS.emit(1, tier=Tier.SHARED)
-        await self._after_commit(entry, manifest)
+        await self._after_commit(entry, manifest, is_ours=True)
         return "committed"
 
     async def _if_part_is_gone(self, entry: Entry, store: Store) -> str | None:
@@ -511,8 +526,12 @@ class Drainer:
         replaced = await shared_commit.replaced_by_claim(store)
         return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
-    async def _after_commit(self, entry: Entry, manifest: Manifest) -> None:
-        """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it."""
+    async def _after_commit(self, entry: Entry, manifest: Manifest, *, is_ours: bool = False) -> None:
+        """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it.
+
+        Args:
+            is_ours: this mover has made the commit, so this node applies the rule of the run to the shared tier.
+        """
         store, directory = self.store(entry.location), self.directory(entry.location)
         await branches.note_shared(self.store(branches.run_of(entry.location)), manifest)
         try:
@@ -527,6 +546,8 @@ class Drainer:
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             run = entry.location.parent
             await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run, entry)
+        if is_ours:
+            await asyncio.to_thread(self._note_due, entry, manifest, is_shared=True)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
         """Record on this node a commit of the shared tier, its metadata checked."""

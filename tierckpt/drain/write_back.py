@@ -15,6 +15,9 @@ Invariants (earlier and later are of the journal's order, J5, never of a clock):
     W5  What is removed with its directory goes after all that was closed beside that, until the latest removal there: a
         job that keeps the newest few steps does not remove the last one that the shared tier has while the newer ones
         are on this node only, or were removed before they had drained.
+    W6  A removal after its own file (``after_uri`` is its ``uri``) cancels nothing: the file is sent in its turn, and
+        removed in the turn of the removal. So each file of a job that keeps the newest few is on the shared tier until
+        a newer one is, however slow that tier is.
 """
 
 from __future__ import annotations
@@ -86,15 +89,17 @@ def write(settings: Settings, location: Location, size_bytes: int, keep_as: Call
 
 
 def remove(settings: Settings, location: Location, after: Location | None = None) -> str:
-    """Note that the file at ``location`` was removed: the drain does it, after all below ``after`` (W5).
+    """Note that the file at ``location`` was removed: the drain does it, after all below ``after`` (W5, W6).
 
     Returns the token of that.
     """
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
     entry = _entry(token, location, int(settings.chunk_size_bytes), ())
-    journal.write(replace(entry, after_uri=after.uri if after is not None else ""))
-    _cancel(journal, earlier)
+    entry = replace(entry, after_uri=after.uri if after is not None else "")
+    journal.write(entry)
+    if not _waits_for_its_file(entry):
+        _cancel(journal, earlier)
     return token
 
 
@@ -112,6 +117,11 @@ def _cancel(journal: Journal, tokens: list[str]) -> None:
             with journal.own(token) as free:
                 if free:  # else its mover sees that the bytes have gone
                     journal.drop(entry)
+
+
+def _waits_for_its_file(entry: Entry) -> bool:
+    """True for a removal that does not keep its file from the shared tier (W6)."""
+    return entry.after_uri == entry.uri
 
 
 def _lock_of(place: Path) -> Path:
@@ -149,7 +159,8 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
             raise _waited(entry, "what was written there before it", wait_seconds)
         at, key = root_of(entry.location)
         store = mover.store(at)
-        later = await asyncio.to_thread(mover.journal.files, entry.uri)
+        written = await asyncio.to_thread(mover.journal.files, entry.uri)
+        later = [one for one in written if one.token == entry.token or not _waits_for_its_file(one)]
         is_last = not later or later[-1].token == entry.token
         if is_last and not entry.files:
             await store.delete(key)
@@ -190,8 +201,9 @@ def _before(journal: Journal, entry: Entry) -> list[Entry]:
     What a removal waited for (W5) may have been removed itself since, undrained: what replaced it stands in for it. So
     it waits for what was closed before the latest removal there, but for files that wait for this one, also by others.
     """
-    above = f"{(entry.after_uri or entry.location.parent.uri).rstrip('/')}/"
-    if not entry.after_uri:
+    is_in_turn = not entry.after_uri or _waits_for_its_file(entry)
+    above = f"{(entry.location.parent.uri if is_in_turn else entry.after_uri).rstrip('/')}/"
+    if is_in_turn:
         return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
     found = [other for other in journal.files() if other.uri.startswith(above)]
     place = next((number for number, other in enumerate(found) if other.token == entry.token), len(found))

@@ -29,6 +29,7 @@ The local root holds::
     <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
     <local_root>/journal/<token>.json                            what a mover still has to drain
     <local_root>/written/<token>                                 a single file that is still to be drained
+    <local_root>/retention/<token>.json                          a run to prune, since a drain into it has ended
     <local_root>/control.json                                    what people ask of this node's movers: rate, pause
     <local_root>/read-modes.json                                  how each device of the node is read best
     <local_root>/model-read-modes.json                            the same for model files
@@ -109,6 +110,10 @@ def location_at(local_root: Path, directory: Path) -> Location | None:
 
 def journal_dir(local_root: Path) -> Path:
     return Path(local_root, "journal")
+
+
+RETENTION_DIR = "retention"
+"""Of the local root: notes of the runs that are to be pruned (checkpoint/prune.py)."""
 
 
 def written_file(local_root: Path, token: str) -> Path:

@@ -430,12 +430,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm_behind(self, path: str) -> None:
-        """Remove a file of the store when what this node has closed beside it is there (W2). Waits for no store."""
+        """Remove a file when it, and the files that this node has closed beside it, are on the store (W6). Waits for
+        no store."""
         location = self._location(path)
         if not write_back.can_carry(location):
             self.rm_file(path)
             return
-        self._remove_behind(location)
+        self._remove_behind(location, location)
 
     def _remove_behind(self, location: Location, after: Location | None = None) -> None:
         get_client(self.settings).drain_in_background(write_back.remove(self.settings, location, after))

@@ -10,6 +10,7 @@ Sharded strategies ask no ``CheckpointIO``: see ``lightning_sharded``.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import re
@@ -64,8 +65,8 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._doomed: dict[str, bool] = {}
-        """What is to be removed, and whether it was said that it stays."""
+        self._doomed: set[str] = set()
+        """Paths to remove after the next save: it may have begun, or the SSD had no room for the removal."""
         self._saver: int | None = None
         """The thread that saves. Another one than that which removes (``AsyncCheckpointIO``) may have yet to begin."""
 
@@ -83,8 +84,8 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
             raise ConfigError("storage_options are not taken", hint="Settings are TIERCKPT_* variables")
         fs, name = _place(path)
         with _lock:
-            self._saver, doomed, self._doomed = threading.get_ident(), self._doomed, {}
-        doomed.pop(os.fspath(path), None)  # it is there again
+            self._saver, doomed, self._doomed = threading.get_ident(), self._doomed, set()
+        doomed.discard(os.fspath(path))  # it is there again
         try:
             with fs.open(name, "wb") as file:
                 torch.save(checkpoint, file)
@@ -120,32 +121,33 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
             TorchCheckpointIO().remove_checkpoint(path)
             return
         with _lock:
-            doomed = self._doomed | {os.fspath(path): False}
+            doomed = self._doomed | {os.fspath(path)}
             is_later = self._saver != threading.get_ident()
-            self._doomed = doomed if is_later else {}
+            self._doomed = doomed if is_later else set()
         if not is_later:
             self._remove(doomed)
+            return
+        atexit.unregister(self.teardown)  # AsyncCheckpointIO tears nothing down but itself
+        atexit.register(self.teardown)
 
     def teardown(self) -> None:
         """Remove what may go by now."""
         with _lock:
-            doomed, self._doomed = self._doomed, {}
+            doomed, self._doomed = self._doomed, set()
         self._remove(doomed)
 
-    def _remove(self, doomed: dict[str, bool]) -> None:
-        """The removal drains after what was saved until now; no store is asked here. What is not drained waits."""
-        for path, was_said in doomed.items():
+    def _remove(self, doomed: set[str]) -> None:
+        """Note the removals in the journal, behind the saves until now: a kill loses none, and no store is asked."""
+        for path in sorted(doomed):
             fs, name = _place(path)
             try:
-                if fs.is_drained(name):
-                    fs.rm_behind(name)
-                    continue
-                if not was_said:
+                if not fs.is_drained(name):
                     log.warning("%s was removed and is not drained yet: it stays until it is", path)
+                fs.rm_behind(name)
             except (TierckptError, OSError) as error:  # the save is made, and what cannot be removed yet fails it not
                 log.warning("%s is removed later: %s", path, error)
-            with _lock:
-                self._doomed[path] = True
+                with _lock:
+                    self._doomed.add(path)
 
 
 class _Nothing(dict[str, Any]):

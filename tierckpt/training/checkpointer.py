@@ -314,7 +314,8 @@ class Checkpointer:
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
         writer.hold_back(self._errands, is_first=not self._saves)
-        writer.annotate(self._step_log.notes(record, self._branch.of_save(), is_of_now=collected is None))
+        notes = self._step_log.notes(record, self._branch.of_save(), is_of_now=collected is None)
+        writer.annotate({**notes, **self._pruning.note()})
         if self._pacer.keeps_some:
             writer.keep(not record.is_sent)
         self._carry_out(order, writer)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from ..checkpoint.prune import PruneResult
-from ..checkpoint.retention import Policy, Rule
+from ..checkpoint.retention import NOTE, Policy, Rule
 from ..client import get_client
 from ..config import Settings
 from ..mover import Mover
@@ -40,6 +40,10 @@ class BackgroundPruning:
         self._pool = ThreadPool(1, thread_name_prefix="tierckpt-retention")
         self._last: Future[None] = Future()
         self._last.set_result(None)
+
+    def note(self) -> dict[str, str]:
+        """Return the note in manifests by which movers prune after this process (N9). Waits for nothing."""
+        return {NOTE: self._policy.encode()} if self._policy and self._run_log.is_alone(0.0) else {}
 
     def start(self) -> None:
         """Prune in the background, unless a run that has not begun is to come anyway."""

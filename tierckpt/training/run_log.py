@@ -154,11 +154,11 @@ class RunLog:
         with contextlib.suppress(Exception):  # L1: a client that is closing
             self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
-    def is_alone(self) -> bool:
-        """False when another job is known to save to this run. A look that is under way is waited for a moment."""
+    def is_alone(self, wait_seconds: float = LOOK_SECONDS) -> bool:
+        """False when another job is known to save to this run. Waits for a look that is under way."""
         if self._looking is not None:
             with contextlib.suppress(Exception):
-                self._looking.result(LOOK_SECONDS)
+                self._looking.result(wait_seconds)
         return self._others.is_alone
 
     def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as empty_dtensor
 
+from ...checkpoint import retention
 from ...checkpoint.branches import NOTE
 from ...dcp.reader import TierStorageReader
 from ...errors import IntegrityError, StateMismatchError
@@ -162,7 +163,7 @@ def make_checkpoint(
     try:
         collected, notes = same_outcome(lambda: fold(reader, state, exact))
         base = str(reader.notes().get(BASE_NOTE, ""))
-        notes |= {NOTE: reader.notes()[NOTE]} if NOTE in reader.notes() else {}
+        notes |= {name: note for name, note in reader.notes().items() if name in {NOTE, retention.NOTE}}
     finally:
         reader.reset()  # retention removes no log that a reader holds
     uri = window.parent.parent.child(window.name).uri
