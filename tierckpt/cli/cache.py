@@ -16,12 +16,17 @@ from ..format.layout import Location
 from ..format.uris import local_path
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
-from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client, size_of
+from .ui.session import JsonOption, LocalRootOption, complete_uri, load_settings, location_of, open_client, size_of
 
 PARTIAL = 3
 
-Uris = Annotated[list[str], typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.")]
-SomeUris = Annotated[list[str] | None, typer.Argument(metavar="[URI...]", help="None: see --max-bytes.")]
+Uris = Annotated[
+    list[str],
+    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
+]
+SomeUris = Annotated[
+    list[str] | None, typer.Argument(metavar="[URI...]", help="None: see --max-bytes.", autocompletion=complete_uri)
+]
 To = Annotated[Path | None, typer.Option("--to", metavar="DIR", help="A directory that `prefetch --to` filled.")]
 Include = Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files that match.")]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match.")]

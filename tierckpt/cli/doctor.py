@@ -33,7 +33,7 @@ from ..quantities import DISK_BLOCK_BYTES
 from ..stores.base import Store
 from ..torch_internals import CHECKED_VERSIONS
 from .ui.output import Report, human_bytes, human_seconds, table
-from .ui.session import JsonOption, LocalRootOption, load_settings, location_of, open_client
+from .ui.session import JsonOption, LocalRootOption, complete_uri, load_settings, location_of, open_client
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXTRAS = {
@@ -51,7 +51,12 @@ FSYNC_ROUNDS = 5
 NOT_NODE_LOCAL = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs")
 
 OptionalUri = Annotated[
-    str | None, typer.Argument(metavar="[URI]", help="Also test this place: a small object is put, read and removed.")
+    str | None,
+    typer.Argument(
+        metavar="[URI]",
+        help="Also test this place: a small object is put, read and removed.",
+        autocompletion=complete_uri,
+    ),
 ]
 
 

@@ -20,14 +20,23 @@ from ..mover import Mover
 from ..types import Json
 from .cache import cache_report, checked, evicted, joined, unpinned
 from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, location_of, open_client, size_of
+from .ui.session import (
+    JsonOption,
+    LocalRootOption,
+    ProgressOption,
+    complete_uri,
+    load_settings,
+    location_of,
+    open_client,
+    size_of,
+)
 from .ui.watch import watch as watch_rollout
 
 PENDING_SECONDS = 1800.0
 
 Uris = Annotated[
     list[str] | None,
-    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects."),
+    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
 ]
 To = Annotated[
     Path | None,

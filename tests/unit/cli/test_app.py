@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tests.services import ENVIRONMENT, REPOSITORY, init_of, pid_namespace, unavailable
+from tierckpt.cli.ui.app import app, run
 
 RUN = """
 import json, sys
@@ -284,3 +286,21 @@ def test_a_watch_ends_with_its_reader(tmp_path: Path) -> None:
     assert status.wait(60) == 1
     rollout.stderr.close()
     assert rollout.wait(50) == 0
+
+
+# --- help ------------------------------------------------------------------------------------------------------
+
+
+def verbs(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from verbs(below, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(verbs(typer.main.get_command(app))), ids=" ".join)
+def test_h_is_help(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*path, "--help"]) == 0
+    long = capsys.readouterr().out
+    assert long.startswith(" ".join(("Usage: tierckpt", *path)))
+    assert run([*path, "-h"]) == 0
+    assert capsys.readouterr().out == long

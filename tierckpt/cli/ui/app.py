@@ -50,6 +50,7 @@ app = typer.Typer(
     "7 try again later.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _verb in (
     ls.ls,
@@ -138,6 +139,8 @@ def run(arguments: Sequence[str]) -> int:
     except (Exception, SystemExit) as error:
         if keeps_tracebacks():
             raise
+        if isinstance(error, SystemExit) and error.__context__ is None:  # shell completion has printed its answer
+            return int(error.code or 0)
         # typer turns a closed pipe, be it a socket of the verb, into an exit that says nothing
         cause = error.__context__ if isinstance(error, SystemExit) else error
         ours = _as_ours(cause if isinstance(cause, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))

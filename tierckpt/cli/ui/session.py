@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,9 +24,34 @@ from .output import Progressing
 
 SETTLE_SECONDS = 10.0
 
+
+def complete_uri(incomplete: str) -> list[str]:
+    """Return the ``file://`` URIs that start with ``incomplete``. Plain paths are completed by the shell itself."""
+    scheme, separator, path = incomplete.partition("://")
+    if scheme not in {"file", "local"} or not path.startswith("/"):
+        return []
+    found = _entries(path)
+    if len(found) == 1 and found[0].endswith("/"):
+        found += _entries(found[0])  # a shell ends the only candidate with a space
+    return [scheme + separator + one for one in found]
+
+
+def _entries(path: str) -> list[str]:
+    """Return the paths that start with ``path``, directories with a slash at the end."""
+    parent, _, name = path.rpartition("/")
+    with contextlib.suppress(OSError), os.scandir(f"{parent}/") as entries:
+        names = ((entry.name, "/" if entry.is_dir() else "") for entry in entries if entry.name.startswith(name))
+        return sorted(f"{parent}/{one}{end}" for one, end in names if name or not one.startswith("."))
+    return []
+
+
 UriArgument = Annotated[
     str,
-    typer.Argument(metavar="URI", help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path."),
+    typer.Argument(
+        metavar="URI",
+        help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path.",
+        autocompletion=complete_uri,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
 ProgressOption = Annotated[
