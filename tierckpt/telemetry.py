@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
 from .process_start import MESSAGE_SECONDS, is_writable
 from .redaction import redact, redact_all
-from .types import Progress
+from .types import FileProgress, Progress
 
 # --- metrics ---------------------------------------------------------------------------------------------------
 
@@ -353,6 +353,35 @@ def level_of(level: LogLevel) -> int:
 
 
 # --- progress --------------------------------------------------------------------------------------------------
+
+
+class FilesInFlight:
+    """The files that a transfer moves at the moment, each from its first byte to its last.
+
+    Args:
+        on_bytes: called with every count of bytes, of whichever file.
+    """
+
+    def __init__(self, on_bytes: Callable[[int], None]) -> None:
+        self._on_bytes, self._files = on_bytes, list[FileProgress]()
+
+    def now(self) -> tuple[FileProgress, ...]:
+        return tuple(self._files)
+
+    @contextlib.contextmanager
+    def moving(self, path: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Yield what counts bytes of ``path``. The file is in flight in the block."""
+        file = FileProgress(path, 0, size_bytes)
+
+        def on_bytes(count: int) -> None:
+            file.done_bytes += count
+            self._on_bytes(count)
+
+        self._files.append(file)
+        try:
+            yield on_bytes
+        finally:
+            self._files.remove(file)
 
 
 def ignore_progress(progress: Progress, /) -> None:

@@ -38,6 +38,15 @@ class ObjectInfo:
     etag: str | None = None
 
 
+@dataclass(slots=True, eq=False)
+class FileProgress:
+    """How far one file of a transfer is. It changes while the file moves."""
+
+    path: str
+    done_bytes: int
+    total_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """One step of a transfer: ``done_bytes`` of ``total_bytes`` for ``what`` (a file, or the whole operation)."""
@@ -47,6 +56,8 @@ class Progress:
     total_bytes: int
     note: str = ""
     """More that a person may want to see: where the bytes come from."""
+    files: tuple[FileProgress, ...] = ()
+    """The files in flight."""
 
 
 class ProgressListener(Protocol):

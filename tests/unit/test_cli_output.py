@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tierckpt.cli.ui.app import run
-from tierckpt.cli.ui.output import Output, Report, facts, human_bytes, human_seconds, plain, progress_bar, table
+from tierckpt.cli.ui.output import (
+    FILES_SHOWN,
+    TRANSFERS_SHOWN,
+    Output,
+    Report,
+    facts,
+    human_bytes,
+    human_seconds,
+    plain,
+    progress_bar,
+    table,
+)
 from tierckpt.errors import ConfigError, IntegrityError, PartialTransferError
 from tierckpt.telemetry import ignore_progress, logger
-from tierckpt.types import Progress
+from tierckpt.types import FileProgress, Progress
 
 
 @pytest.fixture
@@ -134,6 +153,33 @@ def test_no_bar_is_drawn_when_nobody_looks(as_json: bool, capsys: pytest.Capture
     with progress_bar(as_json=as_json) as listener:
         assert listener is ignore_progress
     assert capsys.readouterr().err == ""
+
+
+def test_transfers_that_are_done_leave_their_rows_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with (tmp_path / "shown").open("wb") as shown:
+        reader = subprocess.Popen(["cat"], stdin=ours, stdout=shown, stderr=subprocess.DEVNULL)
+    os.close(ours)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 120, 0, 0))
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        with progress_bar(as_json=False) as listener:
+            listener(Progress("first", 1, 2))
+            for number in range(40):
+                files = tuple(FileProgress(f"{number}/{name}\x1b[2J", 1, 2) for name in range(40))
+                listener(Progress(f"drain {number}", 1, 2, files=files))
+                time.sleep(0.02)
+                if number % 2:
+                    for before in (number - 1, number):
+                        listener(Progress(f"drain {before}", 2, 2))
+            time.sleep(0.2)
+    reader.wait(60)
+    text = (tmp_path / "shown").read_bytes()
+    rows = max(len(up) for up in re.findall(rb"(?:\x1b\[1A\x1b\[2K)+", text)) // len(b"\x1b[1A\x1b[2K") + 1
+    assert FILES_SHOWN < rows <= TRANSFERS_SHOWN + FILES_SHOWN
+    assert b"first" in text and b"drain 39" in text and b"32 more files" in text
+    assert b"\x1b[2J" not in text
 
 
 def test_progress_as_json_is_a_line_now_and_then_and_one_at_the_end(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
 from ..telemetry import logger
-from ..types import Buffer, ByteRange, Progress, ProgressListener
+from ..types import Buffer, ByteRange, FileProgress, Progress, ProgressListener
 from .file_set import FileSet
 from .partial_entry import PartialEntry
 from .peer_fill import ChunkOrder, NotNowError, PeerFill, Work
@@ -80,12 +80,17 @@ class FetchJob:
             if not filling.has(index, chunk)
         ]
         self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
-        missing = sum(self.frozen.chunk_range(*work).size_bytes for work in todo)
+        self._lacking_bytes = Counter[int]()
+        for index, chunk in todo:
+            self._lacking_bytes[index] += self.frozen.chunk_range(index, chunk).size_bytes
+        self._files: dict[int, FileProgress] = {}
+        self._fetching: list[int] = []
+        """The file of each chunk that is being fetched."""
         self.count = len(todo)
         peer_fetch = cached.peer_fetch
         is_all = len(wanted) == len(self.frozen.files)
         self.order: ChunkOrder = InOrder(todo) if peer_fetch is None else peer_fetch.order(todo, whole=is_all)
-        self.done_bytes = self.total - missing
+        self.done_bytes = self.total - self._lacking_bytes.total()
         self.failures: dict[int, TierckptError] = {}
         self.wanted = wanted
         self.fatal = False
@@ -118,7 +123,8 @@ class FetchJob:
             try:
                 async with self.cached.gate, self._turn(index, chunk) as turn:
                     if turn == "fetch":
-                        await self.cached.fetch(self.filling, index, chunk, keep=False, request=work.request)
+                        with self._moving(index):
+                            await self.cached.fetch(self.filling, index, chunk, keep=False, request=work.request)
                 if turn == "later":
                     self.order.put_back(work)
                     await self._rest()
@@ -130,6 +136,20 @@ class FetchJob:
                 self.order.done(work)
                 self.failures.setdefault(index, error)
                 self.fatal |= isinstance(error, IntegrityError | CapacityError)
+
+    @contextlib.contextmanager
+    def _moving(self, index: int) -> Iterator[None]:
+        """The file is in flight in the block."""
+        item = self.frozen.files[index]
+        if index not in self._files:
+            done_bytes = item.size_bytes - self._lacking_bytes[index]
+            self._files[index] = FileProgress(item.path, done_bytes, item.size_bytes)
+        self._fetching.append(index)
+        try:
+            self._say()
+            yield
+        finally:
+            self._fetching.remove(index)
 
     @contextlib.asynccontextmanager
     async def _turn(self, index: int, chunk: int) -> AsyncIterator[Turn]:
@@ -158,6 +178,9 @@ class FetchJob:
     def _advance(self, work: Work, *, others: bool) -> None:
         size_bytes = self.frozen.chunk_range(work.index, work.chunk).size_bytes
         self.done_bytes += size_bytes
+        self._lacking_bytes[work.index] -= size_bytes
+        if (file := self._files.get(work.index)) is not None:
+            file.done_bytes += size_bytes
         self.moved_at = time.monotonic()
         self.order.done(work)
         if others:
@@ -173,7 +196,8 @@ class FetchJob:
             "other processes": tally.others_bytes,
         }
         note = ", ".join(f"{size_bytes >> 20} MiB {source}" for source, size_bytes in sources.items() if size_bytes)
-        self.listener(Progress(f"prefetch {self.frozen.uri}", self.done_bytes, self.total, note))
+        files = tuple(self._files[index] for index in dict.fromkeys(self._fetching))
+        self.listener(Progress(f"prefetch {self.frozen.uri}", self.done_bytes, self.total, note, files))
 
     def _error(self) -> TierckptError:
         errors = [self.failures[index] for index in sorted(self.failures)]

@@ -16,7 +16,7 @@ from ..format.layout import CLAIM, DRAINED, MANIFEST, checks_file
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import RangeSource, Store
 from ..stores.verified_read import LocalFiles, check_file
-from ..telemetry import logger
+from ..telemetry import FilesInFlight, logger
 from ..types import Json, Progress, ProgressListener, Tier
 from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
@@ -95,17 +95,20 @@ async def verify(
     def told(count: int) -> None:
         nonlocal done
         done += count
-        listener(Progress(f"verify {checkpoint.location.uri}", done, total))
+        listener(Progress(f"verify {checkpoint.location.uri}", done, total, files=files.now()))
 
+    files = FilesInFlight(told)
     told(0)
 
     async def one(tier: Tier, entry: FileEntry) -> None:
         async with gate:
             try:
-                if tier is Tier.PEER and checkpoint.elsewhere is not None:
-                    await _verify_on_peers(checkpoint.elsewhere, entry, chunk_size, told if read_data else None)
-                else:
-                    await _verify_file(checkpoint, tier, entry, chunk_size, told if read_data else None)
+                with files.moving(entry.path, entry.size_bytes) as on_file:
+                    on_bytes = on_file if read_data else None
+                    if tier is Tier.PEER and checkpoint.elsewhere is not None:
+                        await _verify_on_peers(checkpoint.elsewhere, entry, chunk_size, on_bytes)
+                    else:
+                        await _verify_file(checkpoint, tier, entry, chunk_size, on_bytes)
             except TierckptError as error:
                 if error.retryable or isinstance(error, EndpointError):
                     raise  # a store that is away says nothing about the files

@@ -46,8 +46,8 @@ from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries, jitter_seconds
 from ..stores.verified_read import available, verified
-from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, logger
-from ..types import Progress, ProgressListener, Tier
+from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
+from ..types import FileProgress, Progress, ProgressListener, Tier
 from . import write_back
 from .active_drain import COMMITTING, OTHER_RANKS, STORE, ActiveDrain
 from .file_transfer import cause_of, send
@@ -345,11 +345,14 @@ class Drainer:
         def on_bytes(count: int) -> None:
             nonlocal done
             done += count
-            self.note_progress(entry, done)
+            self.note_progress(entry, done, files.now())
+
+        files = FilesInFlight(on_bytes)
 
         async def move(file: manifests.FileEntry) -> None:
             async with flow.slot():
-                await send(store, directory / file.key, file, entry.chunk_size_bytes, on_bytes, flow)
+                with files.moving(file.path, file.size_bytes) as on_file:
+                    await send(store, directory / file.key, file, entry.chunk_size_bytes, on_file, flow)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -371,11 +374,11 @@ class Drainer:
         if (active := self.active.get(entry.token)) is not None:
             active.flow = flow
 
-    def note_progress(self, entry: Entry, done_bytes: int) -> None:
-        """``done_bytes`` of ``entry`` were sent in this try."""
+    def note_progress(self, entry: Entry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
+        """``done_bytes`` of ``entry`` were sent in this try; ``files`` are in flight."""
         if (active := self.active.get(entry.token)) is not None:
             active.moved(done_bytes)
-        self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes))
+        self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes, files=files))
 
     async def try_commit(self, entry: Entry) -> str | None:
         """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing.

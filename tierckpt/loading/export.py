@@ -35,7 +35,7 @@ from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMis
 from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path
 from ..quantities import human_bytes
-from ..telemetry import ignore_progress, logger
+from ..telemetry import FilesInFlight, ignore_progress, logger
 from ..types import Json, Progress, ProgressListener
 from .dtypes import name_of
 from .export_file import Item, in_file_order, write_file
@@ -143,15 +143,17 @@ def _export(
     def on_bytes(count: int) -> None:
         nonlocal done_bytes
         done_bytes += count
-        listener(Progress(f"export {reader.path}", done_bytes, size_bytes))
+        listener(Progress(f"export {reader.path}", done_bytes, size_bytes, files=files.now()))
 
+    files = FilesInFlight(on_bytes)
     on_bytes(0)
     reader.set_up_storage_reader(metadata, True)
     with _appearing(target, size_bytes) as directory, _held(reader):
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
-            with translated(directory / name):
-                write_file(directory / name, shard, reader, on_bytes)
+            written_bytes = sum(item.size_bytes for item in shard)
+            with translated(directory / name), files.moving(name, written_bytes) as on_file:
+                write_file(directory / name, shard, reader, on_file)
         if len(names) > 1:
             durable_write(directory / INDEX, _index(names, shards, size_bytes))
     skipped = len(metadata.state_dict_metadata) - len(items)

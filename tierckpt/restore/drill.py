@@ -26,7 +26,7 @@ from ..quantities import human_bytes
 from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check_file
-from ..telemetry import logger
+from ..telemetry import FilesInFlight, logger
 from ..types import Json, Progress, ProgressListener
 
 log = logger("drill")
@@ -113,6 +113,7 @@ class _Job:
         self.concurrency = concurrency
         self.gate = asyncio.Semaphore(concurrency)
         self.listener = listener
+        self.files = FilesInFlight(self._advance)
 
     async def restore(self, entry: FileEntry) -> None:
         """Fetch one file and read it back from the disk."""
@@ -121,7 +122,8 @@ class _Job:
         async with self.gate:
             try:
                 await self._expect_size(entry)
-                await fetch(self.store, entry, path, chunk_size, self._advance, self.concurrency)
+                with self.files.moving(entry.path, entry.size_bytes) as on_file:
+                    await fetch(self.store, entry, path, chunk_size, on_file, self.concurrency)
                 await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
             except (IntegrityError, ObjectNotFoundError) as error:
                 self._note(entry.path, error)
@@ -147,7 +149,8 @@ class _Job:
 
     def _advance(self, count: int) -> None:
         self.report.restored_bytes += count
-        self.listener(Progress(f"drill {self.report.location.uri}", self.report.restored_bytes, self.report.size_bytes))
+        what, done_bytes = f"drill {self.report.location.uri}", self.report.restored_bytes
+        self.listener(Progress(what, done_bytes, self.report.size_bytes, files=self.files.now()))
 
 
 @contextmanager

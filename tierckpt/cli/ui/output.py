@@ -7,14 +7,15 @@ strangers, and a terminal obeys what it is sent.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TextIO
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, TextIO
 
 from rich import box
 from rich.console import Console, ConsoleDimensions, RenderableType
@@ -22,12 +23,13 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ... import types
@@ -43,6 +45,12 @@ WIDTH_MIN = 40
 """A narrower terminal wraps the lines itself."""
 
 LINE_SECONDS = 0.5
+TRANSFERS_SHOWN, FILES_SHOWN = 4, 8
+NAME_WIDTH, NOTE_WIDTH = 26, 14
+"""Of a longer name the end is shown."""
+INDENT = "  "
+WIDTH_NARROW, WIDTH_WIDE = 80, 100
+"""Columns of the terminal; below the second the bars have no time that remains."""
 Progressing = Literal["auto", "json", "none"]
 
 _STYLES = {
@@ -139,9 +147,85 @@ class _Lines:
         if not is_done and now - self._written_at.get(progress.what, float("-inf")) < LINE_SECONDS:
             return
         self._written_at[progress.what] = now
-        line = {"at_unix_seconds": round(time.time(), 3), **redact_all(asdict(progress))}
+        fields = asdict(replace(progress, files=()))
+        del fields["files"]
+        line = {"at_unix_seconds": round(time.time(), 3), **redact_all(fields)}
         sys.stderr.write(json.dumps(line) + "\n")
         sys.stderr.flush()
+
+
+def _one_line(max_width: int | None = None) -> Column:
+    return Column(no_wrap=True, overflow="ellipsis", max_width=max_width)
+
+
+class _Rows(Progress):
+    """Bars, with the files of a transfer below it."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(sorted(self.tasks, key=lambda task: task.fields["order"]))
+
+
+class _Bars:
+    """Draws each transfer, and below it its files in flight: ``TRANSFERS_SHOWN`` and ``FILES_SHOWN`` rows at most."""
+
+    def __init__(self, rows: Progress, name_width: int) -> None:
+        self._rows, self._name_width = rows, name_width
+        self._transfers: dict[str, tuple[int, TaskID]] = {}
+        self._done: set[str] = set()
+        self._files: dict[types.FileProgress, tuple[str, TaskID]] = {}
+        self._added = itertools.count()
+
+    def __call__(self, progress: types.Progress, /) -> None:
+        what, is_done = progress.what, progress.done_bytes >= progress.total_bytes
+        if what not in self._transfers and not self._add_transfer(what):
+            return
+        for file, (owner, row) in [*self._files.items()]:
+            if file.done_bytes >= file.total_bytes or (is_done and owner == what):
+                self._remove_file(file)
+            else:
+                self._rows.update(row, completed=file.done_bytes)
+        unseen = 0
+        for file in progress.files if not is_done else ():
+            unseen += not (file in self._files or self._add_file(file, progress))
+        note = ", ".join(filter(None, (progress.note, f"{unseen} more files" if unseen else "")))
+        row = self._transfers[what][1]
+        self._rows.update(row, completed=progress.done_bytes, total=progress.total_bytes, note=printable(note))
+        if is_done:
+            self._done.add(what)
+        else:
+            self._done.discard(what)
+
+    def _add_transfer(self, what: str) -> bool:
+        """Return False when no row is free. That of a transfer that is done is free."""
+        if len(self._transfers) >= TRANSFERS_SHOWN:
+            done = next((one for one in self._transfers if one in self._done), None)
+            if done is None:
+                return False
+            self._rows.remove_task(self._transfers.pop(done)[1])
+        number = next(self._added)
+        row = self._rows.add_task(printable(what), total=None, note="", order=(number, number))
+        self._transfers[what] = number, row
+        return True
+
+    def _add_file(self, file: types.FileProgress, progress: types.Progress) -> bool:
+        """Return False when no row is free. A file keeps its row between two of its chunks, unless another needs it."""
+        if len(self._files) >= FILES_SHOWN:
+            own = (one for one, (what, _) in self._files.items() if what == progress.what)
+            idle = next((one for one in own if one not in progress.files), None)
+            if idle is None:
+                return False
+            self._remove_file(idle)
+        name = printable(file.path)
+        name = name if len(name) <= self._name_width else f"..{name[2 - self._name_width :]}"
+        order = (self._transfers[progress.what][0], next(self._added))
+        row = self._rows.add_task(
+            INDENT + name, completed=file.done_bytes, total=file.total_bytes, note="", order=order
+        )
+        self._files[file] = progress.what, row
+        return True
+
+    def _remove_file(self, file: types.FileProgress) -> None:
+        self._rows.remove_task(self._files.pop(file)[1])
 
 
 @contextmanager
@@ -160,27 +244,24 @@ def progress_bar(
     if as_json or progress == "none" or not sys.stderr.isatty():
         yield ignore_progress
         return
+    target = console(sys.stderr)
+    is_wide = target.width >= WIDTH_WIDE
+    spare = max(0, target.width - (WIDTH_WIDE if is_wide else WIDTH_NARROW)) // 2
+    name_width = NAME_WIDTH + spare
     columns = (
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=_one_line(name_width + len(INDENT))),
         BarColumn(),
-        *((DownloadColumn(binary_units=True), TransferSpeedColumn()) if of == "bytes" else (TaskProgressColumn(),)),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
+        TaskProgressColumn(),
+        *(
+            (DownloadColumn(binary_units=True, table_column=_one_line()), TransferSpeedColumn(_one_line()))
+            if of == "bytes"
+            else ()
+        ),
+        *((TimeRemainingColumn(table_column=_one_line()),) if is_wide else ()),
+        TextColumn("{task.fields[note]}", markup=False, table_column=_one_line(NOTE_WIDTH + spare)),
     )
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console(sys.stderr), transient=True) as bars:
-
-        def listen(progress: types.Progress, /) -> None:
-            if progress.what not in tasks:
-                tasks[progress.what] = bars.add_task(printable(progress.what), total=None, note="")
-            bars.update(
-                tasks[progress.what],
-                completed=progress.done_bytes,
-                total=progress.total_bytes,
-                note=printable(progress.note),
-            )
-
-        yield listen
+    with _Rows(*columns, console=target, transient=True) as rows:
+        yield _Bars(rows, name_width)
 
 
 def table(columns: str, rows: Sequence[Sequence[object]]) -> Table:

@@ -1,0 +1,124 @@
+"""The bars of a transfer on a terminal: the whole, and the files in flight, in a bounded number of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.servers.hub import FakeHub, Repository
+from tests.services import ENVIRONMENT, REPOSITORY, free_port
+from tierckpt import TierStorageWriter
+from tierckpt.cli.ui.app import run
+from tierckpt.cli.ui.output import FILES_SHOWN
+from tierckpt.client import close_all
+from tierckpt.stores import retry
+
+UP = re.compile(r"(?:\x1b\[1A\x1b\[2K)+")
+
+
+@contextlib.contextmanager
+def hub_of(files: dict[str, bytes]) -> Iterator[FakeHub]:
+    hub = FakeHub()
+    repository = Repository()
+    repository.commit(files)
+    hub.repositories["org/model"] = repository
+    try:
+        yield hub
+    finally:
+        hub.close()
+
+
+def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: Path, columns: int = 100) -> str:
+    """What a command that succeeds writes to a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {**ENVIRONMENT, "TERM": "xterm", "TIERCKPT_LOCAL_ROOT": str(tmp_path / "root"), **environment}
+    with (tmp_path / "shown").open("wb") as shown:
+        reader = subprocess.Popen(["cat"], stdin=ours, stdout=shown, stderr=subprocess.DEVNULL)
+    os.close(ours)
+    command = [sys.executable, "-m", "tierckpt", *arguments]
+    code = subprocess.call(command, env=environment, cwd=REPOSITORY, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    reader.wait(60)
+    text = (tmp_path / "shown").read_text()
+    assert code == 0, text
+    return text
+
+
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
+def test_the_files_in_flight_and_the_whole_move(columns: int, tmp_path: Path) -> None:
+    files = {f"model-{number}-of-3.safetensors": os.urandom(1 << 20) for number in range(1, 4)}
+    with hub_of(files) as hub:
+        hub.bytes_per_second = 1 << 20
+        environment = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CHUNK_SIZE_BYTES": "131072"}
+        text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path, columns)
+    rows = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", row) for row in re.split(r"\r?\n|\r", UP.sub("\n", text))]
+    whole = {int(row.split("%")[0].split()[-1]) for row in rows if row.startswith("prefetch hf://") and "%" in row}
+    assert len(whole) > 4 and max(whole) <= 100
+    for name in files:
+        moving = {row.split("%")[1] for row in rows if row.startswith(f"  {name}") and "%" in row}
+        assert len(moving) > 1 and any("MiB" in one and "B/s" in one for one in moving), (name, rows)
+    assert max(map(len, rows)) <= columns
+
+
+@pytest.mark.slow
+def test_a_thousand_files_are_a_few_rows(tmp_path: Path) -> None:
+    with hub_of({f"part-{number:04d}.json": b"{}" * 50 for number in range(1000)}) as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CONCURRENCY": "32"}
+        text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path)
+    assert len(list((tmp_path / "to").glob("part-*"))) == 1000
+    rows = max(len(up) // len("\x1b[1A\x1b[2K") for up in UP.findall(text)) + 1
+    assert 2 < rows <= 1 + FILES_SHOWN
+    assert "more files" in text
+
+
+def test_every_verb_that_moves_files_names_them(
+    s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = f"{s3_uri}/step-1"
+    with monkeypatch.context() as away:
+        away.setattr(retry, "RETRIES_MAX", 0)
+        away.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
+        away.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+        dcp.save({"weights": torch.ones(100_000)}, storage_writer=TierStorageWriter(step, chunk_size_bytes=65536))
+        close_all()
+    seen: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def collect(**_: object) -> Iterator[Any]:
+        def listen(progress: Any) -> None:
+            for file in progress.files:
+                assert 0 <= file.done_bytes <= file.total_bytes
+                seen[file.path] = max(seen.get(file.path, 0), file.done_bytes)
+
+        yield listen
+
+    monkeypatch.chdir(tmp_path)
+    verbs = {
+        "drain": ["--wait"],
+        "verify": [step, "--read-data"],
+        "restore": [step, "--to=restored"],
+        "export": [step, "--to=model"],
+        "drill": [step],
+        "prefetch": [step, "--to=fetched"],
+    }
+    for verb, arguments in verbs.items():
+        monkeypatch.setattr(f"tierckpt.cli.{verb}.progress_bar", collect)
+        assert run([verb, *arguments]) == 0, capsys.readouterr().err
+        ends = ".safetensors" if verb == "export" else ".distcp"
+        assert any(path.endswith(ends) and done > 0 for path, done in seen.items()), (verb, seen)
+        seen.clear()
