@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .cache.entry import CacheEntry
-from .cache.hub_layout import prefetch_to_hub_cache
+from .cache.hub_layout import check_hub_cache, hub_of, prefetch_to_hub_cache
 from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri
 from .cache.pool import AdmissionPlan
 from .cache.prefetch import PrefetchResult, check_size, prefetch
@@ -62,7 +62,6 @@ from .restore.drill import DrillReport, choose, drill
 from .restore.restore import RestoreResult, restore
 from .stores.base import Store
 from .stores.hub.api import hub_cache
-from .stores.hub.store import HubStore
 from .telemetry import ignore_progress, logger
 from .types import ObjectInfo, Progress, ProgressListener, Tier
 
@@ -423,10 +422,10 @@ class Mover:
         resolved, checkpoint = await self._freeze(location, include, exclude)
         check_size(resolved.frozen, size_bytes_max)
         if hf_cache:
-            if not isinstance(resolved.store, HubStore) or pin:
-                raise ConfigError("a Hugging Face cache takes hf:// URIs, and pins nothing", hint="Give hf://ORG/NAME")
+            if pin:
+                raise ConfigError("a Hugging Face cache pins nothing", hint="Leave --pin out")
             return await prefetch_to_hub_cache(
-                resolved.store,
+                hub_of(resolved.store),
                 resolved.frozen.files,
                 (directory or hub_cache()).absolute(),
                 chunk_size_bytes=resolved.frozen.chunk_size_bytes,
@@ -478,9 +477,21 @@ class Mover:
         return await self.node_cache.freeze(location, include=include, exclude=exclude), None
 
     async def check_prefetched(
-        self, location: Location, directory: Path | None, include: Sequence[str] = (), exclude: Sequence[str] = ()
+        self,
+        location: Location,
+        directory: Path | None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        *,
+        hf_cache: bool = False,
     ) -> Check:
-        """Say what of a checkpoint or model is on this node: in ``directory``, or where it belongs. Changes nothing."""
+        """Say what of a checkpoint or model is on this node: in ``directory``, or where it belongs. Changes nothing.
+
+        ``hf_cache``: as for ``prefetch``; every byte is read.
+        """
+        if hf_cache:
+            resolved = await self.node_cache.freeze(location, include=include, exclude=exclude)
+            return await check_hub_cache(hub_of(resolved.store), resolved.frozen, (directory or hub_cache()).absolute())
         return await self.node_cache.check_at(
             location, lambda resolved: directory or self.local_place(resolved), include, exclude
         )

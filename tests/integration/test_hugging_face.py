@@ -25,6 +25,7 @@ import pytest
 import tierckpt
 from tests.fuse_mount import mounted
 from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub, oid
+from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.errors import (
@@ -576,6 +577,98 @@ def test_that_cache_takes_repositories_only(hub: FakeHub, tmp_path: Path) -> Non
     (tmp_path / "model/config.json").write_text("{}")
     with pytest.raises(ConfigError, match="hf://"):
         tierckpt.prefetch(tmp_path / "model", hf_cache=True)
+
+
+def checked(cache: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = run(["prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", str(cache), "--json", *more])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_check_of_that_cache_digests_every_file(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, cache = published(hub), tmp_path / "cache"
+    code, found = checked(cache, capsys)
+    assert (code, found["state"], found["missing"].keys()) == (3, "absent", files.keys())
+    snapshot = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
+    sent = hub.sent.total()
+    code, found = checked(cache, capsys)
+    assert (code, found["state"], found["directory"]) == (0, "whole", str(snapshot))
+    assert found["here_bytes"] == found["size_bytes"] == sum(map(len, files.values()))
+    assert checked(cache, capsys, "--include", "*.json")[1]["files"] == 1
+    assert run(["cache", "check", f"hf://{REPO}", "--hf-cache", "--to", str(cache)]) == 0
+    assert hub.sent.total() == sent, "a check fetches nothing"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.resolve().write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lose_blob(path: Path) -> None:
+    path.resolve().unlink()
+
+
+def lose_link(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("name", ["model-00001.safetensors", "config.json", "sub/vocab.txt"])
+@pytest.mark.parametrize(("harm", "code"), [(flip, 5), (truncate, 5), (lose_link, 3), (lose_blob, 3)])
+def test_a_check_of_that_cache_names_the_file(
+    name: str, harm: Any, code: int, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, cache = published(hub), tmp_path / "cache"
+    snapshot = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
+    blob = (snapshot / name).resolve()
+    harm(snapshot / name)
+    found = checked(cache, capsys)
+    wrong, lacks = found[1]["bad"], found[1]["missing"]
+    assert (found[0], found[1]["state"], [*wrong, *lacks]) == (code, "partial", [name])
+    assert found[1]["here_bytes"] == sum(map(len, files.values())) - len(files[name])
+    if code == 5:
+        assert str(blob) in wrong[name]
+    else:
+        assert lacks[name] == (len(files[name]) if harm is lose_blob else 0)
+    assert run(["prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", str(cache)]) == code
+    shown = capsys.readouterr().out
+    assert name in shown and ("remove the bad ones" in shown) == (code == 5)
+    if code == 5:
+        blob.unlink()
+    tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
+    assert checked(cache, capsys)[0] == 0
+
+
+def test_a_check_of_that_cache_knows_older_snapshots(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, cache = published(hub), tmp_path / "cache"
+    old = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
+    hub.repositories[REPO].commit(files | {"config.json": b'{"newer": true}'})
+    code, found = checked(cache, capsys)
+    assert (code, found["state"], found["directory"]) == (3, "outdated", None)
+    assert found["missing"]["model-00000.safetensors"] == 0, "its blob is there"
+    new = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
+    ref = new.parent.parent / "refs/main"
+    assert checked(cache, capsys)[0] == 0
+    ref.write_text(old.name)
+    code, found = checked(cache, capsys)
+    assert (code, found["missing"]) == (3, {"refs/main": 0}), "by name the older one is loaded"
+    ref.unlink()
+    assert checked(cache, capsys)[0] == 3
+
+
+def test_a_check_of_that_cache_needs_a_repository(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert run(["prefetch", str(tmp_path), "--hf-cache", "--check"]) == 2
+    assert run(["prefetch", "--hf-cache", "--check"]) == 2
+    assert run(["prefetch", f"hf://{REPO}", "--hf-cache", "--evict"]) == 2
 
 
 # --- kill -9 -------------------------------------------------------------------------------------------------------

@@ -40,13 +40,16 @@ from ..disk.durable import (
     translated,
 )
 from ..disk.temporary_names import is_abandoned, temporary_of_this_process
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, IntegrityError, StoreError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path
+from ..stores.base import Store
 from ..stores.hub.api import Repository
 from ..stores.hub.store import HubStore
 from ..types import ProgressListener
-from .file_set import FileSpec
+from .content_digest import check_content
+from .file_set import FileSet, FileSpec
+from .node_cache import DIGESTS_AT_A_TIME, Check
 from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, prefetch
 from .receipt import read_receipt
@@ -92,6 +95,62 @@ async def prefetch_to_hub_cache(
     snapshot = await asyncio.to_thread(_link, root, repository, commit, files)
     here_bytes = result.here_bytes + size_bytes - missing_bytes
     return replace(result, directory=snapshot, files=len(files), size_bytes=size_bytes, here_bytes=here_bytes)
+
+
+def hub_of(store: Store) -> HubStore:
+    """Raises ConfigError for a store that is no Hub."""
+    if not isinstance(store, HubStore):
+        raise ConfigError("a Hugging Face cache takes hf:// URIs", hint="Give hf://ORG/NAME")
+    return store
+
+
+async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Check:
+    """Digest what the Hugging Face cache ``cache`` has of ``frozen``, by the names under which libraries read it.
+
+    ``missing`` has files without a link or without its blob, and the ref of a revision that names another commit;
+    ``bad`` those with other bytes than the repository lists. Changes nothing. Cost: one read of each file.
+    """
+    repository, commit = store.repository, store.commit
+    root = cache / repository.folder
+    snapshot = root / "snapshots" / commit
+    found = Check(frozen.uri, "whole", snapshot / repository.path, len(frozen.files), frozen.size_bytes, 0)
+    gate = asyncio.Semaphore(DIGESTS_AT_A_TIME)
+
+    async def one(item: FileSpec) -> None:
+        async with gate:
+            try:
+                await asyncio.to_thread(_check_file, snapshot / repository.path / item.path, item)
+                found.here_bytes += item.size_bytes
+            except (FileNotFoundError, NotADirectoryError):
+                found.missing[item.path] = 0 if _is_there(_blob(root, item), item) else item.size_bytes
+            except (IntegrityError, OSError) as error:
+                found.bad[item.path] = error.message if isinstance(error, IntegrityError) else str(error)
+
+    await asyncio.gather(*map(one, frozen.files))
+    ref = root / "refs" / repository.revision
+    is_named = repository.is_commit or await asyncio.to_thread(_text_of, ref) == commit
+    if len(found.missing) == len(frozen.files) and not snapshot.exists():
+        found.state, found.directory = "outdated" if matching(root / "snapshots", "*") else "absent", None
+    elif found.missing or found.bad or not is_named:
+        found.state = "partial"
+        found.missing |= {} if is_named else {f"refs/{repository.revision}": 0}
+    return found
+
+
+def _check_file(path: Path, item: FileSpec) -> None:
+    """Raise IntegrityError for other bytes than the repository lists; it names the file behind the link."""
+    with path.open("rb", buffering=0) as file:
+        size_bytes, where = os.fstat(file.fileno()).st_size, str(path.resolve())
+        if size_bytes != item.size_bytes:
+            raise IntegrityError(f"{where} has {size_bytes} bytes, its repository lists {item.size_bytes}")
+        check_content(file.fileno(), item, where)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _blob(root: Path, item: FileSpec) -> Path:

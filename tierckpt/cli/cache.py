@@ -31,6 +31,12 @@ To = Annotated[Path | None, typer.Option("--to", metavar="DIR", help="A director
 Include = Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files that match.")]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match.")]
 ReadData = Annotated[bool, typer.Option("--read-data", help="Digest every byte again.")]
+HfCache = Annotated[
+    bool,
+    typer.Option(
+        "--hf-cache", help="The Hugging Face cache (HF_HUB_CACHE, or --to): digest every file of hf://ORG/NAME."
+    ),
+]
 MaxBytes = Annotated[
     str | None,
     typer.Option("--max-bytes", metavar="SIZE", help="Evict the least recently used, until the cache holds no more."),
@@ -52,6 +58,7 @@ def check(
     include: Include = None,
     exclude: Exclude = None,
     read_data: ReadData = False,
+    hf_cache: HfCache = False,
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
@@ -60,7 +67,8 @@ def check(
     if to is not None and len(locations) != 1:
         raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
     target = local_path(to, "--to") if to is not None else None
-    return checked(locations, target, tuple(include or ()), tuple(exclude or ()), local_root, read_data=read_data)
+    globs = tuple(include or ()), tuple(exclude or ())
+    return checked(locations, target, *globs, local_root, read_data=read_data, hf_cache=hf_cache)
 
 
 @cache.command()
@@ -114,15 +122,19 @@ def checked(
     local_root: Path | None,
     *,
     read_data: bool,
+    hf_cache: bool,
 ) -> Report:
     with open_client(local_root) as client:
 
         async def look(location: Location) -> Report:
-            found = await client.mover.check_prefetched(location, to, include=include, exclude=exclude)
-            if read_data:
+            found = await client.mover.check_prefetched(location, to, include, exclude, hf_cache=hf_cache)
+            if read_data and not hf_cache:
                 await client.mover.node_cache.read_again(found)
+            view = _check_view(found)
+            if hf_cache and found.bad:
+                view.append("A prefetch trusts a blob of the right size: remove the bad ones before the next.")
             code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
-            return Report(found.to_json(), _check_view(found), code)
+            return Report(found.to_json(), view, code)
 
         return joined([client.run(look(location)) for location in locations])
 

@@ -109,9 +109,11 @@ def prefetch(
             return watch_rollout(None, load_settings(local_root), as_json=as_json)
     if sum((check, evict, unpin, dry_run)) > 1 or (pin and (unpin or evict or check)):
         raise ConfigError("give one of --check, --evict, --unpin, --dry-run", hint="--pin goes with a fetch")
-    if hf_cache and any((pin, unpin, check, evict, dry_run)):
-        raise ConfigError("--hf-cache only fetches", hint="`hf cache ls` and `hf cache rm` look after that cache")
-    if not uris and not check:
+    if hf_cache and any((pin, unpin, evict, dry_run)):
+        raise ConfigError(
+            "--hf-cache only fetches and checks", hint="`hf cache ls` and `hf cache rm` look after that cache"
+        )
+    if not uris and (hf_cache or not check):
         raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists what this node has")
     locations = [location_of(uri) for uri in uris or ()]
     if to is not None and len(locations) != 1:
@@ -135,7 +137,8 @@ def prefetch(
     if evict or unpin:
         return evicted(locations, local_root) if evict else unpinned(locations, local_root)
     if check:
-        return checked(locations, job.to, job.include, job.exclude, local_root, read_data=read_data)
+        globs = job.include, job.exclude
+        return checked(locations, job.to, *globs, local_root, read_data=read_data, hf_cache=hf_cache)
     listening = progress_bar(as_json=as_json, progress=progress)
     with listening as listener, open_client(local_root, listener, **limits) as client:
         if not dry_run:
