@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tierckpt
+from tests.servers.faultproxy import FaultProxy, Kind, Plan
+from tests.services import S3Server
 from tierckpt.checkpoint.select import LOOK_MAX
 from tierckpt.cli.ui.app import run
-from tierckpt.client import get_client
+from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.errors import PermissionDeniedError
 from tierckpt.format.layout import METADATA, local_dir, parse_uri
@@ -122,3 +127,60 @@ def test_where_there_is_nothing_it_says_so(file_uri: str, capsys: pytest.Capture
     put(file_uri, "data/a.bin")
     assert run(["ls", file_uri]) == 4
     assert "no checkpoint at or under" in capsys.readouterr().err
+
+
+def adopted(directory: Path, uri: str, size_bytes: int) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "model.bin").write_bytes(bytes(size_bytes))
+    tierckpt.adopt(directory, uri).wait()
+
+
+def test_the_newest_step_of_a_run_has_age_size_and_origin(
+    shared_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket, begun = shared_uri.rpartition("/")[0], time.time()
+    for step in (1, 2):
+        adopted(tmp_path / "theirs", f"{bucket}/lab/adopted/step-{step}", 1000 * step)
+    adopted(tmp_path / "model", f"{bucket}/models/llama", 5000)
+    with tierckpt.Checkpointer(f"{bucket}/lab/ours") as checkpointer:
+        checkpointer.save(7, {"weights": torch.ones(1000)})
+    put(bucket, f"lab/stock/step-3/{METADATA}", "lab/stock/step-3/__0_0.distcp")
+    code, document = ls(bucket, capsys)
+    runs = {"lab/adopted": (2, "step-2"), "models": (1, "llama"), "lab/ours": (1, "step-7"), "lab/stock": (1, "step-3")}
+    assert (code, named(document), document["runs_complete"]) == (0, runs, True)
+    rows = {item["uri"].removeprefix(f"{document['uri'].rstrip('/')}/"): item["newest"] for item in document["runs"]}
+    assert {name for name, row in rows.items() if row["adopted"]} == {"lab/adopted", "models"}
+    sizes = {name: row["size_bytes"] for name, row in rows.items()}
+    assert sizes.pop("lab/ours") > 4000 and sizes == {"lab/adopted": 2000, "models": 5000, "lab/stock": 2}
+    assert rows["lab/stock"]["age_seconds"] is rows["lab/stock"]["created_unix_seconds"] is None
+    for name in ("lab/adopted", "models", "lab/ours"):
+        assert begun - 1 <= rows[name]["created_unix_seconds"] <= time.time() + 1
+        assert 0 <= rows[name]["age_seconds"] <= time.time() - begun + 1
+    assert run(["ls", bucket]) == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert lines["run"] == ["run", "steps", "newest", "age", "size", "local", "shared", "note"]
+    assert lines["models"][1:3] == ["1", "llama"] and lines["models"][-1] == "adopted"
+    assert lines["lab/stock"][1:] == ["1", "step-3", "-", "2", "B", "-", "stock"]
+    _, document = ls(f"{bucket}/lab/adopted", capsys)
+    assert [(row["name"], row["adopted"]) for row in document["checkpoints"]] == [("step-1", True), ("step-2", True)]
+
+
+def test_the_cost_of_a_bucket_is_that_of_its_directories(
+    s3_uri: str, moto: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, client = s3_uri.rpartition("/")[0], moto.client()
+    name = bucket.removeprefix("s3://")
+    for number in range(5):
+        for step in range(40):
+            for file in (METADATA, "__0_0.distcp", "__1_0.distcp"):
+                client.put_object(Bucket=name, Key=f"lab/run-{number}/step-{step}/{file}", Body=b"x")
+    proxy = FaultProxy(moto.endpoint)
+    plan = proxy.plans[name] = Plan(Kind.RESET)  # it counts, and breaks nothing
+    with proxy.running() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        code, document = ls(bucket, capsys)
+        close_all()
+    assert (code, {steps for steps, _ in named(document).values()}, len(document["runs"])) == (0, {40}, 5)
+    assert plan.requests <= 23 + 5 * len(document["runs"]), plan.after  # of 600 objects in 200 steps
+    listings = [path for verb, path in plan.after if "list-type=2" in path and "delimiter" not in path]
+    assert len(listings) <= 1 + 5 and all("step-39" in path for path in listings[1:]), "no other objects are listed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,6 +285,10 @@ class Row:
     files: int
     size_bytes: int
     branch: Branch
+    created_unix_seconds: float | None = None
+    """None for what has no manifest: it is not committed, or of stock DCP."""
+    is_adopted: bool = False
+    """The files of another writer, under the names that it gave them."""
     is_abandoned: bool = False
     """The job has gone back to an older step since."""
 
@@ -292,6 +297,10 @@ class Row:
         """Below the run; that of a redo log says where it lies."""
         is_window = self.location.parent.name == WINDOWS_DIR
         return f"{WINDOWS_DIR}/{self.location.name}" if is_window else self.location.name
+
+    @property
+    def age_seconds(self) -> float | None:
+        return None if self.created_unix_seconds is None else max(0.0, time.time() - self.created_unix_seconds)
 
     def to_json(self) -> Json:
         return {
@@ -302,6 +311,9 @@ class Row:
             "shared": self.shared,
             "files": self.files,
             "size_bytes": self.size_bytes,
+            "created_unix_seconds": self.created_unix_seconds,
+            "age_seconds": self.age_seconds,
+            "adopted": self.is_adopted,
             "abandoned": self.is_abandoned,
         }
 
@@ -328,6 +340,8 @@ async def describe(location: Location, directory: Path, store: Store) -> Row | N
         len(manifest.entries) if manifest else 0,
         manifest.size_bytes if manifest else 0,
         branches.branch_of(_newer(local, shared, drained=True), location.name),
+        manifest.created_unix_seconds if manifest else None,
+        bool(manifest and manifest.adopted_dirs),
     )
 
 

@@ -9,7 +9,7 @@ from ..checkpoint.select import LOOK_MAX, Run
 from ..errors import CheckpointNotFoundError, PartialTransferError
 from ..format.layout import Location
 from ..mover import Mover
-from .ui.output import Report, human_bytes, table
+from .ui.output import Report, human_bytes, human_seconds, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
@@ -17,25 +17,27 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     """List the checkpoints at or directly under URI, by step. What is not committed, or was abandoned when the job
     went back to an older step, is marked so.
 
-    Of a bucket, or of a directory above runs, the runs in it are listed, each with its newest step. Exit 3 when it has
-    more directories than are looked into.
+    Of a bucket, or of a directory above runs, the runs in it are listed, each with its newest step, the age and size of
+    that, and whether it was adopted. Exit 3 when it has more directories than are looked into.
     """
     location = location_of(uri)
     with open_client(local_root) as client:
         rows, runs, is_complete = client.run(_look(client.mover, location))
     lines = [
-        (row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes),
-         "abandoned" if row.is_abandoned else "")
+        (row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes), _age(row), _marks(row))
         for row in rows
-    ]  # fmt: skip
-    view: list[RenderableType] = [table("name >step local shared >files >size branch", lines)] if rows else []
+    ]
+    view: list[RenderableType] = [table("name >step local shared >files >size >age note", lines)] if rows else []
     if any(row.is_abandoned for row in rows):
         view.append("The job went back to an older step: restore(state, step=N) takes an abandoned one.")
     if runs:
         below = f"{location.uri.rstrip('/')}/"
         found = [(run.location.uri.removeprefix(below), run.steps, run.newest) for run in runs]
-        lines_of_runs = [(name, steps, newest.name, newest.local, newest.shared) for name, steps, newest in found]
-        view.append(table("run >steps newest local shared", lines_of_runs))
+        lines_of_runs = [
+            (name, steps, row.name, _age(row), human_bytes(row.size_bytes), row.local, row.shared, _marks(row))
+            for name, steps, row in found
+        ]
+        view.append(table("run >steps newest >age >size local shared note", lines_of_runs))
     is_partial = not (rows or is_complete)
     if is_partial:
         view.append(f"There are more directories than {LOOK_MAX}, and not all were looked into: name one of them.")
@@ -46,6 +48,14 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
         "runs_complete": is_complete,
     }
     return Report(document, view, PartialTransferError.exit_code if is_partial else 0)
+
+
+def _age(row: Row) -> str | None:
+    return None if row.age_seconds is None else human_seconds(row.age_seconds)
+
+
+def _marks(row: Row) -> str:
+    return ", ".join([*["adopted"] * row.is_adopted, *["abandoned"] * row.is_abandoned])
 
 
 async def _look(mover: Mover, location: Location) -> tuple[list[Row], list[Run], bool]:
