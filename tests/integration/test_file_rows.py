@@ -43,7 +43,7 @@ def hub_of(files: dict[str, bytes]) -> Iterator[FakeHub]:
 
 
 def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: Path, columns: int = 100) -> str:
-    """What a command that succeeds writes to a terminal."""
+    """Return the output of a command on a terminal. It must exit with 0."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {**ENVIRONMENT, "TERM": "xterm", "TIERCKPT_LOCAL_ROOT": str(tmp_path / "root"), **environment}

@@ -1,4 +1,4 @@
-"""``--install-completion`` in the real shells, and what a line becomes when Tab is pressed in it."""
+"""Completion in the real shells: ``--install-completion``, then Tab on a terminal."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LINES = {
     f"ls file://{{base}}/al{TAB}ga{TAB}": "ls file://{base}/alpha/gamma/",
     f"cache pin file://{{base}}/oth{TAB}": "cache pin file://{base}/other",
 }
-"""What is typed after ``tierckpt``, and the arguments that a command gets on Enter."""
+"""Input after ``tierckpt``, and the arguments of the command on Enter."""
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """A user with a ``tierckpt`` that completes, and else writes its arguments down."""
+    """The environment of a user, with a ``tierckpt`` that completes, or logs its arguments."""
     for name in ("bin", "base/alpha/beta", "base/alpha/gamma"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "base/other").touch()

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
-from ..telemetry import logger
+from ..telemetry import ignore_progress, logger
 from ..types import Buffer, ByteRange, FileProgress, Progress, ProgressListener
 from .file_set import FileSet
 from .partial_entry import PartialEntry
@@ -188,6 +188,8 @@ class FetchJob:
         self._say()
 
     def _say(self) -> None:
+        if self.listener is ignore_progress:
+            return
         tally = self.cached.tally
         sources = {
             "here": tally.here_bytes,
