@@ -109,6 +109,9 @@ def test_a_checkpoint_is_measured_by_component(tmp_path: Path, capsys: pytest.Ca
         (["--params", "70b", "--mtbf", "1min"], "MTBF is 60 s, and a restart takes"),
         (["--params", "70b", "--config", "x"], "--params and --config given: exactly one is needed"),
         ([], "none of --params, --config and --checkpoint given"),
+        (["--gpus", "0"], "--gpus is 0: it must be a whole number of at least 1"),
+        (["--gpus", "12"], "do not fill nodes of 8"),
+        (["--gpus", "100", "--tp", "8"], "valid is 96 GPUs"),
         (["--params", "70b", "--plot", "x.gif"], "its name must end in .svg, .png, .pdf"),
         (["--params", "70b", "--dp", "two"], "--dp"),
     ],
@@ -152,6 +155,33 @@ def test_a_missing_extra_says_how_to_get_it(
     refused = refusal(capsys, *arguments)
     assert (refused["error"], missing in refused["message"]) == ("MissingExtraError", True)
     assert extra in refused["hint"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mesh", "parameters"),
+    [
+        (["--gpus", "1"], {"dp": 1, "nodes": 1, "stage": 3}, 2.5e9),
+        (["--gpus", "64"], {"dp": 64, "nodes": 8, "stage": 3}, 160e9),
+        (["--gpus", "4096"], {"dp": 4096, "nodes": 512, "stage": 3}, 10e12),
+        (["--gpus", "64", "--params", "70b"], {"dp": 64, "stage": 3}, 70e9),
+        (["--gpus", "64", "--params", "70b", "--stage", "1"], {"dp": 64, "stage": 1}, 70e9),
+        (["--gpus", "64", "--params", "70b", "--tp", "8"], {"tp": 8, "dp": 8, "stage": 0}, 70e9),
+        (["--gpus", "64", "--tp", "8", "--pp", "2"], {"tp": 8, "pp": 2, "dp": 4, "stage": 0}, 40e9),
+        (["--params", "70b"], {"dp": 1, "stage": 0}, 70e9),
+    ],
+)
+def test_gpus_alone_are_enough(
+    arguments: list[str], mesh: dict[str, int], parameters: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The degrees follow from the GPUs, and a model from their memory: of 80 GB each, half for 16 bytes a parameter."""
+    found = answer(capsys, "size", *arguments)
+    assert {name: found["mesh"][name] for name in mesh} == mesh
+    assert found["model"]["parameters"] == pytest.approx(parameters)
+    assumed = [text for text in found["warnings"] if "no model was given" in text]
+    assert len(assumed) == ("--params" not in arguments)
+    if assumed:
+        held = sum(part["rank_bytes"] for part in found["components"])
+        assert held == pytest.approx(40e9, rel=0.05)
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
@@ -215,6 +245,27 @@ def test_people_see_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     for text in ("128 nodes", "by formula", "kept", "restarting", "local + peer + shared"):
         assert text in shown
+
+
+@pytest.mark.parametrize("more", [[], ["--modes"]])
+def test_a_horizon_without_a_failure_is_a_warning_that_names_one_with_some(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("simulate", "--gpus", "64", "--params", "400b", "--only", "peer", *more)
+    found = answer(capsys, *chosen, "--days", "2")
+    [warning] = found["warnings"]
+    assert sum(sum(one["failures"].values()) for one in found["runs"]) == 0
+    assert warning.startswith("no failure in 2 simulated days (all configurations)")
+    assert "one is due every 19.2 d" in warning
+    days = warning.rpartition("give --days ")[2]
+    again = answer(capsys, *chosen, "--days", days)
+    assert int(days) == 97
+    assert all(sum(one["failures"].values()) for one in again["runs"])
+    assert not again.get("warnings")
+    assert run([*chosen, "--days", "2"]) == 0
+    captured = capsys.readouterr()
+    assert "warning: no failure in 2 simulated days" in captured.err
+    assert "simulated days" not in captured.out
 
 
 @pytest.mark.parametrize(

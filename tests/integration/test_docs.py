@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +15,18 @@ from pathlib import Path
 
 import boto3
 import pytest
+import torch
 import typer
 import yaml
+from safetensors.torch import save_file as save_safetensors
 
+import tierckpt
 from tests.servers.hub import Repository, fake_hub
 from tests.services import S3Server
 from tierckpt import telemetry
 from tierckpt.agent.metrics import GAUGES
-from tierckpt.cli.ui.app import app
+from tierckpt.cli.ui.app import app, run
+from tierckpt.client import close_all
 from tierckpt.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +130,74 @@ def test_every_verb_is_on_the_page_of_the_command_line() -> None:
     page = (ROOT / "docs/guide/command-line.md").read_text()
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [verb for verb in verbs if f"| `tierckpt {verb}" not in page] == []
+
+
+def forms(page: Path) -> Iterator[list[str]]:
+    """Each ``tierckpt VERB ...`` in the first column of a table: with and without what is in brackets, of a|b each."""
+    for row in re.findall(r"^\| (`tierckpt .*?) \| ", page.read_text(), re.MULTILINE):
+        for form in re.findall(r"`tierckpt ([^`]*)`", row.replace("\\|", "/")):
+            for text in dict.fromkeys((re.sub(r"\[|\]", "", form), re.sub(r" \[.*?\]", "", form))):
+                choices = [word.split("/") if re.fullmatch(r"[a-z/]+", word) else [word] for word in text.split()]
+                yield from (list(words) for words in itertools.product(*choices))
+
+
+def ends_or_runs(words: list[str]) -> int:
+    """The exit code of a command in a process of its own; one that keeps running is interrupted, as a user does."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierckpt", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    code = process.returncode
+    return 0 if code == 130 else code if not code else pytest.fail(f"{words}: exit code {code}\n{shown}")
+
+
+@pytest.mark.slow
+def test_every_form_of_the_command_line_page_runs_as_typed(
+    file_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Placeholders stand for a model, a run, or its newest checkpoint, in directories: no server is needed."""
+    model = tmp_path / "shared/model"
+    model.mkdir(parents=True)
+    save_safetensors({"w": torch.ones(8)}, model / "model.safetensors")
+    with tierckpt.Checkpointer(file_uri) as checkpointer:
+        for step in (1, 2):
+            checkpointer.step(step, {"model": torch.nn.Linear(4, 4)})
+            checkpointer.save(step, {"model": torch.nn.Linear(4, 4)})
+    close_all()
+    restored, ran = f"{file_uri}/step-2", 0
+    for number, words in enumerate(forms(ROOT / "docs/guide/command-line.md")):
+        source = file_uri if words[0] in ("ls", "prune", "drill", "doctor") else restored
+        source = str(model) if words[0] in ("prefetch", "cache") else source
+        source = f"{file_uri}-{number}/step-1" if words[0] == "adopt" else source
+        places = {"RUN": file_uri, "URI": source, "DIR": str(tmp_path / f"to-{number}"), "DIRECTORY": restored}
+        typed = [places.get(word, word) for word in words]
+        assert not [word for word in typed if word.isupper()], f"what is {typed}? Say so in this test"
+        if {"agent", "--watch"} & {*words}:
+            assert ends_or_runs(typed) == 0
+        else:
+            assert run(typed) == 0, (typed, capsys.readouterr().err)
+        ran += 1
+    assert ran >= 25
+
+
+def test_every_option_in_a_row_of_a_verb_is_one_of_it() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for verb, row in re.findall(
+        r"^\| `tierckpt (\w+)(.*)", (ROOT / "docs/guide/command-line.md").read_text(), re.MULTILINE
+    ):
+        command = commands[verb]
+        several = (command, *getattr(command, "commands", {}).values())
+        known = {
+            option
+            for one in several
+            for parameter in one.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {*re.findall(r"--[a-z][a-z-]+", row)} <= known, verb
 
 
 def test_there_are_command_lines_to_check() -> None:

@@ -14,7 +14,7 @@ from ..planning.sizer import TierRow
 from ..planning.transfer_times import local_aggregate_rate
 from ..types import Json
 from .ui.output import Report, facts, human_seconds, table
-from .ui.planning_options import PlanningOptions, taking_options
+from .ui.planning_options import PlanningOptions, human_count, taking_options
 from .ui.session import JsonOption
 
 PlotOption = Annotated[
@@ -25,6 +25,8 @@ PlotOption = Annotated[
 @taking_options
 def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption = False) -> Report:
     """Bytes, bandwidths, restore times, intervals and ETTR of a training job, by arithmetic. Touches no cluster.
+
+    tierckpt size --gpus 64
 
     tierckpt size --params 175e9 --optimizer adam --tp 8 --pp 16 --dp 8
     """
@@ -123,7 +125,7 @@ def view_of(sizing: Sizing) -> list[Table | str]:
 def _summary(sizing: Sizing) -> dict[str, object]:
     mesh, site, ssd = sizing.mesh, sizing.site, sizing.ssd
     return {
-        "model": f"{sizing.model.parameters / 1e9:.4g} B parameters, {decimal(sizing.model_bytes)}",
+        "model": f"{human_count(sizing.model.parameters)} parameters, {decimal(sizing.model_bytes)}",
         "checkpoint": f"{decimal(sizing.checkpoint_bytes)}, {sizing.bytes_per_parameter:.4g} bytes per parameter",
         "job": f"{mesh.gpus} GPUs on {mesh.nodes} nodes (tp {mesh.tp}, pp {mesh.pp}, cp {mesh.cp}, dp {mesh.dp}, "
         f"ep {mesh.ep}, stage {mesh.stage})",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -15,11 +15,13 @@ from ...config import Settings
 from ...errors import ConfigError, MissingExtraError
 from ...format.uris import scheme_of
 from ...planning import Bandwidths, Mesh, Model, Site, Sizing, State, from_config, from_number, size, state_of
-from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive
+from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive, whole
 from .output import Report
 from .session import closing_clients, load_settings, location_of, open_client
 
 CONFIG_BYTES_MAX = 16 << 20
+GPU_STATE_BYTES = 40e9
+"""Weights, gradients and optimizer state on each GPU of 80 GB, for the default model. Activations use the rest."""
 
 _MODEL, _JOB, _SITE = "The model", "The job", "The site: give your own numbers, the defaults are assumptions"
 
@@ -48,11 +50,16 @@ class PlanningOptions:
 
     tp: Annotated[int, _option("--tp", "Tensor-parallel degree.", _JOB)] = 1
     pp: Annotated[int, _option("--pp", "Pipeline-parallel degree.", _JOB)] = 1
-    dp: Annotated[int, _option("--dp", "Data-parallel degree.", _JOB)] = 1
+    dp: Annotated[
+        int | None, _option("--dp", "Data-parallel degree. Default: --gpus divided by the other degrees.", _JOB)
+    ] = None
     ep: Annotated[int, _option("--ep", "Expert-parallel degree; divides dp x cp.", _JOB)] = 1
     cp: Annotated[int, _option("--cp", "Context-parallel degree.", _JOB)] = 1
-    stage: Annotated[int, _option("--stage", "Sharding: 0 none, 1, 2 ZeRO, 3 ZeRO-3 or FSDP.", _JOB)] = 0
-    gpus: Annotated[int | None, _option("--gpus", "All GPUs; only checked against the degrees.", _JOB)] = None
+    stage: Annotated[
+        int | None,
+        _option("--stage", "Sharding: 0 none, 1, 2 ZeRO, 3 FSDP. Default: 3 with --gpus and no degree, else 0.", _JOB),
+    ] = None
+    gpus: Annotated[int | None, _option("--gpus", "All GPUs. Default model: the largest they hold.", _JOB)] = None
     gpus_per_node: Annotated[int, _option("--gpus-per-node", "GPUs of one node.", _JOB)] = 8
     step: Annotated[str, _option("--step", "Time of one training step.", _JOB)] = "10s"
     split: Annotated[
@@ -89,11 +96,27 @@ class PlanningOptions:
 
     def sizing(self) -> Sizing:
         """Size what the options describe. Raises ConfigError that names the option."""
-        site = self._site()
-        mesh = Mesh(self.tp, self.pp, self.dp, self.ep, self.cp, self.stage, self.gpus_per_node)
-        model, state = self._model()
+        site, mesh = self._site(), self._mesh()
+        model, state = self._model(mesh)
         mesh.check(model, self.gpus)
-        return size(model, state, mesh, site)
+        sizing = size(model, state, mesh, site)
+        if self._sources() or self.gpus is None:
+            return sizing
+        assumed = (
+            f"no model was given: {human_count(model.parameters)} parameters are assumed, with "
+            f"{GPU_STATE_BYTES / 1e9:.0f} GB of weights, gradients and optimizer state on each GPU; "
+            f"give --params, --config or --checkpoint"
+        )
+        return replace(sizing, warnings=(*sizing.warnings, assumed))
+
+    def _mesh(self) -> Mesh:
+        """Return the degrees. ``--gpus`` without ``--dp`` makes the rest data-parallel."""
+        dp, stage, others = self.dp, self.stage, self.tp * self.pp * self.cp
+        if stage is None:
+            stage = 3 if self.gpus is not None and dp is None and others == 1 else 0
+        if dp is None:
+            dp = 1 if self.gpus is None else max(1, whole(self.gpus, "--gpus") // max(1, others))
+        return Mesh(self.tp, self.pp, dp, self.ep, self.cp, stage, self.gpus_per_node)
 
     def _site(self) -> Site:
         return Site(
@@ -126,20 +149,32 @@ class PlanningOptions:
             ),
         )
 
-    def _model(self) -> tuple[Model, State]:
+    def _sources(self) -> list[str]:
         sources = {"--params": self.params, "--config": self.config, "--checkpoint": self.checkpoint}
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) != 1:
+        return [name for name, value in sources.items() if value is not None]
+
+    def _model(self, mesh: Mesh) -> tuple[Model, State]:
+        given = self._sources()
+        if len(given) > 1 or (not given and self.gpus is None):
             raise ConfigError(
                 f"{' and '.join(given) or 'none of --params, --config and --checkpoint'} given: exactly one is needed",
-                hint="--params 175e9, --config DIR/config.json or --checkpoint s3://bucket/run",
+                hint="--params 175e9, --config DIR/config.json or --checkpoint s3://bucket/run; or only --gpus 64",
             )
         if self.checkpoint is not None:
             return _measured(self.checkpoint, load_settings(None))
         state = state_of(self.optimizer, self.weights, master=self.master)
         if self.params is not None:
             return from_number(self.params, self.expert_params), state
-        return from_config(_read_config(self.config or "")), state
+        if self.config is None:
+            return _largest_model(mesh, state), state
+        return from_config(_read_config(self.config)), state
+
+
+def _largest_model(mesh: Mesh, state: State) -> Model:
+    """Return the model with GPU_STATE_BYTES of state on each GPU of ``mesh``, to two digits."""
+    probe = Model(10**12)
+    held_bytes = sum(mesh.rank_bytes(probe, part) for part in state.components)
+    return from_number(f"{probe.parameters * GPU_STATE_BYTES / held_bytes:.1e}")
 
 
 def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
@@ -162,6 +197,15 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
         shared + [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in mine]
     )
     return command
+
+
+def human_count(number: float) -> str:
+    """A number of parameters to four digits, as in ``--params``: 70 B."""
+    for unit in ("", " k", " M", " B"):
+        if number < 999.95:
+            return f"{number:.4g}{unit}"
+        number /= 1000
+    return f"{number:,.4g} T"
 
 
 def _measured(uri: str, settings: Settings) -> tuple[Model, State]:
