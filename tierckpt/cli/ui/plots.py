@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,22 @@ from ...planning.sizer import TierRow
 from ...planning.training_state import Component, State
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
+    from matplotlib.lines import Line2D
+
     from ...planning.goodput import Goodput
     from ...planning.simulator import Run
 
 SUFFIXES = (".svg", ".png", ".pdf")
-GREY = "#888888"
+LEGEND_POINTS = 40
+"""Distance between the axes and the legend, for tick labels and the axis label."""
+CURVE_POINTS = 300
+COINCIDENT_POINTS = 1.5
+COINCIDENT_SHARE = 0.2
+"""Curves less than COINCIDENT_POINTS apart over this share of the shorter one are drawn as alternating dashes."""
+DASH = 5.0
 COLOURS = ("#9c9c9c", "#d98b2b", "#2b7bba", "#1f9e6e", "#8a5fb0")
 PARTS = {
     "kept_seconds": ("kept", "#1f9e6e"),
@@ -42,62 +55,68 @@ STRETCHES = {
 }
 
 
-def plot_sizing(path: Path, sizing: Sizing) -> None:
-    """Draw ETTR against interval, restore time against nodes, and stall against bandwidth.
+def plot_sizing(path: Path, sizing: Sizing) -> Figure:
+    """Draw ETTR against interval, restore time against GPUs, and stall against bandwidth.
+
+    Returns the figure that ``path`` has.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
         ConfigError: a suffix that is no kind of picture.
     """
-    with _figure(path, 3) as axes:
-        _draw_ettr(axes[0], sizing)
-        _draw_restores(axes[1], sizing)
-        _draw_stalls(axes[2], sizing)
+    with _figure(path, 2, 3, 2) as figure:
+        _draw_ettr(figure.axes[0], sizing)
+        _draw_restores(figure.axes[1], sizing)
+        _draw_stalls(figure.axes[2], sizing)
+    return figure
 
 
-def plot_runs(path: Path, runs: Sequence[Run]) -> None:
-    """Draw where the time of each simulated configuration went, and what the formula had expected.
+def plot_runs(path: Path, runs: Sequence[Run]) -> Figure:
+    """Draw where the time of each simulated configuration went, and the expectation of the formula.
 
     The axis begins where the worst configuration has lost more than it kept back: what all have in common says nothing.
     """
-    with _figure(path, 1) as axes:
-        axis = axes[0]
-        names = [run.name for run in runs]
+    with _figure(path, 4) as figure:
+        axis = figure.axes[0]
         shares = {field: [100 * getattr(run, field) / run.wall_seconds for run in runs] for field in PARTS}
         kept = shares["kept_seconds"]
-        begin = max(0.0, min(kept) - (100 - min(kept)) / 3)
+        expected = [(100 * run.expected_ettr, place) for place, run in enumerate(runs) if run.expected_ettr is not None]
+        lowest = min(*kept, 99.999, *(share for share, _ in expected))
+        begin = max(0.0, lowest - (100 - lowest) / 3)
+        digits = max(2, 1 - math.floor(math.log10(100 - begin)))
         left = [0.0] * len(runs)
         for field, (label, colour) in PARTS.items():
             if max(shares[field]) > (100 - begin) / 1000:
-                bars = axis.barh(names, shares[field], left=left, color=colour, label=label)
+                bars = axis.barh(range(len(runs)), shares[field], left=left, color=colour, label=label)
                 if field != "kept_seconds":
                     wide = [f"{share:.2g}" if share > (100 - begin) / 25 else "" for share in shares[field]]
                     axis.bar_label(bars, wide, label_type="center", fontsize=7, color="white")
             left = [before + width for before, width in zip(left, shares[field], strict=True)]
-        for name, share in zip(names, kept, strict=True):
-            axis.annotate(
-                f"{share:.2f} %", (begin, name), (4, 0), textcoords="offset points", va="center", color="white"
-            )
-        expected = [(100 * run.expected_ettr, run.name) for run in runs if run.expected_ettr is not None]
-        axis.plot(*zip(*expected, strict=True), "|", color="black", markersize=22, label="kept, by formula")
+        across, down = zip(*expected, strict=True)
+        axis.plot(across, [place - 0.44 for place in down], "v", color="black", markersize=5, label="kept, by formula")
+        axis.set_yticks(
+            range(len(runs)), [f"{run.name}\n{share:.{digits}f} % kept" for run, share in zip(runs, kept, strict=True)]
+        )
         axis.invert_yaxis()
         axis.set_xlim(begin, 100)
-        axis.set_xlabel(f"share of the wall clock, % (from {begin:.3g})")
-        axis.set_title(f"{runs[0].wall_seconds / 86400:g} simulated days: training kept, and where the rest went")
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
+        axis.ticklabel_format(axis="x", useOffset=False)
+        axis.set_xlabel("share of the wall-clock time, %" + (f" (axis from {begin:.{digits}f})" if begin else ""))
+        days, failures = runs[0].wall_seconds / 86400, max(sum(run.failures.values()) for run in runs)
+        axis.set_title(f"Where the wall-clock time went: days simulated {days:g}, failures {failures}")
+    return figure
 
 
-def plot_modes(path: Path, sizing: Sizing, runs: Sequence[Run]) -> None:
+def plot_modes(path: Path, sizing: Sizing, runs: Sequence[Run]) -> Figure:
     """Draw stall, lost work and ETTR of each way to take checkpoints against its interval; dots are simulated."""
     points: dict[str, list[Run]] = {}
     for run in runs:
         points.setdefault(run.name, []).append(run)
     step = sizing.site.step_seconds
     longest = max(run.interval_seconds for run in runs)
-    with _figure(path, 3) as axes:
-        for mode, colour in zip(sizing.modes, COLOURS, strict=False):
+    with _figure(path, 4, 4, 4) as figure:
+        for place, (mode, colour) in enumerate(zip(sizing.modes, COLOURS, strict=False)):
             first = max(mode.interval_min_seconds, step)
-            spans = [first * (longest / first) ** (place / 60) for place in range(61)]
+            spans = [first * (longest / first) ** (part / 60) for part in range(61)]
             seen = points.get(mode.name, [])
             lines: list[tuple[list[float], list[float]]] = [
                 (
@@ -110,22 +129,29 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[Run]) -> None:
                     [100 * one.ettr for one in seen],
                 ),
             ]
-            for axis, (line, dots) in zip(axes, lines, strict=True):
+            for axis, (line, dots) in zip(figure.axes, lines, strict=True):
                 axis.plot([one / step for one in spans], line, color=colour, label=mode.name)
-                axis.plot([one.interval_seconds / step for one in seen], dots, "o", color=colour, markersize=3)
-        titles = ("Stall, % of training", "Lost by a failure, seconds", "ETTR, %")
-        for axis, title in zip(axes, titles, strict=True):
+                _add_dots(axis, [one.interval_seconds / step for one in seen], dots, colour, place)
+        titles = {
+            "Stalled time by save interval": "stall, % of the training time",
+            "Time lost to one failure by save interval": "lost, seconds",
+            "Useful training time by save interval": "ETTR, % of the wall-clock time",
+        }
+        for axis, (title, label) in zip(figure.axes, titles.items(), strict=True):
             axis.set_xscale("log")
-            axis.set_xlabel("interval, steps (of a log: between its bases)")
+            axis.set_xlabel("interval, steps (of a log: between its bases; dots: simulated)")
+            axis.set_ylabel(label)
             axis.set_title(title)
-        axes[1].set_yscale("log")
-        axes[0].legend(fontsize=8, frameon=False)
+        figure.axes[1].set_yscale("log")
+        for axis in figure.axes:
+            _plain_ticks(axis)
+    return figure
 
 
-def plot_goodput(path: Path, found: Goodput) -> None:
-    """Draw a run as it was: the step that training had come to, over time, and what each stretch of time was."""
-    with _figure(path, 1) as axes:
-        axis = axes[0]
+def plot_goodput(path: Path, found: Goodput) -> Figure:
+    """Draw a run: the step that training had reached, over time, and the phase of each stretch of time."""
+    with _figure(path, 5) as figure:
+        axis = figure.axes[0]
         begin = found.starts[0].began_at
         unit, name = (3600.0, "hours") if found.wall_seconds > 7200 else (60.0, "minutes")
         if found.wall_seconds < 300:
@@ -134,41 +160,48 @@ def plot_goodput(path: Path, found: Goodput) -> None:
         for stretch in found.stretches:
             label, colour = STRETCHES[stretch.what]
             left, right = ((at - begin) / unit for at in (stretch.began_at, stretch.ended_at))
-            axis.axvspan(left, right, color=colour, alpha=0.25, linewidth=0, label=None if label in told else label)
+            label = "_" if label in told else label
+            axis.axvspan(left, right, facecolor=(colour, 0.25), edgecolor="#aaaaaa", linewidth=0.3, label=label)
             told.add(label)
+        reached = "step reached"
         for start in found.starts:
             if start.work:
                 span = max(start.ended_at - start.began_at - start.work[-1][1], 0.0)
                 times = [(start.began_at - begin + span + seconds) / unit for _, seconds in start.work]
-                axis.plot(times, [step for step, _ in start.work], color="#1f4e79", linewidth=1.2)
+                steps = [step for step, _ in start.work]
+                marker = "." if len(steps) < 50 else None  # a start of one step has no line
+                axis.plot(times, steps, marker=marker, color="#1f4e79", linewidth=1.2, label=reached)
+                reached = "_"
         axis.set_xlim(0, found.wall_seconds / unit)
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel(name)
-        axis.set_ylabel("step")
-        axis.set_title(f"ETTR {found.ettr:.1%}, {len(found.failures)} failures, {found.kept_steps} steps kept")
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
+        axis.set_xlabel(f"time since the first start, {name}")
+        axis.set_ylabel("training step")
+        axis.locator_params(axis="y", integer=True)
+        counts = f"failures {len(found.failures)}, steps kept {found.kept_steps}"
+        axis.set_title(f"Training step over time: ETTR {found.ettr:.1%}, {counts}")
+    return figure
 
 
-def _draw_ettr(axis: Any, sizing: Sizing) -> None:
-    for row, colour in zip(sizing.tiers, COLOURS, strict=False):
-        if row.schedule is None:
-            continue
-        chosen = row.schedule.steps * row.schedule.step_seconds
-        intervals = [chosen * 10 ** (power / 20) for power in range(-30, 31)]
-        axis.plot(
-            [one / 60 for one in intervals],
-            [100 * _ettr_at(row, one) for one in intervals],
-            color=colour,
-            label=row.name,
-        )
-        axis.plot([chosen / 60], [100 * row.ettr], "o", color=colour)
+def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
+    """The axes are those of the optima, and of twice the time that the worst of them loses."""
+    rows = [(row, row.interval_seconds(0) or 0.0) for row in sizing.tiers if row.schedule is not None]
+    lowest = 100 * min(row.ettr for row, _ in rows)
+    bottom, top = max(0.0, lowest - max(100 - lowest, 1e-3)), 100 * max(row.ettr for row, _ in rows)
+    first, last = (find(chosen for _, chosen in rows) for find in (min, max))
+    intervals = [first / 30 * (900 * last / first) ** (place / CURVE_POINTS) for place in range(CURVE_POINTS + 1)]
+    shown: list[float] = []
+    for place, (row, chosen) in enumerate(rows):
+        curve = [(one, share) for one in intervals if (share := 100 * _ettr_at(row, one)) >= bottom]
+        shown += [one for one, share in curve if share >= bottom + (top - bottom) / 50]
+        colour = COLOURS[place]
+        axis.plot([one / 60 for one, _ in curve], [share for _, share in curve], color=colour, label=row.name)
+        _add_dots(axis, [chosen / 60], [100 * row.ettr], colour, place)
     axis.set_xscale("log")
-    top = max(row.ettr for row in sizing.tiers) * 100
-    axis.set_ylim(max(0.0, top - 12), min(100.0, top + 2))
-    axis.set_xlabel("interval, minutes (dot: chosen)")
-    axis.set_ylabel("ETTR, %")
-    axis.set_title("How often")
-    axis.legend(fontsize=8, frameon=False, loc="lower left")
+    axis.set_xlim(min(shown) / 60, max(shown) / 60)
+    axis.set_ylim(bottom, min(100.0, top + (top - bottom) / 8))
+    axis.set_xlabel("interval, minutes (dots: chosen)")
+    axis.set_ylabel("ETTR, % of the wall-clock time")
+    axis.set_title("Useful training time by save interval")
+    _plain_ticks(axis)
 
 
 def _ettr_at(row: TierRow, interval_seconds: float) -> float:
@@ -181,24 +214,29 @@ def _ettr_at(row: TierRow, interval_seconds: float) -> float:
     return ettr.nested(row.levels, interval_seconds, every)
 
 
-def _draw_restores(axis: Any, sizing: Sizing) -> None:
-    """The same model on more nodes: more data-parallel replicas."""
+def _draw_restores(axis: Axes, sizing: Sizing) -> None:
+    """The same model on more GPUs: more data-parallel replicas, as far as they fill whole nodes."""
     state = State(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
-    meshes = [replace(sizing.mesh, dp=sizing.mesh.dp * times) for times in (1, 2, 4, 8, 16, 32, 64)]
+    job = sizing.mesh
+    meshes = [
+        replace(job, dp=job.dp * times)
+        for times in (1, 2, 4, 8, 16, 32, 64)
+        if times == 1 or job.gpus * times <= job.gpus_per_node or job.gpus * times % job.gpus_per_node == 0
+    ]
     sizes = [size(sizing.model, state, mesh, quiet) for mesh in meshes]
-    nodes = [one.mesh.nodes for one in sizes]
-    for place, (name, colour) in enumerate(
-        zip(("naive", "sharded", "fanned out", "peer", "local"), COLOURS, strict=True)
-    ):
-        style = "--" if name in {"sharded", "peer"} else "-"
-        axis.plot(nodes, [one.restores[place].seconds for one in sizes], style, color=colour, label=name)
-    axis.set_xscale("log")
+    gpus = [mesh.gpus for mesh in meshes]
+    for place, colour in enumerate(COLOURS):
+        seconds = [one.restores[place].seconds for one in sizes]
+        axis.plot(gpus, seconds, ".-", color=colour, label=sizing.restores[place].name)
+    axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xlabel("nodes")
+    ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
+    axis.set_xticks(ticks, [f"{one:,}" for one in ticks], minor=False)
+    axis.set_xlabel("GPUs")
     axis.set_ylabel("restore, seconds")
-    axis.set_title("Coming back")
-    axis.legend(fontsize=8, frameon=False)
+    axis.set_title("Restore time by number of GPUs")
+    _plain_ticks(axis, "y")
 
 
 def _component(row: Any) -> Component:
@@ -206,30 +244,122 @@ def _component(row: Any) -> Component:
     return Component(row.name, row.bytes_per_parameter, kind)  # type: ignore[arg-type]
 
 
-def _draw_stalls(axis: Any, sizing: Sizing) -> None:
-    bandwidths = [10 ** (power / 10) * 1e9 for power in range(41)]
+def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
+    shared = sizing.site.rates.shared_write
+    together = sizing.writing_nodes * sizing.site.rates.local_write
+    slowest, fastest = min(shared, together) / 10, max(shared, together) * 10
     axis.plot(
-        [one / 1e9 for one in bandwidths],
-        [sizing.checkpoint_bytes / one for one in bandwidths],
+        [one / 1e9 for one in (slowest, fastest)],
+        [sizing.checkpoint_bytes / one for one in (slowest, fastest)],
         color=COLOURS[0],
         label="blocking save",
     )
-    axis.axhline(sizing.stage_seconds, color=COLOURS[3], label="staged, the rest in the background")
-    axis.axvline(sizing.site.rates.shared_write / 1e9, color=GREY, linestyle=":", label="this shared storage")
-    together = sizing.writing_nodes * sizing.site.rates.local_write / 1e9
-    axis.axvline(together, color=COLOURS[2], linestyle=":", label="all local SSDs together")
+    axis.axhline(sizing.stage_seconds, color=COLOURS[3], label="staged save")
+    axis.axvline(shared / 1e9, color=COLOURS[1], label="shared storage")
+    axis.axvline(together / 1e9, color=COLOURS[2], label="all local SSDs")
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.set_xlim(slowest / 1e9, fastest / 1e9)
     axis.set_xlabel("write bandwidth, GB/s")
-    axis.set_ylabel("stall of one checkpoint, seconds")
-    axis.set_title("What a stall budget takes")
-    axis.set_ylim(bottom=sizing.stage_seconds / 30)
-    axis.legend(fontsize=8, frameon=False, loc="lower left")
+    axis.set_ylabel("stall, seconds")
+    axis.set_title("Stall of one checkpoint by write bandwidth")
+    _plain_ticks(axis)
+
+
+# --- what all figures share -----------------------------------------------------------------------------------------
+
+
+def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: str, place: int) -> None:
+    """Dots that become smaller from curve to curve: of those at one point a ring of each is seen."""
+    axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * place), label="_dots")
+
+
+def _plain_ticks(axis: Axes, which: str = "both") -> None:
+    """Label ticks with numbers as people write them: 0.5 instead of a power, 99.98 instead of a distance from 100."""
+    from matplotlib.ticker import LogLocator
+
+    for one, name in ((axis.xaxis, "x"), (axis.yaxis, "y")):
+        if which not in ("both", name):
+            continue
+        if one.get_scale() != "log":
+            axis.ticklabel_format(axis=name, useOffset=False)  # type: ignore[arg-type]
+            continue
+        one.set_major_formatter("{x:,.10g}")
+        low, high = one.get_view_interval()
+        if high < 30 * low:
+            one.set_minor_locator(LogLocator(subs=(2, 5)))
+            one.set_minor_formatter("{x:,.10g}")
+        else:
+            one.set_minor_formatter("")
+
+
+def _add_legend(axis: Axes, columns: int) -> Legend:
+    """Below the axes, where it covers no data."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axis.get_figure(root=True)
+    below = axis.transAxes + ScaledTranslation(0, -LEGEND_POINTS / 72, figure.dpi_scale_trans)  # type: ignore[union-attr]
+    return axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=below,
+        borderaxespad=0,
+        ncols=columns,
+        fontsize=8,
+        title_fontsize=8,
+        frameon=False,
+    )
+
+
+def _separate(axis: Axes) -> bool:
+    """Draw lines that coincide as alternating dashes, so that the colour of each is seen. Returns whether any do."""
+    lines = [line for line in axis.get_lines() if not str(line.get_label()).startswith("_")]
+    drawn = {line: _pixels(axis, line) for line in lines if line.get_linestyle() != "None"}
+    groups: list[set[Line2D]] = []
+    for first, second in combinations(drawn, 2):
+        if _coincide(drawn[first], drawn[second], axis.figure.dpi * COINCIDENT_POINTS / 72):
+            joined = {first, second}.union(*(group for group in groups if group & {first, second}))
+            groups = [group for group in groups if not group & joined] + [joined]
+    for group in groups:
+        for place, line in enumerate(line for line in lines if line in group):
+            line.set_linestyle((place * DASH, (DASH, (len(group) - 1) * DASH)))
+            line.set_dash_capstyle("butt")
+    return bool(groups)
+
+
+def _pixels(axis: Axes, line: Line2D) -> Any:
+    """Points of the visible part of ``line``, a pixel apart."""
+    import numpy
+
+    corners = line.get_transform().transform(line.get_xydata())
+    corners = corners[numpy.isfinite(corners).all(axis=1)]
+    if not len(corners):
+        return corners
+    steps = numpy.hypot(*numpy.diff(corners, axis=0).T)
+    length = numpy.concatenate([[0.0], numpy.cumsum(steps)])
+    places = numpy.arange(0, length[-1] + 1)
+    points = numpy.stack([numpy.interp(places, length, corners[:, one]) for one in (0, 1)], axis=1)
+    box = axis.bbox.padded(1)
+    return points[((points >= box.min) & (points <= box.max)).all(axis=1)]
+
+
+def _coincide(first: Any, second: Any, pixels: float) -> bool:
+    """Whether COINCIDENT_SHARE of the shorter line is less than so many pixels from the other."""
+    import numpy
+
+    shorter, longer = sorted((first, second), key=len)
+    if not len(shorter):
+        return False
+    distances = numpy.linalg.norm(shorter[:, None] - longer[None], axis=2).min(axis=1)
+    return bool((distances < pixels).mean() > COINCIDENT_SHARE)
 
 
 @contextmanager
-def _figure(path: Path, panels: int) -> Iterator[Any]:
-    """Yield the axes of a figure; write it when they are drawn. The same numbers give the same file."""
+def _figure(path: Path, *columns: int) -> Iterator[Figure]:
+    """Yield a figure with a panel for each legend of so many ``columns``; write it when it is drawn.
+
+    The same numbers give the same file.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot is {path}: its name must end in {', '.join(SUFFIXES)}")
     try:
@@ -238,12 +368,17 @@ def _figure(path: Path, panels: int) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"--plot needs {error.name}", hint="pip install 'tierckpt[plot]'") from error
     with matplotlib.rc_context({"svg.hashsalt": "tierckpt", "font.size": 9, "svg.fonttype": "path"}):
-        figure = Figure(figsize=(5 * panels, 4) if panels > 1 else (9, 3.6), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        for axis in axes:
+        panels = len(columns)
+        figure = Figure(figsize=(5 * panels, 4.4) if panels > 1 else (9, 3.8), dpi=110, layout="constrained")
+        for axis in figure.subplots(1, panels, squeeze=False)[0]:
             axis.grid(visible=True, color="#dddddd", linewidth=0.5)
             axis.set_axisbelow(True)
-        yield axes
+        yield figure
+        legends = [_add_legend(axis, number) for axis, number in zip(figure.axes, columns, strict=True)]
+        figure.draw_without_rendering()  # the layout moves the axes, and lines are compared in pixels
+        for axis, legend in zip(figure.axes, legends, strict=True):
+            if _separate(axis):
+                legend.set_title("alternating dashes: curves that coincide")
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
         with translated(path):
-            figure.savefig(path, metadata=dated[path.suffix.lower()], dpi=110)
+            figure.savefig(path, metadata=dated[path.suffix.lower()])
