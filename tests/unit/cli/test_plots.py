@@ -1,4 +1,4 @@
-"""Figures of ``--plot``: what a reader sees of each, for jobs from one GPU to thousands."""
+"""Figures of ``--plot`` as a reader sees them, for jobs from one GPU to thousands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def each(figure: Figure) -> Iterator[tuple[Any, list[Line2D]]]:
 
 
 def hidden(figure: Figure) -> list[tuple[str, str]]:
-    """The curves of which no reader sees much: fewer than 50 pixels have their colour, dots apart."""
+    """The curves that are hardly visible: fewer than 50 pixels have their colour, without the dots."""
     for axis in figure.axes:
         for dots in axis.get_lines():
             dots.set_marker("None")
@@ -103,7 +103,7 @@ def test_every_curve_of_a_sizing_is_seen_and_fills_its_panel(job: dict[str, Any]
     chosen = [100 * row.ettr for row in sizing.tiers if row.schedule]
     low, high = figure.axes[0].get_ylim()
     assert low <= min(chosen) <= max(chosen) <= high
-    assert high - low <= 4 * max(100 - min(chosen), 1e-3), "the axis shows what none of them reaches"
+    assert high - low <= 4 * max(100 - min(chosen), 1e-3), "the axis is much longer than its data"
     for axis, lines in each(figure):
         assert min(filled(axis, lines)) > 0.7, (axis.get_title(), filled(axis, lines))
     assert hidden(figure) == []
