@@ -66,48 +66,6 @@ def _default_local_root() -> Path:
     return cache_home() / "tierckpt"
 
 
-REMOVED = {
-    "agent_idle_seconds": "It is the option --idle-seconds of `tierckpt agent`",
-    "allow_tmpfs": "It only silenced a warning about local_root on tmpfs; leave it out",
-    "cache_high_water": "Set local_high_water, which bounds checkpoints and the node cache",
-    "cache_low_water": "Eviction goes to 10 points below local_high_water; set that",
-    "drain_policy": "Set exposure_seconds_max (inf for no bound): then each save is decided on",
-    "drain_retry_seconds_max": "A drain asks a store that is down at least every 30 seconds; leave it out",
-    "flush_cpu_share": "A background flush takes 4 % of a processor while the node is busy; leave it out",
-    "flush_nice": "The flush always runs at nice 10, or lower where the process does already; leave it out",
-    "flush_threads_max": "The number of threads is chosen by measurement, at most 8; leave it out",
-    "local_full_timeout_seconds": "A save waits 600 seconds for room; local_full_policy says what else it may do",
-    "log_format": "It is an option of the command: `tierckpt --log-format json VERB`",
-    "log_level": "It is an option of the command: `tierckpt --log-level debug VERB`",
-    "metrics_port": "It is the option --metrics-port of `tierckpt agent`",
-    "peer_advertise": "It is the option --advertise of `tierckpt agent`; a peer_listen with a host is told as it is",
-    "peer_bytes_per_second": "It is the option --network-bytes-per-second of `tierckpt agent`",
-    "peer_secret": "Write it to a file of mode 600 and set peer_secret_file: a value shows in the environment",
-    "peer_serve_bytes_per_second": "It is the option --serve-bytes-per-second of `tierckpt agent`",
-    "peer_serves_max": "A node serves 64 chunks at a time; leave it out",
-    "peer_tls_authority": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
-    "peer_tls_certificate": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
-    "peer_tls_key": "Set peer_tls_dir, a directory with tls.crt, tls.key and ca.crt",
-    "preempt_endpoint": "preempt_notices names the cloud, whose metadata address is known; leave it out",
-    "preempt_poll_seconds": "Notices are looked for every 5 seconds; leave it out",
-    "read_mode": "How a disk is read is chosen by measurement; leave it out",
-    "read_threads_max": "The number of threads is chosen by measurement, at most 12; leave it out",
-    "retry_attempts_max": "A request is retried up to 5 times within store_timeout_seconds; set that",
-    "retry_share_max": "Retries are at most 15 % of the requests that went well; leave it out",
-    "share_reads": "Ranks of a node always share what they read; leave it out",
-    "share_reads_bytes_max": "Shared reads take 64 MiB a node; leave it out",
-    "share_reads_over_group": "Ranks of one node share what they read (share_reads), nodes do with peers; leave it out",
-    "share_reads_timeout_seconds": "A rank reads alone after 30 seconds without news from the others; leave it out",
-    "split_replicated": "Ranks that hold the same bytes always write a part of them each; leave it out",
-    "staging_numa_nodes": "Pass numa_nodes to TierStager, or start the process with numactl",
-    "staging_timeout_seconds": "A save waits 600 seconds for a slot; staging_policy says what else it may do",
-    "throughput_min_bytes_per_second": "A request slower than 16 KiB/s is retried; leave it out",
-    "throughput_window_seconds": "A request is judged over windows of 15 seconds; leave it out",
-    "trust_pickle": "Pass trust_pickle=True where you open the checkpoint: it lets that checkpoint run code",
-}
-"""Settings of earlier versions, and what replaces each."""
-
-
 class Settings(BaseSettings):
     """All settings. Build one with ``Settings.load(**overrides)``, which turns bad values into ``ConfigError``.
 
@@ -301,9 +259,8 @@ class Settings(BaseSettings):
 
     @classmethod
     def received(cls, text: str | bytes) -> Settings:
-        """Return what another process wrote with ``model_dump_json``. One that is older than an upgrade may still send
-        settings that are gone: they are left out, and its checkpoints are drained all the same."""
-        return cls(**{name: value for name, value in json.loads(text).items() if name not in REMOVED})
+        """Return the settings that another process of this release wrote with ``model_dump_json``."""
+        return cls(**json.loads(text))
 
     @classmethod
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:
@@ -312,7 +269,6 @@ class Settings(BaseSettings):
         Raises:
             ConfigError: an unknown name or a value that cannot work; the message names each.
         """
-        _refuse_removed(overrides, fresh=settings is None)
         if settings is None:
             _warn_of_unknown_variables()
         try:
@@ -356,26 +312,6 @@ def _warn_of_unknown_variables() -> None:
         if name not in reported:
             reported.add(name)
             log.warning("%s", problem)
-
-
-def _refuse_removed(overrides: Collection[str], *, fresh: bool) -> None:
-    """Raise ConfigError for settings of earlier versions: all of them, with where each is set and what replaces it.
-
-    Args:
-        fresh: settings are read from the environment and ``tierckpt.toml`` too.
-    """
-    sources = {"": overrides}
-    if fresh:
-        variables = {name.upper() for name in os.environ}
-        sources[" (in the environment)"] = [name for name in REMOVED if f"TIERCKPT_{name.upper()}" in variables]
-        if in_file := read_settings_file():
-            sources[f" (in {Path(NAME).absolute()})"] = in_file
-    found = {name: where for where, names in reversed(sources.items()) for name in names if name in REMOVED}
-    if found:
-        raise ConfigError(
-            f"no longer a setting: {', '.join(name + where for name, where in sorted(found.items()))}",
-            hint="; ".join(f"{name}: {REMOVED[name]}" for name in sorted(found)),
-        )
 
 
 def _problem(item: Any, names: Collection[str]) -> str:

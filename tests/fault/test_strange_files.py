@@ -198,10 +198,9 @@ def places(node: Node) -> list[Path]:
     state = node.root / "cache" / ".state" / entry.name
     step, agent = node.step, node.root / "agent"
     passing = [
-        *(node.root / "cache" / name for name in (".leases", f".leases/{entry.name}.lock", ".admission.lock", ".book")),
+        *(node.root / "cache" / name for name in (".leases", f".leases/{entry.name}.lock", ".admission.lock")),
         *(state / name for name in ("reserved", "reserved.new", "used", "pinned", "leases")),
         *(step / ".tierckpt" / name for name in ("lock", "incoming", "origin", "removed", "parts", "superseded.json")),
-        *(step / ".tierckpt" / name for name in ("bringing", "own", "passed.json")),  # of format 1
         *(step.parent / "step-3", step / "__0_0-strange.distcp"),
         lease_path(node.root, step),
         *(node.root / "journal" / name for name in ("strange.json", "strange.lock")),

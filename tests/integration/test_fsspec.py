@@ -525,11 +525,6 @@ def test_what_the_files_hold_is_not_torch() -> None:
     assert torch.__version__
 
 
-def test_a_removed_setting_is_refused_here_too() -> None:
-    with pytest.raises(ConfigError, match="no longer a setting: share_reads"):
-        fsspec.filesystem("tierckpt", share_reads=False, skip_instance_cache=True)
-
-
 def test_an_open_file_is_read_on_where_it_is_unpickled(fs: Any, place: Path) -> None:
     """As PyTorch's DataLoader sends a dataset to workers that it spawns."""
     (place / "data.bin").write_bytes(bytes(range(256)) * 4)

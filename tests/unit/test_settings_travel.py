@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -12,12 +11,11 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 import tierckpt
 from tests.states import small_state
 from tierckpt.client import get_client
-from tierckpt.config import REMOVED, MiB, Settings
+from tierckpt.config import MiB, Settings
 from tierckpt.dcp.handoff import description as descriptions
 from tierckpt.dcp.handoff import handoff_client
 
@@ -85,14 +83,6 @@ def test_no_bound_comes_out_as_no_bound(monkeypatch: pytest.MonkeyPatch) -> None
     settings = Settings.load()
     assert settings.exposure_seconds_max == math.inf
     assert Settings.received(settings.model_dump_json()) == settings
-
-
-def test_an_agent_takes_the_settings_of_a_process_that_is_older_than_an_upgrade() -> None:
-    sent = json.loads(Settings.load(concurrency=7).model_dump_json())
-    older = dict.fromkeys(REMOVED, "something")
-    assert Settings.received(json.dumps(sent | older)) == Settings.load(concurrency=7)
-    with pytest.raises(ValidationError):
-        Settings.received(json.dumps(sent | {"colour": "red"}))
 
 
 def test_each_field_is_among_them() -> None:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tierckpt import errors
-from tierckpt.config import REMOVED, Settings
+from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.layout import Location, local_dir, parse_uri, step_of
 from tierckpt.stores.schemes import check_location
@@ -187,34 +187,6 @@ def test_every_setting_is_on_its_page_and_no_other() -> None:
 
 def test_there_are_few_settings() -> None:
     assert len(Settings.model_fields) <= SETTINGS_MAX
-
-
-@pytest.mark.parametrize("name", sorted(REMOVED))
-def test_a_removed_setting_is_refused_wherever_it_is_set_with_what_replaces_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert name not in Settings.model_fields
-    for given in ({name: 1}, {name: None}):
-        with pytest.raises(ConfigError, match=f"no longer a setting: {name}\\.") as refused:
-            Settings.load(**given)
-        assert refused.value.hint == f"{name}: {REMOVED[name]}"
-    for variable in (f"TIERCKPT_{name.upper()}", f"tierckpt_{name}"):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "1")
-            with pytest.raises(ConfigError, match=f"{name} \\(in the environment\\)") as refused:
-                Settings.load()
-            assert REMOVED[name] in str(refused.value.hint)
-    Path("tierckpt.toml").write_text(f"{name} = 1\n")
-    with pytest.raises(ConfigError, match=f"{name} \\(in .*tierckpt.toml\\)") as refused:
-        Settings.load()
-    assert REMOVED[name] in str(refused.value.hint)
-
-
-def test_removed_settings_are_all_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIERCKPT_FLUSH_NICE", "0")
-    with pytest.raises(ConfigError, match=r"allow_tmpfs, flush_nice \(in the environment\)\."):
-        Settings.load(allow_tmpfs=True)
 
 
 def test_the_readme_stays_short() -> None:

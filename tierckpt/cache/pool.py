@@ -103,20 +103,6 @@ class Pool:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.root = settings.local_root / "cache"
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """Move what format 1 kept in ``.book`` to where it is looked for now: pins, leases, reservations.
-
-        One rename an entry. After a crash, and with another process at it, each is in one of the two places; the next
-        pool moves the rest.
-        """
-        former = self.root / ".book"
-        with contextlib.suppress(OSError, TierckptError):
-            for left in matching(former, "*"):
-                make_dirs(self.state_dir(left.name).parent)
-                left.rename(self.state_dir(left.name))
-            former.rmdir()
 
     def directory(self, name: str) -> Path:
         return self.root / name

@@ -54,8 +54,6 @@ FILE_SET_ASIDE = "file set aside"
 TO_DRAIN = (READY, FILE)
 ASIDE = (SET_ASIDE, FILE_SET_ASIDE)
 """In the order of ``TO_DRAIN``: what becomes of which."""
-FORMAT_1_STATES = {"written": AWAITING_COMMIT, "kept": LOCAL_ONLY}
-"""What the states above were called. An entry of then is taken up, and written in the words of now."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
@@ -318,8 +316,6 @@ def decode(data: bytes, *, where: str) -> Entry:
     """Decode and validate (J4). Raises ManifestError."""
     newer = frozenset({FAILING_SINCE, AFTER, BRANCH})
     body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
-    if isinstance(body["state"], str):
-        body["state"] = FORMAT_1_STATES.get(body["state"], body["state"])
     problem = _problem(body)
     if problem:
         raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")

@@ -25,9 +25,6 @@ from ..format import manifest as manifests
 from ..format.layout import (
     BLOCKS_DIR,
     DRAINED,
-    FORMAT_1_INCOMING_DIR,
-    FORMAT_1_ORIGIN_DIR,
-    FORMAT_1_SUPERSEDED,
     INCOMING_DIR,
     MANIFEST,
     METADATA_DIR,
@@ -67,9 +64,8 @@ PRIVATE_DIRS = (
     METADATA_DIR,
     BLOCKS_DIR,
     ORIGIN_DIR,
-    FORMAT_1_ORIGIN_DIR,
 )
-MARKS = (DRAINED, SUPERSEDED, FORMAT_1_SUPERSEDED, REPLICATED)
+MARKS = (DRAINED, SUPERSEDED, REPLICATED)
 """What is said of an attempt, and goes with it."""
 
 
@@ -356,15 +352,13 @@ def finish_locked_removal(directory: Path) -> bool:
         doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
         doomed += [set_aside_name(key) for key in doomed]  # put aside by a restore
         dead = gone.tokens - (standing.tokens if standing else set())
-        for folder in (ORIGIN_DIR, FORMAT_1_ORIGIN_DIR):
-            if (directory / folder).is_dir():
-                doomed += [f"{folder}/{token}" for token in dead]
+        if (directory / ORIGIN_DIR).is_dir():
+            doomed += [f"{ORIGIN_DIR}/{token}" for token in dead]
         # Durably before the shards, or a power cut could keep it and lose them: stock PyTorch goes by it (P1).
         stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
         _unlink_all([directory / path for path in stock])
         if standing is None:
-            for folder in (INCOMING_DIR, FORMAT_1_INCOMING_DIR):
-                remove_tree(directory / folder, ignore_errors=True)
+            remove_tree(directory / INCOMING_DIR, ignore_errors=True)
             doomed += [*MARKS, REPLICA]
             doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
         _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))

@@ -11,8 +11,6 @@ from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptErr
 from ..format import manifest as manifests
 from ..format.layout import (
     DRAINED,
-    FORMAT_1_ORIGIN_DIR,
-    FORMAT_1_SUPERSEDED,
     ORIGIN_DIR,
     PRIVATE_DIR,
     REPLICATED,
@@ -40,11 +38,9 @@ def mark_origin(directory: Path, token: str) -> None:
 
 def origins(directory: Path) -> frozenset[str]:
     """The saves here that ranks of this node make, or have made."""
-    found: set[str] = set()
-    for name in (ORIGIN_DIR, FORMAT_1_ORIGIN_DIR):
-        with suppress(OSError):
-            found.update(os.listdir(directory / name))  # noqa: PTH208
-    return frozenset(found)
+    with suppress(OSError):
+        return frozenset(os.listdir(directory / ORIGIN_DIR))  # noqa: PTH208
+    return frozenset()
 
 
 def mark_drained(directory: Path, attempt: str) -> None:
@@ -74,8 +70,7 @@ def is_replicated(directory: Path, attempt: str) -> bool:
 
 def is_evictable(directory: Path, attempt: str) -> bool:
     """True when nobody is to drain the local copy of ``attempt`` any more. A damaged note says nothing."""
-    superseded = (_noted(directory / name) for name in (SUPERSEDED, FORMAT_1_SUPERSEDED))
-    return is_drained(directory, attempt) or attempt in superseded
+    return is_drained(directory, attempt) or _noted(directory / SUPERSEDED) == attempt
 
 
 def read_drained(directory: Path) -> str | None:

@@ -70,12 +70,6 @@ SUPERSEDED = ".tierckpt/superseded.json"
 DRAINED = ".tierckpt/drained.json"
 """Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
 
-FORMAT_1_HANDOFF_DIR = ".tierckpt/wills"
-FORMAT_1_ORIGIN_DIR = ".tierckpt/own"
-FORMAT_1_INCOMING_DIR = ".tierckpt/bringing"
-FORMAT_1_SUPERSEDED = ".tierckpt/passed.json"
-"""Names of format 1: they are read and removed as those above, and never written."""
-
 GRADIENTS_DIR = ".tierckpt-gradients"
 """Of a run, on the local tier: the steps behind its checkpoints, one directory a rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
@@ -164,7 +158,7 @@ def origin_file(token: str) -> str:
 
 def private_files(token: str) -> tuple[str, ...]:
     """What a rank's save writes beside its shards."""
-    return attempt_metadata(token), blocks_file(token), origin_file(token), f"{FORMAT_1_ORIGIN_DIR}/{token}"
+    return attempt_metadata(token), blocks_file(token), origin_file(token)
 
 
 def adopted_dir(token: str) -> str:

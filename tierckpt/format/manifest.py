@@ -23,8 +23,6 @@ from ..types import Buffer, ByteRange
 
 FORMAT = "tierckpt-manifest"
 VERSION = 2
-VERSIONS = (1, VERSION)
-"""Those that are read. In 1 the files of a checkpoint are the same, and marks beside them have other names."""
 DIGEST = "xxh3-128"
 """Digests of whole chunks. What this release reads, and writes while no chunk has more than one block."""
 TREE_DIGEST = "xxh3-128-blocks"
@@ -192,8 +190,6 @@ class Manifest:
     replaces: tuple[str, ...] = ()
     """Attempts that this one may replace: those that stood under the id when the save began."""
     created_unix_seconds: float = 0.0
-    version: int = VERSION
-    """What is read in version 1 is written on as that, so that its copies on all tiers stay equal bytes."""
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
     """What its writer says about it, for people: how its steps were made again, and whether bit for bit."""
 
@@ -221,7 +217,7 @@ class Manifest:
     def _body(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": self.version,
+            "version": VERSION,
             "digest": _algorithm(self.entries),
             "attempt": self.attempt,
             "replaces": sorted(self.replaces),
@@ -275,11 +271,11 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         bad("not a tierckpt manifest")
     version, digest = body.get("version"), body.get("digest")
-    if version not in VERSIONS or isinstance(version, bool) or digest not in (DIGEST, TREE_DIGEST):
+    if version != VERSION or isinstance(version, bool) or digest not in (DIGEST, TREE_DIGEST):
         # Never half-believed: what another release means by a digest or a field is not ours to guess.
         bad(
             f"version {version!r:.40} with digest {digest!r:.40} is not known to this release, "
-            f"which reads versions {VERSIONS} with digest {DIGEST!r} or {TREE_DIGEST!r}",
+            f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
             hint="Read it with the release that wrote it. Its data files are plain DCP and load with stock PyTorch",
         )
     check_seal(body, data, bad)
@@ -309,7 +305,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     notes = body.get("notes", {})
     if not (isinstance(notes, dict) and all(isinstance(value, str | int) for value in notes.values())):
         bad(f"notes is {notes!r:.80}")
-    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), version, notes)
+    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), notes)
 
 
 def seal(body: dict[str, Any]) -> bytes:

@@ -24,7 +24,7 @@ from fsspec.core import get_compression
 from ..checkpoint.journal import ASIDE, Entry, Journal, set_aside_error
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
-from ..config import REMOVED, Settings
+from ..config import Settings
 from ..drain import write_back
 from ..errors import ConfigError, ObjectNotFoundError, OperationTimeoutError
 from ..format.layout import METADATA, Location, parse_uri
@@ -63,7 +63,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     root_marker = ""
 
     def __init__(self, settings: Settings | None = None, *, write_back: bool = True, **options: Any) -> None:
-        fields = {name: value for name, value in options.items() if name in Settings.model_fields or name in REMOVED}
+        fields = {name: value for name, value in options.items() if name in Settings.model_fields}
         super().__init__(**{name: value for name, value in options.items() if name not in fields})
         self.write_back = write_back
         self.settings = Settings.load(settings, **fields)

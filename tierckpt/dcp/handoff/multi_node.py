@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ...checkpoint.journal import Entry
 from ...client import Client
 from ...errors import ManifestError, ObjectNotFoundError, OperationTimeoutError, TierckptError
 from ...format import manifest as manifests
-from ...format.layout import FORMAT_1_HANDOFF_DIR, HANDOFF_DIR, Location
+from ...format.layout import HANDOFF_DIR, Location
 from ...poll import SHARED, Poll
 from ...telemetry import logger
 from ...torch_internals import StorageInfo
@@ -38,8 +37,6 @@ log = logger("agent")
 WAIT_SECONDS = 30.0
 """For the other nodes: all of them act when the job's ranks have ended, which happens within seconds or not at all."""
 RECORD_BYTES_MAX = 256 << 20
-FOLDERS = (HANDOFF_DIR, FORMAT_1_HANDOFF_DIR)
-"""Where records are looked for, and removed: nodes of one job may be upgraded one after another."""
 
 _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "parts"})
 
@@ -73,9 +70,9 @@ class ResultExchange:
         """
         heard: dict[int, list[WriteResult]] = {}
         for _ in Poll(self.wait_seconds, SHARED):
-            for rank, folder in product(set(ranks) - heard.keys(), FOLDERS):
+            for rank in set(ranks) - heard.keys():
                 with contextlib.suppress(ObjectNotFoundError):
-                    heard[rank] = self._decode(rank, self._get(self._key(rank, folder)))
+                    heard[rank] = self._decode(rank, self._get(self._key(rank)))
             if len(heard) == len(ranks):
                 return heard
         raise OperationTimeoutError(
@@ -92,7 +89,7 @@ class ResultExchange:
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""
-        keys = [self._key(rank, folder) for rank, folder in product(ranks, FOLDERS)]
+        keys = [self._key(rank) for rank in ranks]
         try:
             self.client.run(self.client.mover.discard(self.location, keys))
         except TierckptError as error:
@@ -101,9 +98,9 @@ class ResultExchange:
     def _get(self, key: str) -> bytes:
         return self.client.run(self.client.mover.store(self.location).get(key))
 
-    def _key(self, rank: int, folder: str = HANDOFF_DIR) -> str:
+    def _key(self, rank: int) -> str:
         name = hashlib.blake2b(self.save.encode(), digest_size=8).hexdigest()
-        return f"{folder}/{name}-{rank}.json"
+        return f"{HANDOFF_DIR}/{name}-{rank}.json"
 
     def _encode(self, rank: int, results: list[WriteResult]) -> bytes:
         first = results[0] if results else None
