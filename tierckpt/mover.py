@@ -19,10 +19,12 @@ from functools import cached_property
 from pathlib import Path
 
 from .cache.entry import CacheEntry
+from .cache.file_set import Receipt
 from .cache.hub_layout import check_hub_cache, hub_of, prefetch_to_hub_cache
 from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri
 from .cache.pool import AdmissionPlan
 from .cache.prefetch import PrefetchResult, check_size, prefetch
+from .cache.reuse import Held
 from .checkpoint import catalog, local_commit, marks, shared_commit
 from .checkpoint.branches import Branch
 from .checkpoint.catalog import Checkpoint, Row
@@ -424,16 +426,20 @@ class Mover:
         if hf_cache:
             if pin:
                 raise ConfigError("a Hugging Face cache pins nothing", hint="Leave --pin out")
-            return await prefetch_to_hub_cache(
-                hub_of(resolved.store),
-                resolved.frozen.files,
-                (directory or hub_cache()).absolute(),
-                chunk_size_bytes=resolved.frozen.chunk_size_bytes,
-                concurrency=self.settings.concurrency * 2,
-                listener=self._listener,
-                sharing=self.sharing,
-                stall_seconds=self.node_cache.stall_seconds,
-            )
+            cache = (directory or hub_cache()).absolute()
+            with contextlib.ExitStack() as leases:
+                held = await asyncio.to_thread(self._held, resolved, cache, leases)
+                return await prefetch_to_hub_cache(
+                    hub_of(resolved.store),
+                    resolved.frozen.files,
+                    cache,
+                    chunk_size_bytes=(held[-1][1] if held else resolved).frozen.chunk_size_bytes,
+                    concurrency=self.settings.concurrency * 2,
+                    listener=self._listener,
+                    sharing=self.sharing,
+                    stall_seconds=self.node_cache.stall_seconds,
+                    held=held,
+                )
         target = directory or self.local_place(resolved)
         if target is None:
             return await self.node_cache.prefetch(resolved, pin=pin, keep=keep)
@@ -444,22 +450,37 @@ class Mover:
             )
         if location.scheme == "file" and target.absolute() == Path(location.path):
             raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
-        result = await prefetch(
-            NearestSource(resolved.store, checkpoint.elsewhere) if checkpoint is not None else resolved.store,
-            resolved.frozen.files,
-            target,
-            chunk_size_bytes=resolved.frozen.chunk_size_bytes,
-            concurrency=self.settings.concurrency * 2,
-            listener=self._listener,
-            sharing=self.sharing,
-            stall_seconds=self.node_cache.stall_seconds,
-            include=include,
-            exclude=exclude,
-        )
+        with contextlib.ExitStack() as leases:
+            held = await asyncio.to_thread(self._held, resolved, target, leases)
+            result = await prefetch(
+                NearestSource(resolved.store, checkpoint.elsewhere) if checkpoint is not None else resolved.store,
+                resolved.frozen.files,
+                target,
+                # Of a model the size of the chunks is free: that of the copies lets their digests be compared.
+                chunk_size_bytes=(held[-1][1] if held else resolved).frozen.chunk_size_bytes,
+                concurrency=self.settings.concurrency * 2,
+                listener=self._listener,
+                sharing=self.sharing,
+                stall_seconds=self.node_cache.stall_seconds,
+                include=include,
+                exclude=exclude,
+                held=held,
+            )
         if resolved.manifest is not None and directory is None:
             tiers = frozenset({Tier.SHARED})
             await fetch_file.adopt(checkpoint or Checkpoint(location, resolved.manifest, target, resolved.store, tiers))
         return result
+
+    def _held(self, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> builtins.list[Held]:
+        """The copies on this node of the files of ``resolved``: in the node cache, or on the local tier. Blocking."""
+        held = self.node_cache.held(resolved, leases)
+        if resolved.manifest is None:
+            return held
+        directory = self.directory(resolved.location)
+        if directory != target:
+            leases.enter_context(read_lease.reading(self.settings.local_root, directory))
+            held.append((directory, Receipt(resolved.frozen, tuple(item.digests for item in resolved.frozen.files))))
+        return [one for one in held if one[1].frozen.chunk_size_bytes == resolved.frozen.chunk_size_bytes]
 
     async def _freeze(
         self, location: Location, include: Sequence[str], exclude: Sequence[str]

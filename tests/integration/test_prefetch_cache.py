@@ -168,7 +168,7 @@ def test_a_model_lands_in_the_cache_once_and_the_document_says_where_its_bytes_c
     assert first.code == 0, first.err
     document = first.document
     assert same(document["directory"])
-    assert document["bytes_by_source"] == {"here": 0, "peer": 0, "shared": TOTAL, "other_processes": 0}
+    assert document["bytes_by_source"] == {"here": 0, "cache": 0, "peer": 0, "shared": TOTAL, "other_processes": 0}
     assert document["chunks_fetched"] == bucket.requests == CHUNKS
     assert document["slowest_chunk"]["seconds"] > 0
     again = tierckpt_("prefetch", MODEL).document

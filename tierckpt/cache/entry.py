@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from .peer_fill import PeerFill, PeerJoin
 from .pool import Pool
 from .receipt import read_receipt, whole_receipt
 from .repair import mend
-from .reuse import reuse
+from .reuse import Held, copies_of, copy_chunk, reuse
 from .verifier import Checker
 from .version_check import Versions
 from .whole_file import OneChunk, WholeFile, stream
@@ -53,6 +53,7 @@ STALL_SECONDS_MIN = 60.0
 NO_ROOM_SECONDS = 10.0
 """How long a reader that found no room does not ask for it again."""
 JOINS_MAX = 5
+COPIES_AT_A_TIME = 4
 GROW_BYTES = 64 << 20
 """Room that reading through takes at a time."""
 
@@ -75,6 +76,7 @@ class CacheEntry:
         fetches_max: int = 16,
         sharing: PeerJoin | None = None,
         is_selected: Callable[[str], bool] = lambda path: True,
+        held: Sequence[Held] = (),
     ) -> None:
         """Use ``open_entry`` or ``open_directory``.
 
@@ -83,9 +85,10 @@ class CacheEntry:
             fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
             sharing: how to join the other nodes; None: there are none.
             is_selected: as ``PartialEntry`` has it.
+            held: directories whose chunks are copied instead of fetched.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
-        self._is_selected = is_selected
+        self._is_selected, self._held = is_selected, held
         self.only: FileSpec | None = None
         """The file of a URI that is one object."""
         self.tally = FetchStats()
@@ -599,6 +602,7 @@ class CacheEntry:
             return
         if await self._wait_for_host(self._filling, listener):
             return
+        await self._copy_held(self._filling, listener)
         await self._join(self._filling)
         indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
         while True:
@@ -607,6 +611,27 @@ class CacheEntry:
                 return
             if await self._publish(self._filling):
                 return
+
+    async def _copy_held(self, filling: PartialEntry, listener: ProgressListener) -> None:
+        """Copy the chunks that this node holds; one that is damaged there is left to be fetched."""
+        copies = copies_of(self.frozen, self._held)
+        todo = [(index, chunk) for index, chunk in reversed(copies) if not filling.has(index, chunk)]
+
+        async def work() -> None:
+            while todo:
+                index, chunk = todo.pop()
+                async with self.claimed(filling, index, chunk) as turn:
+                    copy = partial(copy_chunk, filling, index, chunk, *copies[index, chunk])
+                    if turn == "fetch" and await to_completion(asyncio.to_thread(copy)):
+                        self.tally.cached_bytes += self.frozen.chunk_range(index, chunk).size_bytes
+                        note = f"{self.tally.cached_bytes >> 20} MiB from the node cache"
+                        listener(
+                            Progress(f"prefetch {self.frozen.uri}", filling.landed_bytes, self.frozen.size_bytes, note)
+                        )
+
+        for outcome in await asyncio.gather(*(work() for _ in range(COPIES_AT_A_TIME)), return_exceptions=True):
+            if outcome is not None:
+                raise outcome
 
     async def _wait_for_host(self, filling: PartialEntry, listener: ProgressListener) -> bool:
         """Wait while another host that has the file system mounted fills the entry. True when it is whole then.

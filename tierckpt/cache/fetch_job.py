@@ -223,6 +223,8 @@ class FetchStats:
     """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
 
     here_bytes: int = 0
+    cached_bytes: int = 0
+    """Copied from the node cache."""
     fetched_bytes: int = 0
     """From shared storage."""
     peer_bytes: int = 0

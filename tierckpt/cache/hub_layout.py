@@ -53,6 +53,7 @@ from .node_cache import DIGESTS_AT_A_TIME, Check
 from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, prefetch
 from .receipt import read_receipt
+from .reuse import Held
 
 
 async def prefetch_to_hub_cache(
@@ -65,6 +66,7 @@ async def prefetch_to_hub_cache(
     listener: ProgressListener,
     stall_seconds: float,
     sharing: PeerJoin | None = None,
+    held: Sequence[Held] = (),
 ) -> PrefetchResult:
     """Make the Hugging Face cache ``cache`` hold ``files``, as listed last. Returns the snapshot's directory.
 
@@ -90,6 +92,7 @@ async def prefetch_to_hub_cache(
             listener=listener,
             sharing=sharing,
             stall_seconds=stall_seconds,
+            held=held,
         )
         await asyncio.to_thread(_finish, root, root / PRIVATE_DIR / commit)
     snapshot = await asyncio.to_thread(_link, root, repository, commit, files)

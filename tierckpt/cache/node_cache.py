@@ -38,11 +38,12 @@ from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
 from .file_set import FileSet, FileSpec, Receipt, from_manifest
-from .partial_entry import landed_in, read_entry
+from .partial_entry import landed_in, read_entry, read_landed
 from .peer_fill import PeerJoin
 from .pool import Pool, Row, evict_all
 from .prefetch import PrefetchResult, from_listing, result_of, select
 from .receipt import read_receipt, whole_receipt
+from .reuse import Held
 
 log = logger("prefetch")
 
@@ -278,6 +279,21 @@ class NodeCache:
                 self._receipts.clear()
             self._receipts[row.name] = receipt
         return self._receipts[row.name].frozen
+
+    def held(self, resolved: ResolvedUri, leases: ExitStack) -> list[Held]:
+        """Entries of the same URI, whole or not, for copies of their files; the one used last at the end. Blocking.
+
+        ``leases``: keeps them from eviction.
+        """
+        found: list[Held] = []
+        for row in self.pool.rows(resolved.location.uri) if self.pool.root.is_dir() else ():
+            leases.enter_context(self.pool.lease(row.name))
+            directory, incoming = self.pool.directory(row.name), self.pool.incoming(row.name)
+            if (receipt := read_receipt(directory)) is not None:
+                found.append((directory, receipt))
+            elif incoming is not None and (receipt := read_landed(incoming)) is not None:
+                found.append((incoming, receipt))
+        return found
 
     async def prefetch(self, resolved: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
         """Have all of ``resolved`` in the cache, whole.

@@ -48,7 +48,7 @@ from ..disk.durable import (
     translated,
     write_new,
 )
-from ..disk.file_io import allocate, read_into
+from ..disk.file_io import allocate, clone_range, read_into
 from ..disk.processes import boot_id, host_id
 from ..disk.quarantine import open_regular
 from ..disk.temporary_names import beside, stem_of
@@ -68,7 +68,7 @@ from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
 from .content_digest import check_content
 from .direct_write import write_at
-from .file_set import FileSet, FileSpec, decode
+from .file_set import FileSet, FileSpec, Receipt, decode
 from .receipt import put_receipt, read_receipt, version_in, whole_receipt
 from .replacement import Replacement, folders_of, inherit_group, other_weights, turn_at
 
@@ -108,10 +108,24 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
     frozen = read_entry(incoming)
     if frozen is None or frozen.version != version:
         return {}
+    lines = _read_lines(incoming, frozen)
+    return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
+
+
+def read_landed(incoming: Path) -> Receipt | None:
+    """What ``incoming`` is to become, with the digests of the chunks that have landed and '' for the others."""
+    if (frozen := read_entry(incoming)) is None:
+        return None
+    landed = _read_lines(incoming, frozen).landed
+    chunks = [range(frozen.chunks_of(index)) for index in range(len(frozen.files))]
+    return Receipt(frozen, tuple(tuple(landed.get(i, {}).get(c, "") for c in each) for i, each in enumerate(chunks)))
+
+
+def _read_lines(incoming: Path, frozen: FileSet) -> ProgressLog:
     lines = ProgressLog(frozen)
     with contextlib.suppress(OSError, TierckptError), os.fdopen(open_regular(lines.path(incoming)), "rb") as file:
         lines.read_on(file.fileno())
-    return {item.path: lines.bytes_of(index) for index, item in enumerate(frozen.files)}
+    return lines
 
 
 def read_entry(incoming: Path) -> FileSet | None:
@@ -364,8 +378,12 @@ class PartialEntry:
 
     # --- landing and reading ---------------------------------------------------------------------------------------
 
-    def land(self, index: int, chunk: int, data: Buffer, digest: str = "") -> None:
-        """Take one chunk: verify, write, and say so (G1). ``digest``: of ``data``, when it is known already.
+    def land(self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None) -> None:
+        """Take one chunk: verify, write, and say so (G1).
+
+        Args:
+            digest: of ``data``, when it is known already.
+            clone_of: a file with the same bytes in the same place; its blocks are shared where they can be.
 
         Raises:
             IntegrityError: it is not the chunk that it should be; nothing was written.
@@ -375,7 +393,9 @@ class PartialEntry:
         digest = digest or digest_of(data)
         if len(data) != at.size_bytes or (item.digests and not same_digest(data, digest, item.digests[chunk])):
             raise corrupt(item.path, at, Tier.SHARED, self.frozen.uri)
-        write_at(self.prepare(index), data, at.start)
+        path = self.prepare(index)
+        if clone_of is None or not clone_range(clone_of, path, at):
+            write_at(path, data, at.start)
         self._put_blocks(index, chunk, digest.blocks if isinstance(digest, ChunkDigest) else blocks_of(data))
         self.append_line(f"{index} {chunk} {digest}")
         self.refresh()

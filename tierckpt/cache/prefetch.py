@@ -35,7 +35,7 @@ from .partial_entry import incoming_of, remove_abandoned
 from .peer_fill import PeerJoin
 from .pool import allocated_bytes
 from .receipt import whole_receipt
-from .reuse import reusable_bytes
+from .reuse import Held, reusable_bytes
 
 log = logger("prefetch")
 
@@ -62,6 +62,7 @@ class PrefetchResult(FetchStats):
             "fetched_bytes": self.fetched_bytes,
             "bytes_by_source": {
                 "here": self.here_bytes,
+                "cache": self.cached_bytes,
                 "peer": self.peer_bytes,
                 "shared": self.fetched_bytes,
                 "other_processes": self.others_bytes,
@@ -212,8 +213,9 @@ async def prefetch(
     sharing: PeerJoin | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    held: Sequence[Held] = (),
 ) -> PrefetchResult:
-    """Make ``directory`` hold exactly these versions of ``wanted``.
+    """Make ``directory`` hold exactly these versions of ``wanted``. Chunks that ``held`` has too are copied from there.
 
     Files of an earlier prefetch that ``wanted`` lacks are removed when it is published, those that ``include`` and
     ``exclude`` leave out excepted. Other files stay; a warning names those that look like weights.
@@ -238,6 +240,7 @@ async def prefetch(
         fetches_max=concurrency,
         sharing=sharing,
         is_selected=lambda path: _is_selected(path, {path}, include, exclude),
+        held=held,
     )
     try:
         await asyncio.to_thread(_begin, cached, directory)

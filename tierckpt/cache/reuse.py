@@ -1,5 +1,5 @@
 """Takes files that have not changed over from another version of the same URI on this node, by links; by copies
-where the file system has none.
+where the file system has none. ``copy_chunk`` copies chunks from the cache into a directory outside of it.
 
 An update of a model that changes one shard of thirty fetches this shard. A file is the same when its path, size and
 etag (or its digests) are, and nothing has written to it since: what is here is trusted as far as the files of a
@@ -8,7 +8,7 @@ directory that is whole.
 Safe: a link has all of the file or none; both names have the same bytes, and what is written over damage in one of them
 is right for the other. A fill that is killed has links in its own directory, which nobody reads. A copy writes the
 bytes that another process would write there (G2 of ``partial_entry``); nobody reads them before a line says that they
-have landed.
+have landed. The copies outside share no inode with the cache: a program that writes into them changes them alone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,27 @@ import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from ..disk.durable import CANNOT_LINK, hard_link, make_dirs
 from ..disk.quarantine import open_regular
+from ..errors import IntegrityError, StoreError
+from ..format.manifest import digest_of
 from ..ownership import file_mode
-from ..telemetry import logger
+from ..stores.verified_read import corrupt
+from ..telemetry import BYTES, logger
+from ..types import Tier
+from .direct_write import landing_memory
 from .file_set import FileSet, FileSpec, Receipt
-from .partial_entry import BLOCKS, PartialEntry
+from .partial_entry import BLOCKS, PartialEntry, read_file, same_digest
 from .receipt import RECEIPT, read_receipt
 
 log = logger("cache")
 
 COPY_BYTES = 4 << 20
+
+Held: TypeAlias = tuple[Path, Receipt]
+"""A directory of this node, and the files in it with the digests with which their chunks landed ('': not there)."""
 
 
 def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
@@ -63,6 +72,41 @@ def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
             reused += 1
     if reused:
         log.info("%s: %d files of another version have not changed", frozen.uri, reused)
+
+
+def copies_of(frozen: FileSet, held: Iterable[Held]) -> dict[tuple[int, int], tuple[Path, str]]:
+    """By (file, chunk) of ``frozen``, a file that holds the chunk in the same place, and the digest of the chunk."""
+    return {
+        (index, chunk): (directory / frozen.files[index].path, digest)
+        for directory, receipt in held
+        for index, before in _same(frozen, receipt).items()
+        for chunk, digest in enumerate(receipt.landed[before])
+        if digest
+    }
+
+
+def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expected: str) -> bool:
+    """Copy a chunk from ``source`` into ``filling``, by a reflink where the file system can.
+
+    False when ``source`` has gone or does not hold the bytes of the digest ``expected``: the chunk is to be fetched.
+
+    Raises:
+        CapacityError, StoreError: it could not be written.
+    """
+    at = filling.frozen.chunk_range(index, chunk)
+    with landing_memory(at.size_bytes) as memory:
+        data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+        try:
+            if not read_file(source, at, data):
+                return False
+            BYTES.emit(at.size_bytes, tier=Tier.LOCAL, direction="read")
+            if not same_digest(data, digest := digest_of(data), expected):
+                raise corrupt(str(source), at, Tier.LOCAL, filling.frozen.uri)
+        except (StoreError, IntegrityError) as error:
+            log.warning("%s: not copied from the node cache but fetched: %s", filling.frozen.uri, error.message)
+            return False
+        filling.land(index, chunk, data, digest, clone_of=source)
+    return True
 
 
 def _same(frozen: FileSet, receipt: Receipt | None) -> dict[int, int]:

@@ -181,6 +181,9 @@ class _Job:
             "fetched now": f"{human_bytes(came_bytes)} in {human_seconds(document['seconds'])}, {human_bytes(rate)}/s",
             "was here": human_bytes(result.here_bytes),
         }
+        if result.cached_bytes:
+            sources = {"store": result.fetched_bytes, "node cache": result.cached_bytes}
+            summary["sources"] = ", ".join(f"{human_bytes(size)} from the {name}" for name, size in sources.items())
         if result.others_bytes:
             summary["by other processes"] = human_bytes(result.others_bytes)
         if result.peers:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
+import struct
 from pathlib import Path
 
 from ..ownership import file_mode
@@ -22,6 +24,7 @@ from .quarantine import open_regular
 
 log = logger("disk")
 
+FICLONERANGE = 0x4020940D
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 """What a file system without direct I/O answers: most when a file is opened, some when it is read or written."""
 devices_without: set[int] = set()
@@ -200,6 +203,20 @@ def allocate(file: int, size_bytes: int) -> None:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
+    """Have ``target`` share the blocks of ``source`` in the range (reflink). False where the file system cannot.
+
+    What is written to one of them later is not seen in the other.
+    """
+    start, size_bytes = byte_range.start, byte_range.size_bytes
+    try:
+        with source.open("rb") as old, target.open("r+b") as new:
+            fcntl.ioctl(new, FICLONERANGE, struct.pack("qQQQ", old.fileno(), start, size_bytes, start))
+    except OSError:
+        return False
+    return True
 
 
 def begin_writeback(file: int, start: int, size_bytes: int) -> None:

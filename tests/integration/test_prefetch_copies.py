@@ -1,0 +1,297 @@
+"""``tierckpt prefetch --to DIR`` copies the chunks that this node holds, and fetches only the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.integration.test_http_servers import CHUNK, Server, bucket, served
+from tests.integration.test_hugging_face import REPO, hub
+from tests.reads import told
+from tests.servers.hub import FakeHub, Repository
+from tests.services import S3Server
+from tests.states import save
+from tierckpt.cache import reuse
+from tierckpt.cli.ui.app import run
+from tierckpt.client import close_all
+from tierckpt.disk.durable import hard_link
+
+__all__ = ["bucket", "hub", "served"]  # fixtures
+
+MODEL = {f"model-{number}.safetensors": random.Random(number).randbytes(3 * CHUNK + number) for number in range(4)}
+FILES = MODEL | {"config.json": b"{}", "sub/vocab.txt": b"a b c"}
+TOTAL = sum(map(len, FILES.values()))
+FIRST = next(iter(MODEL))
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", str(CHUNK))
+
+
+@pytest.fixture(params=["s3", "file", "hf"])
+def source(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Any, Any]]:
+    """The URI of a model, a function that replaces one of its files, and a counter of the bytes read from it."""
+    if request.param == "file":
+
+        def write(name: str, data: bytes) -> None:
+            path = tmp_path / "source" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+        for name, data in FILES.items():
+            write(name, data)
+        with told() as read:
+            yield f"file://{tmp_path}/source", write, lambda: read["shared"]
+    elif request.param == "s3":
+        server: Server = request.getfixturevalue("bucket")
+        server.files = dict(FILES)
+        yield server.uri, server.files.__setitem__, lambda: sum(server.sent.values())
+    else:
+        fake: FakeHub = request.getfixturevalue("hub")
+        fake.repositories[REPO] = Repository()
+        fake.repositories[REPO].commit(dict(FILES))
+        write = lambda name, data: fake.repositories[REPO].commit(FILES | {name: data})  # noqa: E731
+        yield f"hf://{REPO}", write, lambda: fake.sent.total()
+
+
+def prefetched(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    code, said = run(["prefetch", *map(str, arguments), "--json"]), capsys.readouterr()
+    assert code == 0, said.err
+    document: dict[str, Any] = json.loads(said.out)
+    return document
+
+
+def holds(directory: Path, files: dict[str, bytes]) -> bool:
+    return all((directory / name).read_bytes() == data for name, data in files.items())
+
+
+def test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
+    source: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri, _, count = source
+    cached = Path(prefetched(capsys, uri)["directory"])
+    before = count()
+    document = prefetched(capsys, uri, "--to", tmp_path / "to")
+    assert count() == before
+    assert document["bytes_by_source"] == {"here": 0, "cache": TOTAL, "peer": 0, "shared": 0, "other_processes": 0}
+    assert holds(tmp_path / "to", FILES)
+    assert run(["cache", "check", uri, "--to", str(tmp_path / "to"), "--read-data"]) == 0
+    (tmp_path / "to" / FIRST).write_bytes(b"mine")  # a program of the user's writes in place
+    assert holds(cached, FILES)
+    capsys.readouterr()
+    assert run(["prefetch", uri, "--to", str(tmp_path / "other")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"0 B from the store, [\d.]+ KiB from the node cache", shown), shown
+
+
+def test_a_cache_that_is_linked_and_not_copied_is_found_here(
+    monkeypatch: pytest.MonkeyPatch, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seeded: the directory shares its inodes with the cache."""
+
+    def linked(filling: Any, index: int, chunk: int, place: Path, expected: str) -> bool:
+        path = filling.prepare(index)
+        temporary = path.with_name(f"{path.name}.{chunk}")
+        hard_link(place, temporary)
+        temporary.replace(path)
+        temporary.unlink(missing_ok=True)  # rename does nothing between two names of one file
+        filling.append_line(f"{index} {chunk} {expected}")
+        filling.keep(index)
+        return True
+
+    monkeypatch.setattr("tierckpt.cache.entry.copy_chunk", linked)
+    bucket.files = dict(FILES)
+    with pytest.raises(AssertionError, match="holds"):
+        test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
+            (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, capsys
+        )
+
+
+@pytest.mark.parametrize("where", ["chosen", "killed"])
+def test_of_what_is_cached_in_part_the_rest_is_fetched(
+    where: str, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.files = dict(FILES)
+    if where == "chosen":
+        prefetched(capsys, bucket.uri, "--include", "*-0.*", "--include", "*-1.*")
+    else:  # half of the files have landed when it ends
+        bucket.files[FIRST] = bucket.files[FIRST][:-1]
+        with pytest.raises(OSError, match="stop"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tierckpt.cache.entry.CacheEntry.fill", _first_two)
+            tierckpt.prefetch(bucket.uri)
+    bucket.sent.clear()
+    names = [name for name in bucket.files if "-0." in name or "-1." in name]
+    document = prefetched(capsys, bucket.uri, "--to", tmp_path / "to")
+    assert holds(tmp_path / "to", bucket.files)
+    assert document["bytes_by_source"]["cache"] == sum(len(bucket.files[name]) for name in names)
+    assert bucket.sent.keys() == bucket.files.keys() - {*names}
+
+
+async def _first_two(self: Any, **_: Any) -> None:
+    from tierckpt.cache.fetch_job import FetchJob
+    from tierckpt.telemetry import ignore_progress
+
+    indexes = [index for index, item in enumerate(self.frozen.files) if re.search("-[01][.]", item.path)]
+    await FetchJob(self, self._filling, indexes, ignore_progress).run()
+    raise OSError("stop")
+
+
+@pytest.mark.parametrize("fault", ["bit flip", "cut off", "gone", "a link to another"])
+def test_what_is_damaged_in_the_cache_is_fetched(
+    fault: str,
+    source: tuple[str, Any, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    uri, _, count = source
+    path = Path(prefetched(capsys, uri)["directory"]) / FIRST
+    status = path.stat()
+    if fault == "bit flip":
+        with path.open("r+b") as file:
+            file.seek(CHUNK + 3)
+            byte = file.read(1)[0]
+            file.seek(CHUNK + 3)
+            file.write(bytes([byte ^ 4]))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk does it
+    elif fault == "cut off":
+        os.truncate(path, CHUNK + 1)
+    else:
+        path.unlink()
+        if fault == "a link to another":
+            path.symlink_to(path.with_name("model-1.safetensors"))
+    before = count()
+    document = prefetched(capsys, uri, "--to", tmp_path / "to")
+    assert holds(tmp_path / "to", FILES)
+    assert 0 < count() - before <= len(FILES[FIRST])
+    assert document["bytes_by_source"]["cache"] == TOTAL - document["fetched_bytes"] >= TOTAL - len(FILES[FIRST])
+    if fault == "bit flip":
+        assert document["fetched_bytes"] == CHUNK
+        assert sum("not copied from the node cache" in line for line in caplog.messages) == 1
+
+
+def test_copies_that_are_not_compared_are_found_here(
+    monkeypatch: pytest.MonkeyPatch,
+    bucket: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Seeded: no chunk is compared with its digest."""
+    monkeypatch.setattr(reuse, "same_digest", lambda *_: True)
+    bucket.files = dict(FILES)
+    with pytest.raises(AssertionError, match="holds"):
+        test_what_is_damaged_in_the_cache_is_fetched(
+            "bit flip", (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, capsys, caplog
+        )
+
+
+def test_what_has_changed_in_the_store_is_fetched(
+    source: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri, write, count = source
+    prefetched(capsys, uri)
+    changed = bytes(len(FILES[FIRST]))
+    write(FIRST, changed)
+    before = count()
+    document = prefetched(capsys, uri, "--to", tmp_path / "to")
+    assert holds(tmp_path / "to", FILES | {FIRST: changed})
+    assert count() - before == document["fetched_bytes"] == len(changed)
+
+
+def test_chunks_of_another_size_are_taken_over(
+    bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.files = dict(FILES)
+    prefetched(capsys, bucket.uri)
+    monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", str(2 * CHUNK))
+    assert prefetched(capsys, bucket.uri, "--to", tmp_path / "to")["bytes_by_source"]["cache"] == TOTAL
+
+
+def test_a_hugging_face_cache_is_filled_from_the_node_cache(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repositories[REPO] = Repository()
+    hub.repositories[REPO].commit(dict(FILES))
+    prefetched(capsys, f"hf://{REPO}")
+    before = hub.sent.total()
+    document = prefetched(capsys, f"hf://{REPO}", "--hf-cache", "--to", tmp_path / "hub")
+    assert holds(Path(document["directory"]), FILES)
+    assert (hub.sent.total(), document["bytes_by_source"]["cache"]) == (before, TOTAL)
+
+
+def test_a_checkpoint_on_the_local_tier_is_copied(
+    moto: S3Server, s3_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(f"{s3_uri}/step-1", {"w": torch.arange(1 << 16)})
+    tierckpt.wait(f"{s3_uri}/step-1", timeout_seconds=60)
+    close_all()
+    document = prefetched(capsys, f"{s3_uri}/step-1", "--to", tmp_path / "to")
+    assert document["bytes_by_source"]["cache"] == document["size_bytes"] > document["fetched_bytes"] == 0
+    assert run(["cache", "check", f"{s3_uri}/step-1", "--to", str(tmp_path / "to"), "--read-data"]) == 0
+
+
+@contextmanager
+def other_file_system(kind: str, folder: Path) -> Iterator[Path]:
+    """A file system of its own, which this process may mount; skips where it may not."""
+    image, mount = folder / f"{kind}.img", folder / kind
+    mount.mkdir()
+    if kind == "tmpfs":
+        make, options = ["true"], ["-t", "tmpfs", "tmpfs"]
+    else:
+        image.touch()
+        os.truncate(image, 400 << 20)
+        make, options = [f"mkfs.{kind}", "-q", str(image)], ["-o", "loop", str(image)]
+    try:
+        subprocess.run(make, check=True, capture_output=True)
+        subprocess.run(["mount", *options, str(mount)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no {kind} to mount: {error}")
+    try:
+        yield mount
+    finally:
+        close_all()
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_directory_on_another_file_system_gets_a_copy(
+    bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with other_file_system("tmpfs", tmp_path) as mount:
+        bucket.files = dict(FILES)
+        prefetched(capsys, bucket.uri)
+        bucket.sent.clear()
+        prefetched(capsys, bucket.uri, "--to", mount / "to")
+        assert holds(mount / "to", FILES) and not bucket.sent
+
+
+def test_a_file_system_that_shares_blocks_takes_no_room_for_the_copy(
+    bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with other_file_system("xfs", tmp_path) as mount:
+        bucket.files = {name: data * 100 for name, data in MODEL.items()}
+        root = ("--local-root", mount / "root")
+        cached = Path(prefetched(capsys, bucket.uri, *root)["directory"])
+        os.sync()
+        before = os.statvfs(mount).f_bfree * 4096
+        prefetched(capsys, bucket.uri, "--to", mount / "to", *root)
+        os.sync()
+        size_bytes = sum(map(len, bucket.files.values()))
+        assert before - os.statvfs(mount).f_bfree * 4096 < size_bytes / 10
+        (mount / "to" / FIRST).write_bytes(b"mine")
+        assert holds(cached, bucket.files)
