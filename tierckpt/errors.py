@@ -60,6 +60,8 @@ class TierckptError(Exception):
 
     exit_code: int = 1
     retryable: bool = False
+    is_logged: bool = False
+    """This process has logged the outage or refusal of which the error is one sign (``telemetry.log_failure``)."""
 
     def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
         # Servers repeat what they were sent: a secret in their answer must not reach a log or a traceback through us.

@@ -71,6 +71,8 @@ log = logger("mover")
 
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_SILENT_SECONDS = 0.5
+REPORT_SECONDS = 8.0
+"""A save that waits for so long for the answer of its store logs an outage."""
 SILENT_SECONDS = 60.0
 """For so long a store that has let a save wait in vain is asked no longer than ``PROBE_SILENT_SECONDS``, and training
 does not wait for what it says."""
@@ -170,11 +172,19 @@ class Mover:
     @contextlib.asynccontextmanager
     async def _asks(self, place: tuple[str, str], seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds) as limit:
-            asked = place, asyncio.get_running_loop().time() + PROBE_SILENT_SECONDS, limit
+            loop, breaker = asyncio.get_running_loop(), self.drainer.retries.breaker("://".join(place))
+            asked = place, loop.time() + PROBE_SILENT_SECONDS, limit
             self._asking.append(asked)
+            report = partial(breaker.report, "no answer to a save", "", time.time())
+            timer = loop.call_later(REPORT_SECONDS, report)
             try:
                 yield
+            except asyncio.CancelledError:
+                if limit.expired():
+                    report()
+                raise
             finally:
+                timer.cancel()
                 self._asking.remove(asked)
 
     async def attempts_to_replace(
@@ -206,20 +216,21 @@ class Mover:
                     found = await shared_commit.attempts_standing(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
                 self.selector.reached.add(place)
+                self.drainer.retries.accepted(location.parent.uri, "save")
                 standing |= found
                 if stock:
                     raise shared_commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
                 if not is_silent:
                     self._silent_until[place] = time.monotonic() + SILENT_SECONDS
-                problem = error if isinstance(error, StoreError) else "no answer in time"
-                log.warning("%s: the shared tier does not answer, saving locally (%s)", location.uri, problem)
+                if isinstance(error, StoreUnavailableError):
+                    self.drainer.breaker(location).report(error.message, error.hint, time.time())
+                log.debug("%s: the shared tier does not answer, saving locally: %s", location.uri, error)
             except StoreError as error:
                 if place not in self.selector.reached:
                     raise
-                log.warning(
-                    "%s: the shared tier refuses requests; saving locally, to be drained later: %s", location.uri, error
-                )
+                self.drainer.retries.refused(location.parent.uri, "save", error)
+                log.debug("%s: the shared tier refuses requests, saving locally: %s", location.uri, error)
         if standing and not overwrite:
             raise shared_commit.already_committed(
                 location, ", ".join(sorted(standing)), Tier.LOCAL if is_local else Tier.SHARED

@@ -241,6 +241,12 @@ def _takes_events(handler: logging.Handler) -> bool:
     return False
 
 
+def log_failure(log: logging.Logger, error: BaseException, message: str, *arguments: object, level: int) -> None:
+    """Log a failure at ``level``, or at DEBUG when ``error`` is part of an outage that has its own record."""
+    level = logging.DEBUG if getattr(error, "is_logged", False) else level
+    log.log(level, message, *arguments, stacklevel=2)
+
+
 class Repeats:
     """Says of what happens again and again, from each source, the first time at once and then once a minute how often.
 

@@ -92,7 +92,7 @@ def test_credentials_that_expire_in_the_middle_of_a_run_cost_no_save(
         for step in (2, 3, 4):
             checkpointer.save(step, {"value": step}).result(timeout=60)
         deadline = time.monotonic() + 60
-        while not any("refuses requests; saving locally" in line for line in caplog.messages):
+        while not any("is refused by its store" in line for line in caplog.messages):
             assert time.monotonic() < deadline, caplog.messages
             time.sleep(0.02)
     assert len(Journal(local_root).entries()) == 3

@@ -22,7 +22,7 @@ from ..format import layout
 from ..format.layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
 from ..format.manifest import BASE_NOTE, RECORD_BYTES_MAX, Manifest, seal, unseal
 from ..stores.base import Store
-from ..telemetry import logger
+from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import local_commit, marks, retention, shared_commit
 from .branches import Branch, branch_of, current_of, order_of
@@ -342,7 +342,8 @@ class Pruner:
             obstacle = await self._remove(copy, location)
         except TierckptError as error:
             errors.append(error)
-            log.warning("%s stays on the %s tier: %s", location.uri, copy.tier, error)
+            text = "%s stays on the %s tier: %s"
+            log_failure(log, error, text, location.uri, copy.tier, error, level=logging.WARNING)
             return Outcome(copy, FAILED, error.message)
         if obstacle:
             return Outcome(copy, KEPT, obstacle)
@@ -380,7 +381,7 @@ class Pruner:
             await asyncio.to_thread(remove_empty, seen.location)
         except TierckptError as error:
             result.errors.append(error)
-            log.warning("leftovers of %s stay: %s", seen.location.uri, error)
+            log_failure(log, error, "leftovers of %s stay: %s", seen.location.uri, error, level=logging.WARNING)
 
 
 def note_due(local_root: Path, run: Location, token: str, *, is_shared: bool) -> None:

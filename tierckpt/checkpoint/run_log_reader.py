@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..disk.durable import matching, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
 from ..format.layout import HISTORY_DIR
 from ..stores.base import Store
-from ..telemetry import logger
+from ..telemetry import log_failure, logger
 
 log = logger("history")
 
@@ -35,7 +36,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
     try:
         found = {info.key.rpartition("/")[2]: info async for info in store.list(HISTORY_DIR)}
     except StoreError as error:
-        log.warning("looking on this node only: %s", error)
+        log_failure(log, error, "looking on this node only: %s", error, level=logging.WARNING)
         found = {}
     gate = asyncio.Semaphore(GETS_AT_ONCE)
 
@@ -46,7 +47,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
             except ObjectNotFoundError:
                 return None
             except StoreError as error:
-                log.warning("%s is left out: %s", name, error)
+                log_failure(log, error, "%s is left out: %s", name, error, level=logging.WARNING)
                 return None
 
     names = sorted(name for name in found if name.endswith(".jsonl"))[-FILES_MAX:]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -41,7 +42,7 @@ from ..errors import (
 from ..format.layout import BRANCHES_DIR, PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, adopted_dir, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Recoverable, Store
-from ..telemetry import logger
+from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import branches, catalog, local_commit, marks
 from .branches import Branch
@@ -212,7 +213,8 @@ class Selector:
         """What this node and its peers have whole of a checkpoint that was asked for by name."""
         for found in await self.committed_near(location):
             if not await catalog.lacking_near(found):
-                log.warning("%s: going by the copy near, as shared storage does not say more: %s", location.uri, error)
+                text = "%s: going by the copy near, as shared storage does not say more: %s"
+                log_failure(log, error, text, location.uri, error, level=logging.WARNING)
                 return replace(found, unseen=error)
         return None
 
@@ -332,7 +334,8 @@ class Selector:
         except (StoreUnavailableError, EndpointError, PermissionDeniedError) as error:
             if timeout_seconds is None and (not near or isinstance(error, PermissionDeniedError)):
                 raise
-            log.warning("%s: listing this node and its peers only (%s)", location.uri, error)
+            text = "%s: listing this node and its peers only (%s)"
+            log_failure(log, error, text, location.uri, error, level=logging.WARNING)
             return {*near}, True
 
     async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[Run], bool]:

@@ -167,7 +167,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
         if current is not None:
             await store.put(removal_note(current.attempt), current.encode())  # for whoever cleans up after a crash
         await _put_manifest(store, location, manifest, etag)
-        log.info("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
+        log.debug("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None and current.attempt != manifest.attempt:
         await _remove_stale(store, current, manifest)
     if manifest.replaces:

@@ -13,6 +13,8 @@ from .rate_limiter import DrainFlow
 
 RATES_MAX = 10
 """The rate of a drain is that of about so many seconds."""
+SILENT_SECONDS = 8.0
+"""A drain that sends nothing for so long is logged as an outage of its store."""
 QUEUED, SENDING, COMMITTING = "queued", "sending", "committing"
 OTHER_RANKS, STORE = "waiting for other ranks", "waiting for the store"
 
@@ -50,6 +52,12 @@ class ActiveDrain:
         self.done_bytes, self.moved_at = done_bytes, time.monotonic()
         if not self._rates or self.moved_at - self._rates[-1][0] >= 1.0:
             self._rates.append((self.moved_at, done_bytes))
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time without a byte sent; 0 when the drain waits for others than its store."""
+        row = self.to_json()
+        return float(row["idle_seconds"]) if row["state"] in (SENDING, COMMITTING) else 0.0
 
     def to_json(self) -> Json:
         """Return it with its rate, and the time without a byte."""

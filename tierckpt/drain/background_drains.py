@@ -7,6 +7,7 @@ here, or this process. Each task is one call of ``Drainer.drain`` (``drainer.py`
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection
 
@@ -17,9 +18,13 @@ from ..checkpoint.select import place_of
 from ..config import Settings
 from ..disk.local_root import clear_leftovers
 from ..errors import (
+    BucketNotFoundError,
+    CapacityError,
     CommitAbandonedError,
+    EndpointError,
     ManifestError,
     OperationTimeoutError,
+    PermissionDeniedError,
     StoreError,
     StoreUnavailableError,
     TierckptError,
@@ -27,7 +32,7 @@ from ..errors import (
 from ..format.layout import Location, parse_uri
 from ..format.manifest import Manifest
 from ..poll import LOCAL, SHARED, Poll
-from ..telemetry import logger
+from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from .drainer import Drainer, DrainResult, is_commit_of
 from .recovery import recover_entry
@@ -37,6 +42,8 @@ log = logger("drain")
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
 """What a store may take at least to say what it has, when the time to wait for it is nearly up."""
+REFUSALS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
+"""Errors of a store that concern all checkpoints of a run."""
 NOTED_MAX = 1024
 """How many of its latest drains a process can still tell the end of."""
 
@@ -51,6 +58,8 @@ class BackgroundDrains:
         self._failures: dict[str, tuple[str, TierckptError]] = {}
         self._drained_to: set[tuple[str, str]] = set()
         """The stores (``place_of``) to which this process has drained something."""
+        self._logged: dict[str, None] = {}
+        """Tokens of the latest drains whose failure was logged."""
         self._not_waited_for: set[str] = set()
         """Tokens of drains that somebody has waited for as long as a process waits at its end."""
         self.committed_at: dict[str, float] = {}
@@ -128,13 +137,25 @@ class BackgroundDrains:
                 self._drained_to.add(place_of(parse_uri(uri)))
             return result
         except TierckptError as error:
-            log.error("drain of %s failed: %s", uri, error)
+            self._log_failure(token, uri, error)
             self._failures[token] = (uri, error)
             if len(self._failures) > NOTED_MAX:  # of saves that nobody waits for: the journal has them
                 del self._failures[next(iter(self._failures))]
             raise
         finally:
             self._drains.pop(token, None)
+
+    def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
+        """Log a failed drain: one ERROR for a store that refuses a run, and one for each other entry that fails."""
+        is_local = error.context.get("tier") == Tier.LOCAL
+        if isinstance(error, REFUSALS) and not is_local and uri:
+            self._drainer.retries.refused(parse_uri(uri).parent.uri, "drain", error)
+        error.is_logged |= token in self._logged  # it was tried again
+        log_failure(log, error, "drain of %s failed: %s", uri, error, level=logging.ERROR)
+        error.is_logged = True
+        self._logged[token] = None
+        if len(self._logged) > NOTED_MAX:
+            del self._logged[next(iter(self._logged))]
 
     async def promote_newest(self, run: Location | None = None) -> list[Entry]:
         """Have the newest local-only checkpoint of each run drained after all (local_only.py). Returns its entries."""

@@ -37,7 +37,17 @@ from ..errors import (
     TierckptError,
 )
 from ..format import manifest as manifests
-from ..format.layout import PENDING_DIR, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, local_dir, part, pending
+from ..format.layout import (
+    PENDING_DIR,
+    PRIVATE_DIR,
+    SHARD_SUFFIX,
+    Location,
+    adopted_dir,
+    local_dir,
+    parse_uri,
+    part,
+    pending,
+)
 from ..format.manifest import Manifest
 from ..poll import SHARED, Poll
 from ..quantities import human_bytes
@@ -45,11 +55,12 @@ from ..redaction import redact
 from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries, jitter_seconds
+from ..stores.store_breaker import StoreBreaker
 from ..stores.verified_read import available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
 from ..types import FileProgress, Progress, ProgressListener, Tier
 from . import write_back
-from .active_drain import COMMITTING, OTHER_RANKS, STORE, ActiveDrain
+from .active_drain import COMMITTING, OTHER_RANKS, SILENT_SECONDS, STORE, ActiveDrain
 from .file_transfer import cause_of, send
 from .rate_limiter import DrainFlow, RateLimiter
 
@@ -60,6 +71,7 @@ PASSING_SECONDS = 7 * 86400.0
 """How long a drain is tried whose store is away, full, or refuses us: over a long weekend and the week after it."""
 NOTE_SECONDS = 3600.0
 """Between two looks at how long that has been."""
+WATCH_SECONDS = 0.5
 STORES_MAX = 16
 """Steps that are drained or looked at at a time are few."""
 
@@ -87,6 +99,7 @@ class Drainer:
         self._opening = threading.Lock()
         self.retries = Retries(settings)
         """How often this mover asks its stores again, and which of them are down."""
+        self.retries.waiting_bytes = self._waiting_bytes
         self.limiter = RateLimiter(
             settings.drain_bytes_per_second,
             settings.concurrency,
@@ -100,6 +113,7 @@ class Drainer:
         """Tokens whose files are sent and which wait for other ranks' parts."""
         self.active: dict[str, ActiveDrain] = {}
         """By token."""
+        self._watch: asyncio.Task[None] | None = None
 
     def store(self, location: Location) -> Store:
         """The store of a place, one of the latest used. Any thread may ask."""
@@ -113,7 +127,32 @@ class Drainer:
     def directory(self, location: Location) -> Path:
         return local_dir(self.settings.local_root, location)
 
+    def breaker(self, location: Location) -> StoreBreaker:
+        """The breaker that logs the outages of the store of ``location``."""
+        return self.retries.breaker(f"{location.scheme}://{location.authority}")
+
+    def is_away(self, run: Location) -> bool:
+        """True from the log record of an outage of the store of ``run``, or of a refusal, to that of its end."""
+        return self.retries.is_refused(run.uri) or self.breaker(run).is_reported
+
+    def _waiting_bytes(self, name: str) -> int:
+        drains = [drain for drain in self.active.values() if drain.uri.startswith(f"{name}/")]
+        return sum(drain.size_bytes for drain in drains)
+
+    async def _watch_silence(self) -> None:
+        """Report a store that leaves drains without an answer: long before the request times out."""
+        while self.active:
+            await asyncio.sleep(WATCH_SECONDS)
+            for drain in self.active.values():
+                breaker, silent_seconds = self.breaker(parse_uri(drain.uri)), drain.silent_seconds
+                if silent_seconds >= SILENT_SECONDS and breaker.ended_at < drain.moved_at:
+                    cause = f"no answer to a drain for {silent_seconds:.0f} s"
+                    since = time.time() - silent_seconds
+                    breaker.report(cause, "Check that this node can reach it", since, ends_with_drain=True)
+
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for store in self._stores.values():
             await store.close()
         self._stores.clear()
@@ -139,6 +178,8 @@ class Drainer:
                 return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
             begun = time.monotonic()
             self.active[token] = ActiveDrain(entry.uri, entry.rank, entry.size_bytes)
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.create_task(self._watch_silence(), name="watch drains")
             try:
                 drain = self._drain if entry.state == READY else self._drain_file
                 outcome = await self._with_retries(entry, lambda: drain(entry, patient), patient)
@@ -174,7 +215,9 @@ class Drainer:
         seconds = time.monotonic() - begun
         DRAIN_SECONDS.emit(seconds)
         facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
-        log.info("drained %s: %s", entry.uri, outcome, extra={**facts, "outcome": outcome})
+        self.breaker(entry.location).drained()
+        self.retries.accepted(entry.location.parent.uri, "drain")
+        log.info("drained %s (rank %d): %s", entry.uri, entry.rank, outcome, extra={**facts, "outcome": outcome})
         return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
 
     def _note_due(self, entry: Entry, manifest: Manifest | None, *, is_shared: bool) -> None:
@@ -214,6 +257,7 @@ class Drainer:
                 text,
                 entry.uri,
             )
+            error.is_logged = True
 
     async def _may_wait(self, entry: Entry) -> bool:
         """Note that ``entry`` waits for its store; False when it has done so for ``PASSING_SECONDS``, over restarts."""
@@ -228,14 +272,18 @@ class Drainer:
         once, else after a jittered pause."""
         if not patient:
             return await work()
-        tries = 0
+        tries, breaker = 0, self.breaker(entry.location)
         while True:
+            begun = time.monotonic()
             try:
                 return await work()
             except TierckptError as error:
                 if not error.retryable:
                     raise
                 RETRIES.emit(1, operation="drain")
+                if breaker.ended_at < begun:  # else this request is the rest of an outage that is over
+                    breaker.report(error.message, error.hint, time.time(), ends_with_drain=True)
+                log.debug("%s: its drain waits for the store: %s", entry.uri, error)
                 if not await self._may_wait(entry):
                     raise
                 self.active[entry.token].enter(STORE, error)

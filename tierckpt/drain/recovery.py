@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
 from ..format.manifest import Manifest
-from ..telemetry import logger
+from ..telemetry import log_failure, logger
 from .drainer import Drainer
 
 log = logger("recovery")
@@ -52,7 +53,8 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
             async with asyncio.timeout(LOOK_SECONDS_MAX):
                 named = await drainer.is_named(entry)
         except (TierckptError, TimeoutError) as error:
-            log.warning("%s: cannot tell yet whether it was committed (%s)", entry.uri, error)
+            text = "%s: cannot tell yet whether it was committed (%s)"
+            log_failure(log, error, text, entry.uri, error, level=logging.WARNING)
             return False
     if not named:
         is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds
@@ -84,7 +86,8 @@ async def _give_up(entry: Entry, drainer: Drainer) -> bool:
         async with asyncio.timeout(LOOK_SECONDS_MAX):
             await drainer.remove_unnamed(entry)
     except (TierckptError, TimeoutError) as error:
-        log.warning("%s: shards that no commit names may be left on the shared tier: %s", entry.uri, error)
+        text = "%s: shards that no commit names may be left on the shared tier: %s"
+        log_failure(log, error, text, entry.uri, error, level=logging.WARNING)
     return False
 
 

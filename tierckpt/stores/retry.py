@@ -105,7 +105,11 @@ class Retries:
         self.settings = settings
         self.budget = RetryBudget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
+        self.waiting_bytes: Callable[[str], int] = lambda name: 0
+        """Returns the bytes that drains of this process still have to send to a store."""
         self._breakers: dict[str, StoreBreaker] = {}
+        self._refusals: dict[str, tuple[str, float]] = {}
+        """By run, the operation that its store refuses and when (Unix seconds) that was logged."""
         self._get_concurrency: dict[str, GetConcurrency] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.hub: Any = None
@@ -115,8 +119,26 @@ class Retries:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
         if name not in self._breakers:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
-            self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience)
+            waiting_bytes = lambda name: self.waiting_bytes(name)  # noqa: E731
+            self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience, waiting_bytes)
         return self._breakers[name]
+
+    def refused(self, run: str, operation: str, error: TierckptError) -> None:
+        """Log that the store of ``run`` refuses requests: one ERROR, until ``accepted`` for the same operation."""
+        if run not in self._refusals:
+            self._refusals[run] = operation, time.time()
+            log.error("%s is refused by its store; saves stay on this node until they can be drained: %s", run, error)
+        error.is_logged = True
+
+    def is_refused(self, run: str) -> bool:
+        """True from the record of a refusal to that of its end."""
+        return run in self._refusals
+
+    def accepted(self, run: str, operation: str) -> None:
+        """The store took a request of ``operation``."""
+        if (refusal := self._refusals.get(run)) is not None and refusal[0] == operation:
+            del self._refusals[run]
+            log.info("%s is accepted by its store again after %.1f s", run, time.time() - refusal[1])
 
     @property
     def troubles(self) -> list[Json]:

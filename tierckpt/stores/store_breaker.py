@@ -1,7 +1,8 @@
 """A circuit breaker for each store: one that does not answer is asked by one probe at a time, ever more rarely (R2).
 
-Everybody else waits for that probe, for a while, and goes on the moment it gets an answer. Retries of single requests
-are in retry.py. That of the node's agent is ``ipc/agent_breaker.py``: it decides by one silence, on threads.
+Everybody else waits for that probe, for a while, and goes on the moment it gets an answer. The breaker also logs the
+outage for its process: one WARNING at the begin and one INFO at the end. Retries of single requests are in retry.py.
+The breaker of the node's agent is ``ipc/agent_breaker.py``: it decides by one silence, on threads.
 
 Source: Nygard, "Release It!".
 """
@@ -9,11 +10,13 @@ Source: Nygard, "Release It!".
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
 
 from ..errors import StoreUnavailableError, TierckptError
+from ..quantities import human_bytes
 from ..telemetry import logger
 from ..types import Json, Tier
 
@@ -34,8 +37,21 @@ wait for a shared tier that is away."""
 class StoreBreaker:
     """Whether one store is up, and the one place where its callers wait while it is not (R2)."""
 
-    def __init__(self, name: str, pause_seconds_max: float, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        name: str,
+        pause_seconds_max: float,
+        patience_seconds: float = PATIENCE_SECONDS,
+        waiting_bytes: Callable[[str], int] = lambda name: 0,
+    ) -> None:
+        """``waiting_bytes`` returns the bytes that drains of this process still have to send to a store."""
         self.name = name
+        self._waiting_bytes = waiting_bytes
+        self._reported_at = 0.0
+        """When (Unix seconds) the outage that was logged began; 0 without one."""
+        self._ends_with_drain = False
+        self.ended_at = -math.inf
+        """The end of the last outage that was logged, in monotonic seconds: requests of it may still be under way."""
         self.patience_seconds = patience_seconds
         self.is_open = False
         self._pause_seconds_max = pause_seconds_max
@@ -49,12 +65,21 @@ class StoreBreaker:
 
     def succeeded(self) -> None:
         """A request was answered. Closes the breaker, whoever made the request."""
-        if self._down_since:
-            log.warning("%s answers again after %.1f s", self.name, time.monotonic() - self._down_since)
+        if not self._ends_with_drain:
+            self._end()
         self.is_open = False
         self._failures = 0
         self._down_since = self._failing_since_unix_seconds = 0.0
         self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
+
+    def drained(self) -> None:
+        """A drain to the store has ended."""
+        self._end()
+
+    def _end(self) -> None:
+        if self.is_reported:
+            log.info("%s answers again after %.1f s", self.name, time.time() - self._reported_at)
+            self._reported_at, self.ended_at, self._ends_with_drain = 0.0, time.monotonic(), False
 
     @property
     def trouble(self) -> Json | None:
@@ -78,8 +103,41 @@ class StoreBreaker:
             self.is_open = True
             if not self._down_since:
                 self._down_since = time.monotonic()
-                log.warning("%s is down, probing it from now on: %s", self.name, error.message)
             self._plan_probe()
+            self.report(error.message, error.hint, self._failing_since_unix_seconds)
+        error.is_logged = self.is_reported
+
+    @property
+    def is_reported(self) -> bool:
+        """True from the log record of an outage to that of its end."""
+        return self._reported_at > 0
+
+    def report(self, cause: str, remedy: str, since_unix_seconds: float, *, ends_with_drain: bool = False) -> None:
+        """Log that the store does not answer: once, until ``succeeded``.
+
+        ``ends_with_drain``: until ``drained``, as the store may answer small requests, and no drain.
+        """
+        if self.is_reported:
+            return
+        self._reported_at, self._ends_with_drain = since_unix_seconds, ends_with_drain
+        next_try_seconds = max(0.0, self._next_probe_at - time.monotonic()) if self.is_open else 0.0
+        waiting_bytes = self._waiting_bytes(self.name)
+        log.warning(
+            "%s does not answer: %s (since %s, %s, %s for it)%s",
+            self.name,
+            cause,
+            time.strftime("%H:%M:%S", time.localtime(since_unix_seconds)),
+            f"next attempt in {next_try_seconds:.1f} s" if next_try_seconds else "requests are under way",
+            f"{human_bytes(waiting_bytes)} wait" if waiting_bytes else "nothing waits",
+            f". {remedy}" if remedy else "",
+            extra={
+                "store": self.name,
+                "cause": cause,
+                "since_unix_seconds": since_unix_seconds,
+                "next_try_seconds": next_try_seconds,
+                "waiting_bytes": waiting_bytes,
+            },
+        )
 
     def hasten(self) -> None:
         """Let the next caller send a probe at once, for one who waits and asks about once a second (R2)."""
@@ -129,9 +187,11 @@ class StoreBreaker:
                 return
 
     def _unavailable(self) -> StoreUnavailableError:
-        return StoreUnavailableError(
+        error = StoreUnavailableError(
             f"{self.name} is down: {self._last_error}",
             hint=f"{self._last_hint or 'Try again later'}. It is probed until it answers",
             tier=Tier.SHARED,
             down_seconds=round(time.monotonic() - self._down_since, 1),
         )
+        error.is_logged = self.is_reported
+        return error

@@ -295,18 +295,24 @@ class Checkpointer:
             self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
         return future
 
-    def _save(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
+    def _save(self, step: int, state: Mapping[str, Any], *, is_asked: bool, is_retry: bool = False) -> Future[None]:
         record = SaveRecord(step, self.location.child(step_name(step)).uri)
-        return self._save_record(record, state, None, is_asked=is_asked)
+        return self._save_record(record, state, None, is_asked=is_asked, is_retry=is_retry)
 
     def _save_record(
-        self, record: SaveRecord, state: Mapping[str, Any], collected: dict[str, Any] | None, *, is_asked: bool
+        self,
+        record: SaveRecord,
+        state: Mapping[str, Any],
+        collected: dict[str, Any] | None,
+        *,
+        is_asked: bool,
+        is_retry: bool = False,
     ) -> Future[None]:
         """Save ``state``, or what was collected of it at an earlier step: that is nobody else's."""
         begun, step = time.monotonic(), record.step
         if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
-            return left_out(record, refused)
+            return left_out(record, refused, is_retry=is_retry)
         ill = self._errands.tried(self._look_at_disk)
         order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
         record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
@@ -328,7 +334,7 @@ class Checkpointer:
                 )
         except CheckpointSkippedError as error:
             self._note(record)
-            return left_out(record, error)
+            return left_out(record, error, is_retry=is_retry)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
         # torch releases the interpreter lock for each tensor that it frees. Freed while the threads of the save work,
         # 13,000 of them took 0.5 s.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -70,12 +71,14 @@ class BackgroundPruning:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return await mover.prune(self._location, policy, branch=self._branch.now, own=own)
 
+        client = get_client(self._settings)
         try:
-            client = get_client(self._settings)
             client.run(within(client.mover))
         except Exception as error:  # whatever it is: the save is committed
-            uri = self._location.uri
-            log.warning("retention under %s did not finish: %s: %s", uri, type(error).__name__, error)
+            is_known = getattr(error, "is_logged", False) or client.mover.drainer.is_away(self._location)
+            is_known |= isinstance(error, futures.CancelledError)  # the process ends
+            level, name = logging.DEBUG if is_known else logging.WARNING, type(error).__name__
+            log.log(level, "retention under %s did not finish: %s: %s", self._location.uri, name, error)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import deque
@@ -33,7 +34,7 @@ from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
 from ..poll import Pauses, Poll
 from ..replay.optimizers import optimizers_in
 from ..resources import exhausted
-from ..telemetry import logger
+from ..telemetry import log_failure, logger
 from ..torch_internals import DistWrapper
 from ..types import Tier
 from .codec import near_state
@@ -193,28 +194,32 @@ class Job:
         self.metadata = None
 
 
-def left_out(record: SaveRecord, why: CheckpointSkippedError) -> Future[None]:
-    """Note that a save is left out. Returns the future of it, which has the error that says so."""
+def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool = False) -> Future[None]:
+    """Note that a save is left out. Returns the future of it, which has the error that says so.
+
+    The rank that the error names logs it; not again for a retry.
+    """
     context = {"rank": 0, **why.context, "checkpoint": record.uri}
     error = CheckpointSkippedError(f"step {record.step} was left out: {why.message}", hint=why.hint, **context)
-    log.warning("%s", error)
+    is_owner = not is_retry and context["rank"] == (dist.get_rank() if is_distributed() else 0)
+    log.log(logging.WARNING if is_owner else logging.DEBUG, "%s", error)
     record.error = f"{type(error).__name__}: {error}"
     skipped: Future[None] = Future()
     skipped.set_exception(error)
     return skipped
 
 
-def tried_again(save: Callable[[], Future[None]], records: list[SaveRecord]) -> None:
+def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
     """``save`` what a job ends with. Where it is left out, as a disk is ill, nothing trains that a wait would hold up:
     it is tried ``LAST_TRIES`` times, on all ranks alike. ``records`` gets one record, of the last try."""
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
-    for _ in range(LAST_TRIES - 1):
-        future = save()
+    for number in range(LAST_TRIES - 1):
+        future = save(is_retry=number > 0)
         if not future.done() or not isinstance(future.exception(), CheckpointSkippedError):
             return
         records.pop()
         pauses.pause()
-    save()
+    save(is_retry=True)
 
 
 def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
@@ -351,7 +356,8 @@ class RunningSaves:
         for token, (uri, failure) in drains.take_failures({record.uri for record in records}).items():
             if not drains.may_pass(run, failure):
                 raise failure
-            log.warning("%s stays on this node for now, and its drain is tried again: %s", uri, failure)
+            text = "%s stays on this node for now, and its drain is tried again: %s"
+            log_failure(log, failure, text, uri, failure, level=logging.WARNING)
             client.drain_in_background(token)
 
     def finish(self, deadline: float | None = None) -> None:
