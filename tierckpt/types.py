@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -31,11 +31,15 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object of a store: key relative to the store's root, size, and the version the store gives it (if any)."""
+    """One object of a store: key relative to the store's root, size, and the version the store gives it (if any).
+
+    ``modified_unix_seconds``: when it was written, by the store's clock; None from a store that does not say.
+    """
 
     key: str
     size_bytes: int
     etag: str | None = None
+    modified_unix_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,9 +14,10 @@ import torch
 
 from tests.hosts import container, needs_namespaces
 from tierckpt import Checkpointer
+from tierckpt.checkpoint.run_log_reader import has_ended_here
 from tierckpt.client import close_all
 from tierckpt.format.layout import MANIFEST
-from tierckpt.training.other_jobs import has_ended_here, identity
+from tierckpt.training.other_jobs import identity
 
 JOB = """
 import logging, os, sys
@@ -142,7 +143,7 @@ def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pyte
 
 ASKED = """
 import json, sys
-from tierckpt.training.other_jobs import has_ended_here
+from tierckpt.checkpoint.run_log_reader import has_ended_here
 print(has_ended_here(json.loads(sys.argv[1])))
 """
 

@@ -1,18 +1,24 @@
-"""Read back what the processes of a run have recorded of their time (``training/run_log.py`` writes it)."""
+"""Read the records of a run: of the time of its processes (``training/run_log.py`` writes them), and of the commits of
+its checkpoints (``commit_times.py``)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from ..disk.durable import matching, read_whole
+from ..disk.processes import has_ended
 from ..errors import ManifestError, ObjectNotFoundError, StoreError
-from ..format.layout import HISTORY_DIR
+from ..format.layout import COMMITS_SUFFIX, HISTORY_DIR, MANIFEST, step_of
 from ..stores.base import Store
 from ..telemetry import log_failure, logger
+from ..types import Tier
+from . import shared_commit
 
 log = logger("history")
 
@@ -20,12 +26,15 @@ FILE_BYTES_MAX = 16 << 20
 FILES_MAX = 10_000
 TAIL_BYTES = 1 << 16
 GETS_AT_ONCE = 16
+ASKED_MAX = 1000
+
+SUFFIXES = (".jsonl", COMMITS_SUFFIX)
 
 Lines = list[dict[str, Any]]
 
 
 async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
-    """Return the lines of each start of the run, by the name of its file, from this node and the shared tier together.
+    """Return the lines of each file of records of the run, by its name, from this node and the shared tier together.
 
     Of a file that both have, the longer one counts: it is only ever appended to, and copied whole. A damaged line is
     left out; so is a file that cannot be read, with a warning.
@@ -50,7 +59,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
                 log_failure(log, error, "%s is left out: %s", name, error, level=logging.WARNING)
                 return None
 
-    names = sorted(name for name in found if name.endswith(".jsonl"))[-FILES_MAX:]
+    names = sorted(name for name in found if name.endswith(SUFFIXES))[-FILES_MAX:]
     wanted = [name for name in names if len(here.get(name, b"")) < found[name].size_bytes <= FILE_BYTES_MAX]
     for name, data in zip(wanted, await asyncio.gather(*map(get, wanted)), strict=True):
         if data is not None:
@@ -58,9 +67,35 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
     return {name: parse_lines(data) for name, data in sorted(here.items())}
 
 
+async def read_shared_commits(store_at: Callable[[str], Store], run: Store, names: Collection[str]) -> Lines | None:
+    """Return a line for each of the checkpoints ``names`` that the shared tier has now, as ``commit_times`` writes it:
+    with the store's time, None from a store without times. Returns None when the store does not answer.
+
+    Cost: one listing; a GET and a HEAD for each of the newest ``ASKED_MAX`` that are there.
+    """
+    gate = asyncio.Semaphore(GETS_AT_ONCE)
+
+    async def look(name: str) -> Lines:
+        async with gate:
+            store = store_at(name)
+            manifest = await shared_commit.read_shared_manifest(store)
+            if manifest is None:
+                return []
+            at = (await store.head(MANIFEST)).modified_unix_seconds
+            created = {"created_at": manifest.created_unix_seconds, "at": at}
+            return [{"what": str(Tier.SHARED), "step": step_of(name), **created}]
+
+    try:
+        there = sorted(set(names) & {*await run.list_dirs()}, key=lambda name: step_of(name) or 0)[-ASKED_MAX:]
+        return [line for lines in await asyncio.gather(*map(look, there)) for line in lines]
+    except (StoreError, ManifestError) as error:
+        log.warning("which checkpoints shared storage has is not known: %s", error)
+        return None
+
+
 def local_records(directory: Path) -> dict[str, bytes]:
     found = {}
-    for path in matching(directory / HISTORY_DIR, "*.jsonl")[-FILES_MAX:]:
+    for path in [one for one in matching(directory / HISTORY_DIR, "*") if one.suffix in SUFFIXES][-FILES_MAX:]:
         try:
             found[path.name] = read_whole(path, FILE_BYTES_MAX)
         except (ManifestError, StoreError) as error:
@@ -78,6 +113,15 @@ def newest_lines(directory: Path) -> Lines:
         except OSError as error:
             log.debug("%s: %s", path, error)
     return []
+
+
+def has_ended_here(first: dict[str, Any]) -> bool:
+    """True for the records, by their first line, of a process that is gone, as far as that can be seen here."""
+    match = re.fullmatch(r"(\d{1,20})-(\d{1,20})", str(first.get("process")))
+    pid = first.get("pid")
+    if match is None or not isinstance(pid, int) or pid <= 0:
+        return False
+    return has_ended(pid, int(match[2]), int(match[1])) is True
 
 
 def parse_lines(data: bytes) -> Lines:

@@ -9,6 +9,8 @@ Every step is idempotent for one attempt, so whichever mover comes last, or come
 
 from __future__ import annotations
 
+import time
+
 from ..errors import (
     AlreadyCommittedError,
     BucketNotFoundError,
@@ -137,8 +139,10 @@ async def _read_claim(store: Store) -> Json | None:
         return from_elsewhere
 
 
-async def commit_shared(store: Store, location: Location, manifest: Manifest) -> None:
+async def commit_shared(store: Store, location: Location, manifest: Manifest) -> float | None:
     """Commit ``manifest`` on the shared tier, where all its files already are. Idempotent.
+
+    Returns the time of the commit (Unix seconds), None when an earlier call had made it.
 
     What is put takes the place of exactly what was read before, and of that only what ``replaces`` names: an attempt
     that was committed is never replaced by one that did not see it, whatever comes between.
@@ -148,6 +152,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     """
     await put_claim(store, location, manifest)
     current, etag = await _read_versioned(store)
+    committed_at = None
     if (
         current is not None
         and current.attempt not in {manifest.attempt, *manifest.replaces}
@@ -167,6 +172,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
         if current is not None:
             await store.put(removal_note(current.attempt), current.encode())  # for whoever cleans up after a crash
         await _put_manifest(store, location, manifest, etag)
+        committed_at = time.time()
         log.debug("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
     if current is not None and current.attempt != manifest.attempt:
         await _remove_stale(store, current, manifest)
@@ -175,6 +181,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     await store.delete(pending(manifest.attempt))
     for token in manifest.tokens:
         await store.delete(part(token))
+    return committed_at
 
 
 async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import branches, local_commit, local_only, marks, prune, shared_commit
+from ..checkpoint import branches, commit_times, local_commit, local_only, marks, prune, shared_commit
 from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal
 from ..checkpoint.retention import Policy
 from ..config import Settings
@@ -458,7 +458,7 @@ class Drainer:
         if not await self.all_parts(manifest, entry, store):
             return None
         try:
-            await shared_commit.commit_shared(store, entry.location, manifest)
+            committed_at = await shared_commit.commit_shared(store, entry.location, manifest)
         except AlreadyCommittedError:
             if await self._is_superseded(manifest, store):
                 return "superseded"
@@ -469,7 +469,7 @@ class Drainer:
             await self._delete_sent(entry, store)
             return "superseded"
         COMMITS.emit(1, tier=Tier.SHARED)
-        await self._after_commit(entry, manifest, is_ours=True)
+        await self._after_commit(entry, manifest, committed_at)
         return "committed"
 
     async def _if_part_is_gone(self, entry: Entry, store: Store) -> str | None:
@@ -577,14 +577,19 @@ class Drainer:
         replaced = await shared_commit.replaced_by_claim(store)
         return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
-    async def _after_commit(self, entry: Entry, manifest: Manifest, *, is_ours: bool = False) -> None:
+    async def _after_commit(self, entry: Entry, manifest: Manifest, committed_at: float | None = None) -> None:
         """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it.
 
         Args:
-            is_ours: this mover has made the commit, so this node applies the rule of the run to the shared tier.
+            committed_at: when this mover made the commit; None: another did. The node of the commit also applies the
+                rule of the run to the shared tier.
         """
         store, directory = self.store(entry.location), self.directory(entry.location)
-        await branches.note_shared(self.store(branches.run_of(entry.location)), manifest)
+        run = self.store(branches.run_of(entry.location))
+        await branches.note_shared(run, manifest)
+        if committed_at is not None or (entry.manifest is not None and not entry.is_fragment):  # one node of many
+            root = self.settings.local_root
+            await commit_times.note_shared(root, entry.location, manifest, store, run, committed_at)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except ManifestError:
@@ -595,9 +600,9 @@ class Drainer:
         if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
             # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
-            run = entry.location.parent
-            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run, entry)
-        if is_ours:
+            parent = entry.location.parent
+            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, parent, entry)
+        if committed_at is not None:
             await asyncio.to_thread(self._note_due, entry, manifest, is_shared=True)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:

@@ -18,7 +18,8 @@ A checkpoint directory looks the same on every tier, so what is true of the buck
     <checkpoint>/.tierckpt/incoming/                files on their way here from peers (local tier)
     <checkpoint>/.tierckpt/superseded.json          local-only, and newer ones stand here (local tier)
 
-A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl``: what `tierckpt report` reads. And
+A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl`` and ``*.commits``: what `tierckpt
+report` reads. And
 ``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), laid out and committed as a
 checkpoint is. Nobody takes it for a checkpoint of step n before it was replayed. A run whose job went back to an older
 step has ``<run>/.tierckpt-branches/<order>-<id>.json``, of each branch (checkpoint/branches.py). On the local tier
@@ -73,7 +74,9 @@ DRAINED = ".tierckpt/drained.json"
 GRADIENTS_DIR = ".tierckpt-gradients"
 """Of a run, on the local tier: the steps behind its checkpoints, one directory a rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
-"""Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start."""
+"""Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start; and
+when checkpoints reached other tiers, one ``COMMITS_SUFFIX`` file for each node."""
+COMMITS_SUFFIX = ".commits"
 
 BRANCHES_DIR = ".tierckpt-branches"
 """Of a run: which steps were abandoned when a job went back to an older one (checkpoint/branches.py)."""

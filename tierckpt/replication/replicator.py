@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint import local_commit, marks, shared_commit
+from ..checkpoint import commit_times, local_commit, marks, shared_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import Journal
 from ..config import Settings
@@ -45,7 +45,7 @@ from ..save import eviction
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
 from ..telemetry import REPLICAS, logger
-from ..types import ByteRange, Json, Progress, ProgressListener
+from ..types import ByteRange, Json, Progress, ProgressListener, Tier
 from .local_index import LocalCheckpoint, LocalIndex, note
 from .log_copies import LogIndex, fetch_log
 
@@ -286,6 +286,11 @@ class Replicator:
         for here in self._tier.newest:
             others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
             if here.key in self._safe and here.key not in self._marked and all(row.is_safe for row in others):
+                # Only the node of rank 0 records it, and only the first time: an earlier agent may have marked it.
+                is_first = any(file.rank == 0 and file.token in here.own for file in here.manifest.files)
+                if is_first and not marks.is_replicated(here.directory, here.manifest.attempt):
+                    root = self.settings.local_root
+                    commit_times.note(root, here.location, here.manifest, Tier.PEER, time.time())
                 marks.mark_replicated(here.directory, here.manifest.attempt)
                 self._marked.add(here.key)
 

@@ -166,7 +166,9 @@ class UniversalStore:
         info = self.fs.info(path)
         if info["type"] != "file":
             raise ObjectNotFoundError(f"{self.uri}/{key} is not a file", uri=self.uri, key=key)
-        return ObjectInfo(key, self._size(path, info), _etag(info))
+        moment = _modified(info)
+        seconds = float(moment) if isinstance(moment, int | float) else None
+        return ObjectInfo(key, self._size(path, info), _etag(info), seconds)
 
     async def get(self, key: str) -> bytes:
         return bytes(await self._call(self.fs.cat_file, self._path(key)))
@@ -378,11 +380,14 @@ def _etag(info: dict[str, Any]) -> str | None:
     for field in _VERSION_FIELDS:
         if info.get(field):
             return str(info[field])
-    for field in _TIME_FIELDS:
-        if info.get(field):
-            moment = info[field].timestamp() if isinstance(info[field], datetime) else info[field]
-            return f"{moment}-{info['size']}"
-    return None
+    moment = _modified(info)
+    return f"{moment}-{info['size']}" if moment is not None else None
+
+
+def _modified(info: dict[str, Any]) -> Any:
+    """When the file was written: in Unix seconds, or as its backend has it; None from one that does not say."""
+    moment = next((info[field] for field in _TIME_FIELDS if info.get(field)), None)
+    return moment.timestamp() if isinstance(moment, datetime) else moment
 
 
 @contextlib.contextmanager

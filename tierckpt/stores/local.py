@@ -150,7 +150,7 @@ class LocalStore:
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         status = await asyncio.to_thread(self._stat, path)
-        return ObjectInfo(key, status.st_size, stat_version(status))
+        return ObjectInfo(key, status.st_size, stat_version(status), status.st_mtime)
 
     def _stat(self, path: Path) -> os.stat_result:
         """Raises ObjectNotFoundError. A mark on what is not there was left by a process that was killed in ``remove``:

@@ -741,7 +741,7 @@ class RemoteStore:
         etag = meta["e_tag"]
         if etag and not etag.endswith('"'):  # Azure's listings leave out the quotes that every other answer has
             etag = f'"{etag}"'
-        return ObjectInfo(meta["path"][len(self._prefix) :], meta["size"], etag)
+        return ObjectInfo(meta["path"][len(self._prefix) :], meta["size"], etag, meta["last_modified"].timestamp())
 
     def _translate(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError:
         if http_status(error) == 400 and not error_code(error) and was_proven:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import socket
 import time
 from typing import Any
 
-from ..checkpoint.run_log_reader import Lines, parse_lines
-from ..disk.processes import has_ended, pid_namespace, start_ticks
+from ..checkpoint.run_log_reader import Lines, has_ended_here, parse_lines
+from ..disk.processes import pid_namespace, start_ticks
 from ..format.layout import HISTORY_DIR, Location
 from ..mover import Mover
 from ..telemetry import logger
@@ -95,12 +94,3 @@ def identity() -> dict[str, Any]:
     """The fields of a record that name its process; ``process`` tells it from those of other hosts and containers."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "process": f"{pid_namespace()}-{start_ticks(pid)}"}
-
-
-def has_ended_here(first: dict[str, Any]) -> bool:
-    """True for the records of a process that is gone, as far as that can be seen here."""
-    match = re.fullmatch(r"(\d{1,20})-(\d{1,20})", str(first.get("process")))
-    pid = first.get("pid")
-    if match is None or not isinstance(pid, int) or pid <= 0:
-        return False
-    return has_ended(pid, int(match[2]), int(match[1])) is True
