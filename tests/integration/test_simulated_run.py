@@ -64,7 +64,7 @@ def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[Run, float]:
         restart_seconds=max(0.0, away - loading),
         stall_seconds=blocked,
         local=True,
-        flush_seconds=max(0.0, (found.durable_seconds or 0.0) - blocked),
+        flush_seconds=max(0.0, (found.local_commit_seconds or 0.0) - blocked),
         local_load_seconds=loading,
     )
     cluster = Cluster(1, RATES, (), strikes_at=tuple(one.at - origin for one in found.failures if fails))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,8 @@ def test_a_start_that_died_before_it_did_anything_loses_nothing() -> None:
 def test_a_planned_stop_is_no_failure_and_a_fresh_start_throws_all_away() -> None:
     ended = [*FIRST, line("end", 122, 20, productive=19, reason="closed")]
     goes_on = [line("start", 131, process_at=130), line("restored", 131, 20), line("step", 141, 30, productive=10)]
-    assert (report(ended, goes_on).failures, report(ended, goes_on).kept_steps) == ((), 30)
+    found = report(ended, goes_on)
+    assert (found.failures, found.kept_steps, found.unsaved_steps) == ((), 20, 10)
     afresh = [line("start", 131, 1, process_at=130), line("step", 141, 10, productive=10)]
     assert report(FIRST, afresh).failures[0].lost_steps == 20
 
@@ -219,3 +221,95 @@ def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
         start[0]["process_at"] = start[min(1, len(start) - 1)]["at"]
     found = report(*records)
     assert found.goodput != pytest.approx(run.ettr, rel=0.03)
+
+
+# --- kept, lost, not saved ------------------------------------------------------------------------------------------
+
+
+def start_of(
+    at: float, steps: range, saves: Iterable[int], *, resumes: int | None = None, end: str = "", by: str = "step"
+) -> list[dict[str, Any]]:
+    """A start that trains ``steps``, a second each, and saves after those in ``saves``."""
+    first = steps[0] if by == "step" else min(saves)
+    lines = [line("start", at, first if resumes is None else None, process_at=at)]
+    if by:
+        lines[0]["begins_with"] = by if resumes is None else "restore"
+    if resumes is not None:
+        lines.append(line("restored", at, resumes))
+    count = 0
+    for number, step in enumerate(steps, 1):
+        if step in saves:
+            count += 1
+            lines.append(line("save", at + number, step, productive=number, saves=count))
+            lines.append(line("durable", at + number, step, productive=number, saves=count, durable=0.1))
+        elif by == "step":
+            lines.append(line("step", at + number, step, productive=number, saves=count))
+    if end:
+        lines.append(line("end", at + len(steps), steps[-1], productive=len(steps), saves=count, reason=end))
+    return lines
+
+
+def counts(*starts: list[dict[str, Any]]) -> tuple[int, int, int]:
+    found = report(*starts)
+    assert found.trained_steps == found.kept_steps + found.unsaved_steps + found.lost_steps
+    assert sum(found.spent.values()) == pytest.approx(found.wall_seconds, abs=1e-6)
+    return found.kept_steps, found.unsaved_steps, found.lost_steps
+
+
+def every(interval: int, last: int) -> range:
+    return range(interval, last + 1, interval)
+
+
+def test_a_run_that_lost_nothing_keeps_all_of_its_steps() -> None:
+    """Also where the loop calls nothing but ``save``, whose first step is not the first of the run."""
+    run = range(1, 301)
+    assert counts(start_of(0, run, every(10, 300), end="closed")) == (300, 0, 0)
+    assert counts(start_of(0, run, every(10, 300), end="closed", by="save")) == (300, 0, 0)
+    assert counts(start_of(0, run, every(1, 300), end="closed", by="save")) == (300, 0, 0)
+    assert counts(start_of(0, range(300), range(9, 300, 10), end="closed")) == (300, 0, 0)  # counted from 0
+    before = start_of(0, run, every(10, 300), end="closed", by="save")
+    del before[0]["begins_with"]  # an older release
+    assert counts(before) == (300, 0, 0)
+
+
+def test_steps_behind_the_last_save_of_a_closed_run_are_kept_until_a_start_repeats_them() -> None:
+    closed = start_of(0, range(1, 26), every(10, 25), end="closed")
+    assert counts(closed) == (25, 0, 0) and report(closed).after_save_steps == 5
+    assert counts(closed, start_of(100, range(21, 31), [30], resumes=20, end="closed")) == (30, 0, 5)
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_lost_are_exactly_the_steps_that_are_repeated(interval: int) -> None:
+    killed = start_of(0, range(1, 56), every(interval, 50))
+    assert counts(killed) == (50, 5, 0)
+    assert report(killed).spent["unsaved"] == pytest.approx(5)
+    again = start_of(100, range(51, 81), [80], resumes=50, end="closed")
+    assert counts(killed, again) == (80, 0, 5)
+    twice = start_of(100, range(51, 56), [], resumes=50)  # at the same step
+    assert counts(killed, twice) == (50, 5, 5)
+    assert counts(killed, twice, [one | {"at": one["at"] + 200} | (
+        {"process_at": 300, "world_size": 8} if one["what"] == "start" else {}) for one in again
+    ]) == (80, 0, 10)  # fmt: skip
+
+
+def test_a_loop_that_restores_by_other_means_goes_on_from_the_newest_save_before_its_first() -> None:
+    killed = start_of(0, range(1, 56), every(10, 50), by="save")
+    assert counts(killed, start_of(100, range(41, 81), every(10, 80)[4:], by="save", end="closed")) == (80, 0, 10)
+
+
+def test_what_the_agent_commits_of_a_killed_job_is_kept_and_a_gradient_log_keeps_all() -> None:
+    killed = start_of(0, range(1, 56), [10, 20])
+    killed.insert(-1, line("save", 54.5, 54, productive=54, saves=3))
+    [start] = filter(None, [read_start(killed)])
+    assert analyse([start]).kept_steps == 20
+    commit = {"what": "shared", "step": 54, "created_at": 70.0, "at": 75.0}
+    assert analyse([start], [commit]).kept_steps == 54
+    killed[0]["gradient_log"] = True
+    assert counts(killed) == (55, 0, 0)
+
+
+def test_the_step_that_a_commit_in_the_background_has_seen_counts() -> None:
+    lines = start_of(0, range(1, 56), [50])
+    lines = [one for one in lines if one["step"] != 55]
+    lines.append(line("durable", 56, 50, productive=55, durable=6, saves=1) | {"reached_step": 55})
+    assert counts(lines) == (50, 5, 0)

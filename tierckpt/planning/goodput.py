@@ -1,28 +1,34 @@
 """What became of a job's time, from the records that its processes left: measured, where ``ettr`` expects. Pure.
 
 A *start* is one life of the job, from the start of its processes to the last line they left. Each line carries the
-totals so far, so that lines may be missing: what a crash tore off is at most what came after the last one. A start that
-goes on from step R has thrown away what the one before did after R: that work is *lost*, and trained again.
+totals so far, so that lines may be missing: what a crash tore off is at most what came after the last one. Of the steps
+that were trained
+
+    lost     a later start resumed before them: they were trained again
+    unsaved  no checkpoint has them, no start has resumed, and the last one was not closed: it runs, or was killed. Its
+             records do not tell which. The next save keeps them, the next start loses them
+    kept     all others; also steps after the newest save of a job that was closed, until another start resumes
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError
 from . import ettr
+from .tier_times import Save, commits_of
 
 Line: TypeAlias = Mapping[str, Any]
-What: TypeAlias = Literal["kept", "lost", "blocked", "down", "starting", "loading", "warming", "other"]
+What: TypeAlias = Literal["kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"]
 
 TOTALS = ("productive", "blocked", "starting", "loading", "warming")
 """What each line has the seconds of, since the processes of its start began."""
 
-NUMBERS = ("at", "saves", "replayed_steps")
+NUMBERS = ("at", "saves", "replayed_steps", "replicas")
 
 PLANNED = "closed"
 """How a start ends that nobody calls a failure."""
@@ -42,11 +48,17 @@ class Start:
     spent: dict[str, float]
     saves: int
     size_bytes: int
-    durable_seconds: tuple[float, ...]
+    made: tuple[Save, ...]
+    """The saves that have a record of their own: of a long start not all of ``saves``."""
     work: tuple[tuple[int, float], ...]
     """Steps, and the productive seconds of this start when they ended."""
     replayed_steps: int = 0
     """Of ``restored_step``, how many were in no checkpoint: a gradient log had them."""
+    drain: bool | None = None
+    replicas: int | None = None
+    has_gradient_log: bool = False
+    begins_with_save: bool = False
+    """The first call was ``save``, which does not tell which steps came before it."""
 
     @property
     def did_nothing(self) -> bool:
@@ -88,6 +100,12 @@ class Goodput:
     wall_seconds: float
     kept_seconds: float
     kept_steps: int
+    unsaved_steps: int
+    lost_steps: int
+    trained_steps: int
+    """The sum of the three: a step that was trained twice counts twice."""
+    after_save_steps: int
+    """The steps after the newest save, whether kept or unsaved: no checkpoint has them."""
     spent: dict[What, float]
     failures: tuple[Failure, ...]
     starts: tuple[Start, ...]
@@ -95,7 +113,7 @@ class Goodput:
     saves: int
     interval_seconds: float | None
     blocked_seconds: float | None
-    durable_seconds: float | None
+    local_commit_seconds: float | None
     mtbf_seconds: float | None
     restart_seconds: float | None
     expected_ettr: float | None
@@ -140,8 +158,9 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     replayed = 0
     work: list[tuple[int, float]] = []
     saves, size_bytes, end = 0, 0, ""
-    durable: list[float] = []
+    made: list[Save] = []
     for row in rows:
+        _note_save(made, row)
         if row["what"] == "end":
             end = str(row.get("reason", ""))
         for name in TOTALS:
@@ -149,13 +168,12 @@ def read_start(lines: Iterable[Line]) -> Start | None:
         saves = max(saves, int(row.get("saves", 0)))
         if row["what"] == "restored" and not work:
             restored, replayed = int(row["step"]), int(row.get("replayed_steps", 0))
-        elif row["what"] in ("step", "save", "end") and row.get("step") is not None:
-            if work and int(row["step"]) < work[-1][0]:
-                continue  # somebody went back within one life; the next line that is further on counts
-            work.append((int(row["step"]), float(row.get("productive_seconds", 0.0))))
-        elif row["what"] == "durable":
-            durable.append(float(row["durable_seconds"]))
+        if row["what"] == "durable":
             size_bytes = int(row.get("size_bytes", size_bytes))
+        step = row.get("reached_step" if row["what"] == "durable" else "step")
+        # Lines of steps before the last one are of a job that went back within one life: the next one beyond it counts.
+        if row["what"] in ("step", "save", "end", "durable") and step is not None and (not work or step >= work[-1][0]):
+            work.append((int(step), float(row.get("productive_seconds", 0.0))))
     first_step = first.get("step")
     if first_step is None and work:
         first_step = work[0][0]
@@ -164,16 +182,46 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     spent = {**totals, "other": max(0.0, ended_at - began_at - sum(totals.values()))}
     return Start(
         began_at, ended_at, int(first.get("world_size", 1)), restored, first_step,
-        work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(durable), tuple(work), replayed,
+        work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(made), tuple(work), replayed,
+        drain if isinstance(drain := first.get("drain"), bool) else None, first.get("replicas"),
+        first.get("gradient_log") is True, _is_save_first(first, made),
     )  # fmt: skip
+
+
+def _note_save(made: list[Save], row: Line) -> None:
+    """Add the save of a line to ``made``. The line of its call, or of its commit, may be missing."""
+    if row.get("step") is None:
+        return
+    step, at = int(row["step"]), float(row["at"])
+    if row["what"] == "save":
+        made.append(Save(step, float(row.get("save_at", at)), is_sent=row.get("is_sent") is not False))
+    elif row["what"] == "durable":
+        seconds, is_direct_put = float(row["durable_seconds"]), row.get("is_direct_put") is True
+        for place, one in reversed(list(enumerate(made))):
+            if one.step == step and one.local_seconds is None:
+                # Older releases recorded the time of staging, after the call.
+                begun_at = one.at if "is_direct_put" in row else min(one.at, at - seconds)
+                made[place] = replace(one, at=begun_at, local_seconds=seconds, is_direct_put=is_direct_put)
+                return
+        made.append(Save(step, at - seconds, seconds, is_direct_put=is_direct_put))
+
+
+def _is_save_first(first: Line, made: Sequence[Save]) -> bool:
+    """True for a loop that calls only ``save``. Older releases recorded no first call: there the step of the first save
+    is also the first step."""
+    if "begins_with" in first:
+        return bool(first["begins_with"] == "save")
+    return bool(made) and bool(first.get("step") == made[0].step)
 
 
 @dataclass
 class _Kept:
     """Work that stands: steps in order, and the seconds of work up to each."""
 
-    steps: list[int] = field(default_factory=lambda: [0])
+    steps: list[int]
     seconds: list[float] = field(default_factory=lambda: [0.0])
+    saved: list[int] = field(default_factory=list)
+    """The steps that a checkpoint has, or a gradient log, in order."""
 
     def at(self, step: int) -> float:
         """Seconds of work up to ``step``, between two known steps in proportion."""
@@ -194,9 +242,10 @@ class _Kept:
         if not self.steps or self.steps[-1] < step:
             self.steps.append(step)
             self.seconds.append(stays)
+        self.saved = [one for one in self.saved if one < step] + [step]  # a start resumed from it
         return lost
 
-    def add(self, work: Iterable[tuple[int, float]]) -> None:
+    def add(self, work: Iterable[tuple[int, float]], saved: Iterable[int]) -> None:
         base = self.seconds[-1]
         for step, productive in work:
             if step > self.steps[-1]:
@@ -204,10 +253,14 @@ class _Kept:
                 self.seconds.append(base + productive)
             else:
                 self.seconds[-1] = max(self.seconds[-1], base + productive)
+        self.saved = sorted({*self.saved, *(step for step in saved if step <= self.steps[-1])})
 
 
-def analyse(starts: Iterable[Start]) -> Goodput:
+def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
     """Put the starts of one job together.
+
+    Args:
+        commits: the recorded commits on the shared tier; the agent makes some of them after a job was killed.
 
     Raises:
         ConfigError: there is no start, or none that took any time.
@@ -215,43 +268,55 @@ def analyse(starts: Iterable[Start]) -> Goodput:
     ordered = sorted(starts, key=lambda one: one.began_at)
     if not ordered or ordered[-1].ended_at <= ordered[0].began_at:
         raise ConfigError("there is no record of any training", hint="Records begin with the first `Checkpointer`")
-    kept = _Kept()
+    origin = _origin(ordered[0], ())
+    kept = _Kept([origin], saved=[origin])
+    drained = commits_of(ordered, commits, "shared")
     failures: list[Failure] = []
     lost_of: list[float] = []
     for place, start in enumerate(ordered):
         if place:
             before = ordered[place - 1]
             last = kept.steps[-1]
-            origin = last if start.did_nothing else _origin(start)
-            lost = kept.back_to(origin)
+            resumed = last if start.did_nothing else _origin(start, kept.saved)
+            lost = 0.0 if start.did_nothing else kept.back_to(resumed)
             lost_of[-1] = lost
             if not before.is_planned_end or lost > 0:
                 away = max(0.0, start.began_at - before.ended_at) + _restart(start)
-                failures.append(Failure(before.ended_at, last, start.restored_step, lost, max(0, last - origin), away))
-        kept.add(start.work)
+                failures.append(Failure(before.ended_at, last, start.restored_step, lost, max(0, last - resumed), away))
+        steps = [one.step for n, one in enumerate(start.made) if one.local_seconds is not None or (place, n) in drained]
+        kept.add(start.work, [kept.steps[-1], *(step for step, _ in start.work)] if start.has_gradient_log else steps)
         lost_of.append(0.0)
-    return _summed(ordered, kept, failures, lost_of)
+    return _summed(ordered, origin, kept, failures, lost_of)
 
 
-def _origin(start: Start) -> int:
-    """The step that a start went on from."""
+def _origin(start: Start, saved: Sequence[int]) -> int:
+    """The step that a start went on from. ``saved``: those that a checkpoint had then."""
     if start.restored_step is not None:
         return start.restored_step
-    return max(0, start.first_step - 1) if start.first_step is not None else 0
+    if start.first_step is None:
+        return 0
+    if start.begins_with_save:  # a loop that calls nothing but ``save``, every so many steps
+        return max((step for step in saved if step < start.first_step), default=0)
+    return start.first_step - 1
 
 
 def _restart(start: Start) -> float:
     return start.spent["starting"] + start.spent["loading"] + start.spent["warming"]
 
 
-def _summed(starts: Sequence[Start], kept: _Kept, failures: Sequence[Failure], lost_of: Sequence[float]) -> Goodput:
+def _summed(
+    starts: Sequence[Start], origin: int, kept: _Kept, failures: Sequence[Failure], lost_of: Sequence[float]
+) -> Goodput:
     wall = starts[-1].ended_at - starts[0].began_at
     down = sum(max(0.0, b.began_at - a.ended_at) for a, b in pairwise(starts))
     total = {name: sum(start.spent[name] for start in starts) for name in (*TOTALS, "other")}
-    kept_seconds = kept.seconds[-1]
-    lost = max(0.0, total["productive"] - kept_seconds)
+    stays = kept.steps[-1] if starts[-1].is_planned_end else kept.saved[-1]
+    kept_seconds = kept.at(stays)
+    unsaved_seconds = kept.seconds[-1] - kept_seconds
+    lost = max(0.0, total["productive"] - kept.seconds[-1])
     spent: dict[What, float] = {
         "kept": kept_seconds,
+        "unsaved": unsaved_seconds,
         "lost": lost,
         "blocked": total["blocked"],
         "down": down,
@@ -261,28 +326,33 @@ def _summed(starts: Sequence[Start], kept: _Kept, failures: Sequence[Failure], l
         "other": total["other"],
     }
     saves = sum(start.saves for start in starts)
-    durable = [seconds for start in starts for seconds in start.durable_seconds]
+    durable = [one.local_seconds for start in starts for one in start.made if one.local_seconds is not None]
     interval = total["productive"] / saves if saves else None
     blocked = total["blocked"] / saves if saves else None
     mtbf = wall / len(failures) if failures else None
     restart = sum(one.away_seconds for one in failures) / len(failures) if failures else None
     latency = sum(durable) / len(durable) if durable else None
     expected = _expected(interval, blocked, mtbf, restart, latency)
-    steps = max(0, kept.steps[-1] - _origin(starts[0]))
+    steps, unsaved = stays - origin, kept.steps[-1] - stays
+    lost_steps = sum(one.lost_steps for one in failures)
     return Goodput(
         ettr=kept_seconds / wall,
         goodput=kept_seconds / max(wall - down, 1e-9),
         wall_seconds=wall,
         kept_seconds=kept_seconds,
         kept_steps=steps,
+        unsaved_steps=unsaved,
+        lost_steps=lost_steps,
+        after_save_steps=kept.steps[-1] - kept.saved[-1],
+        trained_steps=steps + unsaved + lost_steps,
         spent=spent,
         failures=tuple(failures),
         starts=tuple(starts),
-        stretches=tuple(_stretches(starts, lost_of)),
+        stretches=tuple(_stretches(starts, lost_of, unsaved_seconds)),
         saves=saves,
         interval_seconds=interval,
         blocked_seconds=blocked,
-        durable_seconds=latency,
+        local_commit_seconds=latency,
         mtbf_seconds=mtbf,
         restart_seconds=restart,
         expected_ettr=expected,
@@ -302,10 +372,14 @@ def _expected(
     return ettr.exact(interval, blocked, mtbf, restart or 0.0, latency or 0.0)
 
 
-def _stretches(starts: Sequence[Start], lost_of: Sequence[float]) -> Iterable[Stretch]:
-    """The timeline: of each start the time before training, the training kept, and the training lost."""
+def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_seconds: float) -> Iterable[Stretch]:
+    """The timeline: of each start the time before training, the training kept, and the training lost or not saved."""
     previous: float | None = None
-    for start, lost in zip(starts, lost_of, strict=True):
+    last = max((place for place, start in enumerate(starts) if start.work), default=-1)
+    for place, (start, lost) in enumerate(zip(starts, lost_of, strict=True)):
+        gone: What = "lost"
+        if place == last and unsaved_seconds > 0:
+            gone, lost = "unsaved", unsaved_seconds
         if previous is not None and start.began_at > previous:
             yield Stretch("down", previous, start.began_at)
         at = start.began_at
@@ -319,7 +393,7 @@ def _stretches(starts: Sequence[Start], lost_of: Sequence[float]) -> Iterable[St
         if turn > at:
             yield Stretch("kept", at, turn)
         if start.ended_at > turn:
-            yield Stretch("lost", turn, start.ended_at)
+            yield Stretch(gone, turn, start.ended_at)
         previous = start.ended_at
 
 
@@ -333,7 +407,7 @@ def _is_line(line: Line) -> bool:
 
 def _has_numbers(line: Line) -> bool:
     numbers = [value for name, value in line.items() if name.endswith(("_seconds", "_at")) or name in NUMBERS]
-    step = line.get("step")
+    steps = [step for name in ("step", "reached_step") if (step := line.get(name)) is not None]
     return all(
         isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15 for value in numbers
-    ) and (step is None or (isinstance(step, int) and not isinstance(step, bool)))
+    ) and all(isinstance(step, int) and not isinstance(step, bool) for step in steps)

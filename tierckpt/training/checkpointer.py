@@ -181,7 +181,8 @@ class Checkpointer:
         self._saves, self._closed = 0, False
         self._is_blind = False
         """The last listing failed: existing checkpoints are unknown, and none is replaced."""
-        self._ledger = RunLog(self.location, self.settings, is_on=not is_distributed() or dist.get_rank() == 0)
+        is_first = not is_distributed() or dist.get_rank() == 0
+        self._ledger = RunLog(self.location, self.settings, is_on=is_first, has_gradient_log=bool(gradient_log))
         self._branch = RunBranch(self.location, self._job, self.settings)
         self._pruning = BackgroundPruning(self._keep, self._branch, self._ledger, self.stats, self.settings)
         self._looked_at = 0.0
@@ -276,7 +277,7 @@ class Checkpointer:
         """
         self._check_open()
         step, begun = states.check_step(step), time.monotonic()
-        self._ledger.stepped(step)
+        self._ledger.stepped(step, is_save=True)
         self._step_log.stepped(step, state)
         try:
             return self._begin(step, state, is_asked=True)
@@ -343,7 +344,7 @@ class Checkpointer:
             self._unsaved.saved()
             self._step_log.based(record.base, step, state, failure)
         self._note(record)
-        self._ledger.saved(step)
+        self._ledger.saved(step, record.age_seconds, is_sent=record.is_sent)
         self._saves += 1
         name = f"tierckpt/{self._job}"
         exchange = Exchange(
@@ -379,7 +380,9 @@ class Checkpointer:
         job.write(lambda: self._wait_shared(job.record, self.timeout_seconds))
         record = job.record
         record.local_commit_seconds = time.monotonic() - job.begun
-        self._ledger.durable(record.step, record.local_commit_seconds, record.size_bytes)
+        self._ledger.durable(
+            record.step, record.local_commit_seconds, record.size_bytes, is_direct_put=record.is_direct_put
+        )
         self._step_log.committed(record.step, record.size_bytes)
         # A store that hangs must hold up neither this save's future nor the saves behind it.
         self._pruning.start()

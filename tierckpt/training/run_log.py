@@ -53,8 +53,10 @@ PROGRESS = ("step", "save", "durable")
 class RunLog:
     """The records of one Checkpointer. Thread-safe. ``is_on`` False: it writes nothing (other ranks)."""
 
-    def __init__(self, location: Location, settings: Settings, *, is_on: bool = True) -> None:
-        self._settings, self._location = settings, location
+    def __init__(
+        self, location: Location, settings: Settings, *, is_on: bool = True, has_gradient_log: bool = False
+    ) -> None:
+        self._settings, self._location, self._has_gradient_log = settings, location, has_gradient_log
         self._lock = threading.Condition()
         self._totals = dict.fromkeys(("productive", "blocked", "starting", "loading", "warming"), 0.0)
         self._saves = 0
@@ -96,17 +98,20 @@ class RunLog:
                 self._step = step
                 self._write("restored", step=step, replayed_steps=replayed_steps)
 
-    def stepped(self, step: int) -> None:
-        """Training has come to ``step``: what has passed since the last call was work."""
+    def stepped(self, step: int, *, is_save: bool = False) -> None:
+        """Training has come to ``step``: what has passed since the last call was work.
+
+        ``is_save``: the loop called ``save``, perhaps without a call for each step before.
+        """
         with self._lock:
             self._step = step if self._step is None else self._step
-            self._begin(0.0)
+            self._begin(0.0, begins_with="save" if is_save else "step")
             self._trains = True
             now = time.monotonic()
             if self._mark is not None:
                 self._count(now - self._mark)
             self._mark, self._step = None, step
-            if now - self._written_at >= LINE_SECONDS:
+            if now - self._written_at >= LINE_SECONDS or self._thread is None:  # the first step of this start
                 self._write("step")
             else:
                 self._write_tail()
@@ -117,20 +122,28 @@ class RunLog:
             self._totals["blocked"] += blocked_seconds
             self._mark = time.monotonic()
 
-    def saved(self, step: int) -> None:
-        """A save of ``step`` has begun: it is staged."""
+    def saved(self, step: int, age_seconds: float, *, is_sent: bool = True) -> None:
+        """The save of ``step``, called ``age_seconds`` ago, is staged. ``is_sent``: it will be drained."""
         with self._lock:
             self._begin(0.0)
             self._trains = True
             self._saves += 1
             self._step = step
-            self._write("save")
+            self._write("save", save_at=round(time.time() - age_seconds, 3), is_sent=is_sent)
 
-    def durable(self, step: int, seconds: float, size_bytes: int) -> None:
-        """The save of ``step`` is committed on the local tier, after ``seconds``."""
+    def durable(self, step: int, seconds: float, size_bytes: int, *, is_direct_put: bool = False) -> None:
+        """The save of ``step`` is committed, after ``seconds``: on the local tier, or (``is_direct_put``) on the shared
+        one alone."""
         with self._lock:
             if self._has_begun:
-                self._write("durable", step=step, durable_seconds=round(seconds, 6), size_bytes=size_bytes)
+                self._write(
+                    "durable",
+                    step=step,
+                    durable_seconds=round(seconds, 6),
+                    size_bytes=size_bytes,
+                    is_direct_put=is_direct_put,
+                    reached_step=self._step,  # this line takes the place of the tail, which had it
+                )
         if self._flush(LAST_SEND_SECONDS):
             _make_durable(self._path)  # here, where no step waits for it
         self.send()
@@ -177,7 +190,7 @@ class RunLog:
 
     # --- keeping it --------------------------------------------------------------------------------------------
 
-    def _begin(self, loading_seconds: float) -> None:
+    def _begin(self, loading_seconds: float, begins_with: str = "restore") -> None:
         """The first thing that happens: until here the process was starting."""
         if self._has_begun:
             return
@@ -193,6 +206,10 @@ class RunLog:
             "start",
             process_at=round(self._process_at, 3),
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            begins_with=begins_with,
+            drain=self._settings.drain,
+            replicas=self._settings.replicas,
+            gradient_log=self._has_gradient_log,
             **identity(),
         )
 
@@ -235,9 +252,15 @@ class RunLog:
             self._tell()
 
     def _thin(self) -> None:
-        """L2: leave out every second line of progress, in a file that takes the place of the old one at once."""
-        progress = [n for n, text in enumerate(self._lines[:-1]) if json.loads(text)["what"] in PROGRESS]
-        gone = set(progress[1::2])
+        """L2: leave out every second line of progress, in a file that takes the place of the old one at once.
+
+        Those of saves go last, since each tells of one checkpoint; the newest durable one stays.
+        """
+        whats = [json.loads(text)["what"] for text in self._lines]
+        newest = max((n for n, what in enumerate(whats) if what == "durable"), default=-1)
+        gone = set([n for n, what in enumerate(whats[:-1]) if what == "step"][1::2])
+        if len(self._lines) - len(gone) > LINES_MAX * 3 // 4:
+            gone = set([n for n, what in enumerate(whats[:-1]) if what in PROGRESS and n != newest][1::2])
         self._lines = [text for n, text in enumerate(self._lines) if n not in gone]
         self._thinned += 1
 

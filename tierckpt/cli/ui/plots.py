@@ -45,6 +45,7 @@ PARTS = {
 
 STRETCHES = {
     "kept": ("kept", "#1f9e6e"),
+    "unsaved": ("not saved yet", "#b5c94c"),
     "lost": ("lost by a failure", "#c23b3b"),
     "down": ("no process", "#ffffff"),
     "starting": ("starting", "#9c9c9c"),

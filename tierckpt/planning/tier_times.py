@@ -1,0 +1,228 @@
+"""How long the saves of a run took to reach each tier, from the records of its processes. Pure.
+
+A save begins with the call of ``save`` (clock of rank 0) and reaches a tier at the commit there: on the local tier by
+the same clock, on the others by the clock of the node that recorded it, or of the store. A difference of clocks that
+would make a time negative leaves it unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+Line: TypeAlias = Mapping[str, Any]
+
+CLOCK_SECONDS = 1.5
+"""A store has whole seconds: a commit up to this much before its save counts as 0 s."""
+ROUNDING_SECONDS = 0.01
+TRIMMED = "trimmed"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save, as its start recorded it. ``local_seconds`` None: no commit on the local tier is recorded."""
+
+    step: int
+    at: float
+    local_seconds: float | None = None
+    is_sent: bool = True
+    is_direct_put: bool = False
+    """It went to the shared tier without a local copy."""
+
+
+class Life(Protocol):
+    """The part of a ``Start`` needed here. ``drain`` and ``replicas`` are None in records of older releases."""
+
+    @property
+    def made(self) -> Sequence[Save]: ...
+    @property
+    def saves(self) -> int: ...
+    @property
+    def end(self) -> str: ...
+    @property
+    def drain(self) -> bool | None: ...
+    @property
+    def replicas(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Facts that the reporting process knows besides the records.
+
+    Attributes:
+        is_here: the newest start ran on this node, so that its journal has all that is still to be drained.
+        to_drain: steps in the journal of this node.
+        is_asked: the shared tier has told which steps it has.
+    """
+
+    is_here: bool = False
+    to_drain: frozenset[int] = frozenset()
+    is_asked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TierTimes:
+    """The saves of a run on one tier. Seconds count from the call of ``save``; None without a time.
+
+    Attributes:
+        is_used: False when the run was not set up for the tier; None when its records do not say.
+        untimed: of ``reached``, how many at a time that nothing recorded, or that the clocks contradict.
+        waiting_steps: not there yet.
+        skipped_steps: they will not get there: failed, replaced by a later save of the step, kept on the SSD by the
+            interval, skipped for a newer one, or forgotten.
+        unknown_steps: neither the records nor the tier tell.
+        unlisted: saves of long runs without a record of their own; no other number counts them.
+    """
+
+    tier: str
+    is_used: bool | None
+    reached: int
+    untimed: int
+    median_seconds: float | None
+    p90_seconds: float | None
+    maximum_seconds: float | None
+    waiting_steps: tuple[int, ...]
+    oldest_waiting_seconds: float | None
+    skipped_steps: tuple[int, ...]
+    unknown_steps: tuple[int, ...]
+    unlisted: int
+
+    @property
+    def saves(self) -> int:
+        return self.reached + len(self.waiting_steps) + len(self.skipped_steps) + len(self.unknown_steps)
+
+
+Key: TypeAlias = tuple[int, int]
+"""Which start, and which of its saves."""
+
+
+def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> dict[Key, float | None]:
+    """Return when each save reached ``tier`` (Unix seconds), None for one that did at a time that is not recorded.
+
+    The manifest of a save was created after the call of ``save`` and before the next call for that step, by the same
+    clock: this distinguishes two saves of one step.
+    """
+    by_step: dict[int, list[tuple[float, Key]]] = {}
+    for key, save in _keyed(starts):
+        by_step.setdefault(save.step, []).append((save.at, key))
+    found: dict[Key, float | None] = {}
+    for line in commits:
+        step, created_at = line.get("step"), _number(line.get("created_at"))
+        if line.get("what") != tier or not isinstance(step, int) or created_at is None:
+            continue
+        before = [one for one in by_step.get(step, ()) if one[0] <= created_at + ROUNDING_SECONDS]
+        if not before:
+            continue
+        key, at = max(before)[1], _number(line.get("at"))
+        known = found.get(key)
+        found[key] = at if known is None else known if at is None else min(at, known)
+    return found
+
+
+def tier_times(starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> tuple[TierTimes, ...]:
+    """Return the times of the local, the peer and the shared tier. ``now``: Unix seconds, for ages.
+
+    ``starts`` in order; ``commits``: lines of ``checkpoint/commit_times.py``, and of the commits that the shared tier
+    shows now.
+    """
+    return _Tiers(starts, commits, seen, now).times()
+
+
+class _Tiers:
+    def __init__(self, starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> None:
+        self._starts, self._seen, self._now = starts, seen, now
+        self._saves = list(_keyed(starts))
+        self._shared, self._peers = commits_of(starts, commits, "shared"), commits_of(starts, commits, "peer")
+        self._newest_at = max((save.at for _, save in self._saves if save.local_seconds is not None), default=-math.inf)
+        committed = [(key, save) for key, save in self._saves if save.local_seconds is not None or key in self._shared]
+        self._last_of_step = {save.step: key for key, save in committed}
+        trimmed = any(line.get("what") == TRIMMED for line in commits)
+        shared = [_number(line.get("created_at")) for line in commits if line.get("what") == "shared"]
+        created = [at for at in shared if at is not None]
+        self._recorded_from = min(created, default=-math.inf) if trimmed else -math.inf
+
+    def times(self) -> tuple[TierTimes, ...]:
+        local = {key: save.at + save.local_seconds for key, save in self._saves if save.local_seconds is not None}
+        on_ssd = [(key, save) for key, save in self._saves if not save.is_direct_put]
+        copies = [None if start.replicas is None else start.replicas > 1 for start in self._starts]
+        drains = [start.drain for start in self._starts]
+        return (
+            self._of("local", True, on_ssd, local, self._on_local),
+            self._of("peer", _is_used(copies, self._peers), on_ssd, self._peers, self._on_peers),
+            self._of("shared", _is_used(drains, self._shared), self._saves, self._shared, self._on_shared),
+        )
+
+    def _on_local(self, key: Key, save: Save) -> str:
+        """Saves are written one after another: an uncommitted save before a committed one has failed."""
+        start, later = self._starts[key[0]], self._starts[key[0]].made[key[1] + 1 :]
+        is_over = key[0] + 1 < len(self._starts) or start.end or any(one.local_seconds is not None for one in later)
+        return "skipped" if is_over else "waiting"
+
+    def _on_peers(self, key: Key, save: Save) -> str:
+        replicas = self._starts[key[0]].replicas
+        if save.local_seconds is None or save.at < self._newest_at or replicas == 1:
+            return "skipped"  # peers copy the newest checkpoint of a run
+        return "waiting" if replicas and self._seen.is_here else "unknown"
+
+    def _on_shared(self, key: Key, save: Save) -> str:
+        drain, last = self._starts[key[0]].drain, self._last_of_step.get(save.step, key)
+        if last == key and save.step in self._seen.to_drain:
+            return "waiting"
+        if last > key or not save.is_sent or drain is False:
+            return "skipped"
+        if save.local_seconds is None:
+            return self._on_local(key, save)
+        if drain is None or not self._seen.is_asked or save.at < self._recorded_from:
+            return "unknown"
+        return "skipped" if self._seen.is_here else "waiting"
+
+    def _of(
+        self,
+        tier: str,
+        is_used: bool | None,
+        saves: Sequence[tuple[Key, Save]],
+        reached: Mapping[Key, float | None],
+        state_of: Callable[[Key, Save], str],
+    ) -> TierTimes:
+        known = {key: save for key, save in saves if key in reached}
+        took = [at - save.at for key, save in known.items() if (at := reached[key]) is not None]
+        seconds = sorted(max(0.0, one) for one in took if one >= -CLOCK_SECONDS)
+        states: dict[str, list[Save]] = {"waiting": [], "skipped": [], "unknown": []}
+        for key, save in saves if is_used is not False else ():
+            if key not in reached:
+                states[state_of(key, save)].append(save)
+        waiting, skipped, unknown = (sorted({save.step for save in states[name]}) for name in states)
+        return TierTimes(
+            tier=tier,
+            is_used=is_used,
+            reached=len(known),
+            untimed=len(known) - len(seconds),
+            median_seconds=statistics.median(seconds) if seconds else None,
+            p90_seconds=seconds[math.ceil(0.9 * len(seconds)) - 1] if seconds else None,
+            maximum_seconds=seconds[-1] if seconds else None,
+            waiting_steps=tuple(waiting),
+            oldest_waiting_seconds=max((max(0.0, self._now - save.at) for save in states["waiting"]), default=None),
+            skipped_steps=tuple(skipped),
+            unknown_steps=tuple(unknown),
+            unlisted=sum(max(0, start.saves - len(start.made)) for start in self._starts),
+        )
+
+
+def _is_used(told: Sequence[bool | None], reached: Mapping[Key, float | None]) -> bool | None:
+    if any(told) or reached:
+        return True
+    return None if None in told else False
+
+
+def _keyed(starts: Sequence[Life]) -> Iterator[tuple[Key, Save]]:
+    for place, start in enumerate(starts):
+        for number, save in enumerate(start.made):
+            yield (place, number), save
+
+
+def _number(value: Any) -> float | None:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
+    return float(value) if is_one else None
