@@ -6,10 +6,13 @@ Agents here are real processes with local roots of their own; nothing is on shar
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,7 @@ from tests.services import HttpServer
 from tests.states import load, same, save, small_state, zeros_like
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.retention import Policy, Rule
+from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import close_all, get_client
 from tierckpt.format.layout import parse_uri
 
@@ -199,3 +203,35 @@ def test_retention_keeps_the_newest_step_that_a_peer_has_whole(fleet: Fleet, tmp
         nodes[1].start()
         all_copied(nodes, f"{uri}/step-2", 0)
         nodes.until(lambda: steps_after_prune(nodes[0]) == ["step-2"], "the older step to be let go")
+
+
+def test_the_report_has_the_time_at_which_a_step_was_on_all_its_holders(
+    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save while no other node is there is on none until it comes back; the older of two is passed over."""
+    uri, away_seconds = str(tmp_path / "shared" / "run"), 4.0
+
+    def report(node: Node) -> dict[str, Any]:
+        capsys.readouterr()
+        assert cli(["report", uri, "--json", "--local-root", str(node.root)]) == 0
+        return json.loads(capsys.readouterr().out)["tiers"]["peer"]  # type: ignore[no-any-return]
+
+    with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
+        nodes[1].kill()
+        with tierckpt.Checkpointer(uri, settings=nodes[0].settings) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, small_state(step)).result(60)
+            began = time.time()
+            close_to = report(nodes[0])
+            assert (close_to["is_used"], close_to["reached"], close_to["waiting_steps"]) == (True, 0, [2])
+            assert 0 < close_to["oldest_waiting_seconds"] < 30
+            time.sleep(away_seconds)
+            nodes[1].start()
+            all_copied(nodes, f"{uri}/step-2", 0)
+            nodes.until(lambda: report(nodes[0])["reached"] == 1, "the record")
+        took = time.time() - began
+        found = report(nodes[0])
+        assert (found["saves"], found["skipped_steps"], found["waiting_steps"]) == (2, [1], [])
+        assert away_seconds <= found["maximum_seconds"] <= took + 1
+        shutil.rmtree(nodes[0].directory(f"{uri}/step-2"))  # evicted, with its mark
+        assert report(nodes[0]) == found

@@ -20,13 +20,14 @@ import torch
 import tierckpt
 from tests.fault.nursery import Nursery
 from tierckpt import Checkpointer
+from tierckpt.cli import report as report_view
 from tierckpt.cli.ui.app import run
 from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
 from tierckpt.training import run_log
 
 STEP_SECONDS = 0.04
 """Long beside what a step waits for a processor of a busy machine."""
-PHASES = {"kept", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
+PHASES = {"kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,60 @@ def test_a_killed_run_tells_where_its_time_went(
     assert after["starts"][1] == found["starts"][1]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_lost_steps_are_those_that_are_repeated_whatever_the_number_of_ranks(
+    nursery: Nursery, tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed twice at the same step with two ranks, then finished by one."""
+    folder, options = tmp_path / "job", {"uri": file_uri, "interval": 10, "step_seconds": 0.01}
+
+    def killed_at_25(start: int) -> dict[str, Any]:
+        job = nursery.start("train", folder, 2, start=start, hold_at=25, **options)
+        seen, deadline = folder / f"seen-{start:03d}-0", time.monotonic() + 90
+        while not (seen.exists() and seen.read_text().splitlines()[-1:] == ["25 "]):
+            assert time.monotonic() < deadline, job.output()[-3000:]
+            time.sleep(0.05)
+        while (found := report(capsys, file_uri))["tiers"]["shared"]["reached"] < 2:  # steps 10 and 20
+            assert time.monotonic() < deadline
+        job.kill()
+        return found
+
+    found = killed_at_25(0)
+    assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [20, 5, 0, 25]
+    capsys.readouterr()
+    assert run(["report", file_uri]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "20 of 25 steps" in shown and "5 steps after the newest save" in shown
+    found = killed_at_25(1)
+    assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [20, 5, 5, 30]
+    job = nursery.start("train", folder, 1, start=2, steps=43, **options)
+    assert job.codes(60) == [0], job.output()[-3000:]
+    found = report(capsys, file_uri)
+    assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [43, 0, 10, 53]
+    assert [start["world_size"] for start in found["starts"]] == [2, 2, 1]
+    assert [failure["lost_steps"] for failure in found["failures"]] == [5, 5]
+    assert (found["tiers"]["local"]["reached"], found["tiers"]["shared"]["reached"]) == (5, 5)  # the last on leaving
+    assert (found["tiers"]["shared"]["waiting_steps"], found["tiers"]["shared"]["untimed"]) == ([], 0)
+
+
+def test_a_loop_that_calls_save_alone_keeps_all_of_its_steps(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(file_uri) as checkpointer:
+        for step in range(10, 101, 10):
+            checkpointer.save(step, {"w": torch.zeros(3)})
+    found = report(capsys, file_uri)
+    assert (found["kept_steps"], found["trained_steps"], found["lost_steps"]) == (100, 100, 0)
+    assert run(["report", file_uri]) == 0
+    shown = capsys.readouterr().out
+    assert "100 of 100 steps" in shown
+    tiers, cells = found["tiers"], [line.split() for line in shown.splitlines()]
+    for name, tier in (("local SSD", "local"), ("shared storage", "shared")):  # the text has what --json has
+        row = next(cell for cell in cells if cell[:2] == name.split())
+        assert row[2:5] == ["10", "of", "10"] and row[-2:] == ["0", "-"]
+        values = [tiers[tier][f"{what}_seconds"] for what in ("median", "p90", "maximum")]
+        assert row[5:-2] == [word for value in values for word in report_view._short(value).split()]  # private
+
+
 def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
     assert run(["report", uri, "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
@@ -112,11 +167,11 @@ def test_a_run_without_records_is_a_sentence(file_uri: str, capsys: pytest.Captu
 def test_who_only_reads_a_run_leaves_no_record(file_uri: str, local_root: Path) -> None:
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(3)})
-    before = sorted(Path(file_uri, HISTORY_DIR).iterdir())
+    before = sorted(Path(file_uri, HISTORY_DIR).glob("*.jsonl"))
     with Checkpointer(file_uri) as reader:
         assert reader.restore({"w": torch.zeros(3)}) == 1
-    assert sorted(Path(file_uri, HISTORY_DIR).iterdir()) == before
-    assert len(list((local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).iterdir())) == 1
+    assert sorted(Path(file_uri, HISTORY_DIR).glob("*.jsonl")) == before
+    assert len(list((local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl"))) == 1
 
 
 def test_records_change_nothing_about_the_checkpoints(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +211,7 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
                 raise OSError(28, "No space left on device")
 
             full.setattr(os, "pwrite", no_room)
-            checkpointer._ledger.saved(20)  # private: the disk is full for this line of the log alone
+            checkpointer._ledger.saved(20, 0.0)  # private: the disk is full for this line of the log alone
             checkpointer._ledger._flush(60)  # private: a thread writes it
         checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # training has not noticed
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
@@ -168,6 +223,7 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
 KILLED = """
 import os, sys, torch
 from tierckpt import Checkpointer
+from tierckpt.cli import report as report_view
 state = {"w": torch.zeros(10)}
 checkpointer = Checkpointer(sys.argv[1])
 start = checkpointer.restore(state) or 0

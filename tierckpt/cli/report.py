@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import groupby, pairwise
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..checkpoint.run_log_reader import Lines, read_history
+from ..checkpoint.journal import TO_DRAIN
+from ..checkpoint.run_log_reader import Lines, local_records, read_history, read_shared_commits
+from ..client import Client
 from ..errors import CheckpointNotFoundError, ConfigError
-from ..format.layout import Location
+from ..format.layout import Location, step_name, step_of
 from ..planning.goodput import Goodput, What, analyse, read_start
+from ..planning.tier_times import Seen, TierTimes, commits_of, tier_times
 from ..types import Json
 from .size import PlotOption
 from .ui.output import Report, facts, human_seconds, plain, table
@@ -20,8 +25,10 @@ from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, o
 
 WIDTH = 80
 STARTS_SHOWN = 12
+RANGES_SHOWN = 8
 LOOKS: Mapping[What, tuple[str, str, str]] = {
     "kept": ("█", "green", "training, kept"),
+    "unsaved": ("▓", "yellow", "training, not saved yet"),
     "lost": ("▒", "red", "training, lost by a failure"),
     "blocked": ("▪", "yellow", "blocked by saves"),
     "down": (" ", "default", "no process"),
@@ -38,18 +45,41 @@ def report(
     """Show what became of a run's time: ETTR, goodput, work lost by failure, where the time went.
 
     Measured by the Checkpointer of the run's processes. ETTR is training that was kept over all the time since the
-    first one began; goodput the same over the time in which there were processes.
+    first one began; goodput the same over the time in which there were processes. For each tier it shows the time until
+    saves were durable there, and the saves that are not durable there yet.
     """
     location = location_of(uri)
     with open_client(local_root) as client:
         history = client.run(read_history(client.mover.directory(location), client.mover.store(location)))
-    return _report(location, history, plot)
+        commits, seen = _commits(location, history, client)
+    return _report(location, history, commits, seen, plot)
 
 
-def _report(location: Location, history: dict[str, Lines], plot: object) -> Report:
+def _commits(location: Location, history: dict[str, Lines], client: Client) -> tuple[Lines, Seen]:
+    """The commits on other tiers: those recorded, and those that the shared tier shows of saves without a record."""
+    recorded = {name: start for name, lines in history.items() if (start := read_start(lines)) is not None}
+    starts = [recorded[name] for name in sorted(recorded)]
+    commits = [line for name, lines in history.items() if name not in recorded for line in lines]
+    known = commits_of(starts, commits, "shared")
+    saves = [((n, m), save.step) for n, start in enumerate(starts) for m, save in enumerate(start.made)]
+    names = {step_name(step) for key, step in saves if known.get(key) is None}
+    mover = client.mover
+    there = client.run(
+        read_shared_commits(lambda name: mover.store(location.child(name)), mover.store(location), names)
+    )
+    entries = [entry for entry in mover.journal.entries() if entry.state in TO_DRAIN]
+    steps = [step_of(entry.location.name) for entry in entries if entry.location.parent == location]
+    here = local_records(mover.directory(location))
+    seen = Seen(
+        max(recorded, default="") in here, frozenset(step for step in steps if step is not None), there is not None
+    )
+    return [*commits, *(there or [])], seen
+
+
+def _report(location: Location, history: dict[str, Lines], commits: Lines, seen: Seen, plot: object) -> Report:
     starts = [start for lines in history.values() if (start := read_start(lines)) is not None]
     try:
-        found = analyse(starts)
+        found = analyse(starts, commits)
     except ConfigError as error:
         raise CheckpointNotFoundError(
             f"{location.uri} has no records of training",
@@ -59,16 +89,21 @@ def _report(location: Location, history: dict[str, Lines], plot: object) -> Repo
         from .ui.plots import plot_goodput
 
         plot_goodput(plot, found)  # type: ignore[arg-type]
-    document: Json = {"uri": location.uri, **_document(found)} | ({"plot": str(plot)} if plot else {})
-    return Report(document, [facts(_summary(location, found)), _timeline(found), _spent(found), _failures(found)])
+    tiers = tier_times(found.starts, commits, seen, time.time())
+    document: Json = {"uri": location.uri, **_document(found, tiers)} | ({"plot": str(plot)} if plot else {})
+    view = [facts(_summary(location, found)), _timeline(found), _spent(found), *_tiers(tiers), _failures(found)]
+    return Report(document, view)
 
 
-def _document(found: Goodput) -> Json:
+def _document(found: Goodput, tiers: Sequence[TierTimes]) -> Json:
     document = asdict(found)
     document["starts"] = [
-        {name: value for name, value in start.items() if name not in ("work", "durable_seconds")}
-        for start in document["starts"]
+        {name: value for name, value in start.items() if name not in ("work", "made")} for start in document["starts"]
     ]
+    document["tiers"] = {
+        one.tier: {name: value for name, value in asdict(one).items() if name != "tier"} | {"saves": one.saves}
+        for one in tiers
+    }
     lost = [one.lost_seconds for one in found.failures]
     return document | {
         "lost_seconds_per_failure": sum(lost) / len(lost) if lost else None,
@@ -84,7 +119,7 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
         "from, to": f"{_day(first.began_at)} to {_day(last.ended_at)}, {human_seconds(found.wall_seconds)}",
         "ETTR": f"{found.ettr:.2%}" + (f" (by formula {found.expected_ettr:.2%})" if found.expected_ettr else ""),
         "goodput": f"{found.goodput:.2%} of the time with processes, {found.steps_per_hour:.0f} steps an hour",
-        "kept": f"{found.kept_steps} steps, {human_seconds(found.kept_seconds)} of training",
+        "kept": f"{found.kept_steps} of {found.trained_steps} steps, {_short(found.kept_seconds)} of training",
         "saves": _saves(found),
         "starts": f"{len(found.starts)}, {len(found.failures)} after a failure",
     }
@@ -94,6 +129,14 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
             f"{_short(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
             f"{_short(found.restart_seconds or 0)} until training went on"
         )
+    if found.unsaved_steps:
+        summary["not saved"] = (
+            f"{_steps(found.unsaved_steps)} after the newest save, {_short(found.spent['unsaved'])} of training: lost, "
+            "unless the job still runs and saves again"
+        )
+    elif found.after_save_steps:
+        count = _steps(found.after_save_steps)
+        summary["not saved"] = f"the last {count} of those kept: the job ended without a save of them"
     if found.replayed_steps:
         summary["not lost"] = f"{found.replayed_steps} steps that no checkpoint had: the gradient log had them"
     return summary
@@ -102,9 +145,69 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
 def _saves(found: Goodput) -> str:
     if not found.saves or found.interval_seconds is None:
         return "none"
-    durable = f", durable after {_short(found.durable_seconds)}" if found.durable_seconds is not None else ""
     blocked = _short(found.blocked_seconds or 0.0)
-    return f"{found.saves}, one every {_short(found.interval_seconds)} of training, each blocked {blocked}{durable}"
+    return f"{found.saves}, one every {_short(found.interval_seconds)} of training, each blocked {blocked}"
+
+
+TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
+
+
+def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
+    """For each tier the time from ``save`` to the commit there, and the saves that are not there."""
+    rows: list[Sequence[object]] = []
+    for one in tiers:
+        if one.is_used is False:
+            rows.append((TIERS[one.tier], "not set up", *5 * [None]))
+            continue
+        times = (one.median_seconds, one.p90_seconds, one.maximum_seconds)
+        if one.is_used is None:
+            rows.append((TIERS[one.tier], "not recorded", *5 * [None]))
+        else:
+            oldest = one.oldest_waiting_seconds
+            rows.append((
+                TIERS[one.tier],
+                f"{one.reached} of {one.saves}",
+                *("unknown" if one.reached and seconds is None else _maybe(seconds) for seconds in times),
+                len(one.waiting_steps),
+                _maybe(oldest),
+            ))  # fmt: skip
+    notes = [note for one in tiers if one.is_used for note in _tier_notes(one)]
+    if any(one.unlisted for one in tiers):
+        notes.append(f"saves without a record of their own, as the records of a start are bounded: {tiers[0].unlisted}")
+    shown: list[RenderableType] = [table("from_save_to_durable_on >saves >median >p90 >maximum >not_yet >oldest", rows)]
+    return [*shown, *(plain(note) for note in notes)]
+
+
+def _tier_notes(one: TierTimes) -> list[str]:
+    name = TIERS[one.tier]
+    notes = [
+        (one.waiting_steps, f"not yet on {name}"),
+        (one.unknown_steps, f"unknown whether on {name}"),
+        (one.skipped_steps, f"will not be on {name} (failed, replaced, forgotten, or not to be copied there)"),
+    ]
+    shown = [f"{text}: {_ranges(steps)}" for steps, text in notes if steps]
+    if one.untimed:
+        shown.append(f"on {name} at an unknown time: {one.untimed} (no record, or the clocks differ)")
+    return shown
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Steps at the usual distance as one range, the newest ``RANGES_SHOWN`` of them."""
+    parts = []
+    distance = min((after - step for step, after in pairwise(steps)), default=1)
+    for _, group in groupby(enumerate(steps), key=lambda item: item[1] - item[0] * distance):
+        run = [step for _, step in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
+    shown = f"{'step' if len(steps) == 1 else 'steps'} {', '.join(parts[-RANGES_SHOWN:])}"
+    return f"{len(steps)}, {'newest: ' if len(parts) > RANGES_SHOWN else ''}{shown}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
+def _maybe(seconds: float | None) -> str | None:
+    return None if seconds is None else _short(seconds)
 
 
 def _timeline(found: Goodput) -> Text:
