@@ -143,7 +143,7 @@ def test_a_loop_that_calls_save_alone_keeps_all_of_its_steps(file_uri: str, caps
         row = next(cell for cell in cells if cell[:2] == name.split())
         assert row[2:5] == ["10", "of", "10"] and row[-2:] == ["0", "-"]
         values = [tiers[tier][f"{what}_seconds"] for what in ("median", "p90", "maximum")]
-        assert row[5:-2] == [word for value in values for word in report_view._short(value).split()]  # private
+        assert row[5:-2] == [word for value in values for word in report_view.short_seconds(value).split()]
 
 
 def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:

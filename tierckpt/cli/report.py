@@ -119,20 +119,21 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
         "from, to": f"{_day(first.began_at)} to {_day(last.ended_at)}, {human_seconds(found.wall_seconds)}",
         "ETTR": f"{found.ettr:.2%}" + (f" (by formula {found.expected_ettr:.2%})" if found.expected_ettr else ""),
         "goodput": f"{found.goodput:.2%} of the time with processes, {found.steps_per_hour:.0f} steps an hour",
-        "kept": f"{found.kept_steps} of {found.trained_steps} steps, {_short(found.kept_seconds)} of training",
+        "kept": f"{found.kept_steps} of {found.trained_steps} steps, {short_seconds(found.kept_seconds)} of training",
         "saves": _saves(found),
         "starts": f"{len(found.starts)}, {len(found.failures)} after a failure",
     }
     if lost:
         steps = sum(one.lost_steps for one in found.failures) / len(lost)
         summary["lost by a failure"] = (
-            f"{_short(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
-            f"{_short(found.restart_seconds or 0)} until training went on"
+            f"{short_seconds(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
+            f"{short_seconds(found.restart_seconds or 0)} until training went on"
         )
     if found.unsaved_steps:
+        took = short_seconds(found.spent["unsaved"])
         summary["not saved"] = (
-            f"{_steps(found.unsaved_steps)} after the newest save, {_short(found.spent['unsaved'])} of training: lost, "
-            "unless the job still runs and saves again"
+            f"{_steps(found.unsaved_steps)} after the newest save, {took} of training: lost, unless the job still runs "
+            "and saves again"
         )
     elif found.after_save_steps:
         count = _steps(found.after_save_steps)
@@ -145,8 +146,8 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
 def _saves(found: Goodput) -> str:
     if not found.saves or found.interval_seconds is None:
         return "none"
-    blocked = _short(found.blocked_seconds or 0.0)
-    return f"{found.saves}, one every {_short(found.interval_seconds)} of training, each blocked {blocked}"
+    blocked = short_seconds(found.blocked_seconds or 0.0)
+    return f"{found.saves}, one every {short_seconds(found.interval_seconds)} of training, each blocked {blocked}"
 
 
 TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
@@ -207,7 +208,7 @@ def _steps(count: int) -> str:
 
 
 def _maybe(seconds: float | None) -> str | None:
-    return None if seconds is None else _short(seconds)
+    return None if seconds is None else short_seconds(seconds)
 
 
 def _timeline(found: Goodput) -> Text:
@@ -233,7 +234,7 @@ def _timeline(found: Goodput) -> Text:
 
 def _spent(found: Goodput) -> RenderableType:
     rows = [
-        (LOOKS[what][2], _short(seconds), f"{seconds / found.wall_seconds:.2%}")
+        (LOOKS[what][2], short_seconds(seconds), f"{seconds / found.wall_seconds:.2%}")
         for what, seconds in found.spent.items()
         if seconds > 0
     ]
@@ -248,8 +249,8 @@ def _failures(found: Goodput) -> RenderableType:
             one.last_step,
             one.restored_step,
             one.lost_steps,
-            _short(one.lost_seconds),
-            _short(one.away_seconds),
+            short_seconds(one.lost_seconds),
+            short_seconds(one.away_seconds),
         )
         for one in shown
     ]
@@ -262,5 +263,5 @@ def _day(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _short(seconds: float) -> str:
+def short_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 60 else human_seconds(seconds)
