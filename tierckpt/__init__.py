@@ -34,7 +34,6 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpointer": ".training.checkpointer",
-    "DataOrder": ".training.data_order",
     "MultiStepStager": ".replay.multi_step",
     "NearStorageOptimizer": ".near_storage.optimizer",
     "PerRank": ".training.codec.rank_state",
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.codec.rank_state import PerRank as PerRank
     from .training.codec.rank_state import RngState as RngState
-    from .training.data_order import DataOrder as DataOrder
     from .training.restore_state import load_model as load_model
 
 

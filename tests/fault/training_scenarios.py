@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tierckpt
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
-PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "tierckpt.training.data_order")
+PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer")
 
 
 def train(
@@ -43,23 +43,25 @@ def train(
     if metadata:
         preemption_notices.ADDRESSES["gcp"], preemption_notices.POLL_SECONDS = metadata, 0.05
     rank = dist.get_rank() if dist.is_initialized() else 0
-    order = tierckpt.DataOrder(
-        samples or 10**9, batch_size=batch_size, epochs=epochs if samples else None, shuffle=bool(samples)
-    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = torch.nn.Linear(elements, 1)
-    state: dict[str, Any] = {"model": model, "data": order, "step": 0}
+    state: dict[str, Any] = {"model": model, "step": 0, "position": 0}
+    end = samples * epochs or 10**12
     log = os.open(Path(folder) / f"seen-{start:03d}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, interval=interval, timeout_seconds=60, **options) as checkpointer:
         checkpointer.restore(state)
         if bug == "forget the place":
-            order.load_state_dict({**order.state_dict(), "position": 0})
+            state["position"] = 0
         step = state["step"]
-        for batch in order.over(order):
+        while state["position"] < end:
             step += 1
+            first = state["position"] + rank * batch_size
+            batch = [place % (samples or end) for place in range(first, min(first + batch_size, end))]
+            state["position"] += ranks * batch_size
             time.sleep(step_seconds)
             if dist.is_initialized():
                 dist.all_reduce(torch.ones(1))
-            os.write(log, f"{step} {','.join(map(str, batch))}\n".encode() if samples else f"{step} \n".encode())
+            os.write(log, f"{step} {','.join(map(str, batch)) if samples else ''}\n".encode())
             state["step"] = step
             checkpointer.step(step, state)
             while step == hold_at:

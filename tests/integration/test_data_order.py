@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +41,7 @@ def steps_seen(folder: Path) -> dict[int, list[int]]:
         life = by_life.setdefault(int(path.name.split("-")[1]), {})
         for line in path.read_text().splitlines():
             step, _, samples = line.partition(" ")
-            life.setdefault(int(step), []).extend(map(int, samples.split(",")))
+            life.setdefault(int(step), []).extend(map(int, samples.split(",")) if samples else ())
     seen: dict[int, list[int]] = {}
     for _, life in sorted(by_life.items()):
         seen = {step: samples for step, samples in seen.items() if step < min(life, default=10**9)} | life
@@ -91,3 +93,18 @@ def test_a_job_that_forgets_its_place_is_found(nursery: Nursery, tmp_path: Path)
     seen, fired = killed_and_finished(nursery, job, run, 1, when_committed=True, bug="forget the place")
     assert fired == 1
     assert seen != dict.fromkeys(range(SAMPLES), EPOCHS)
+
+
+def test_the_example_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata", reason="torchdata is not installed")
+    script = Path(__file__).parents[2] / "examples" / "stateful_dataloader.py"
+
+    def said(stop: int) -> list[str]:
+        command = [sys.executable, str(script), str(tmp_path / "run"), "--stop", str(stop)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        return done.stdout.splitlines()
+
+    assert said(20)[0] == "starting after batch 0"
+    first, last = said(64)
+    assert first == "starting after batch 20"
+    assert last == "64 batches, sum of their numbers 130816, of the dataset 130816", "each number once"

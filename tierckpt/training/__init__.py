@@ -2,7 +2,6 @@
 
 from .checkpointer import Checkpointer
 from .codec.rank_state import PerRank, RngState
-from .data_order import DataOrder
 from .saves import SaveRecord
 
-__all__ = ["Checkpointer", "DataOrder", "PerRank", "RngState", "SaveRecord"]
+__all__ = ["Checkpointer", "PerRank", "RngState", "SaveRecord"]
