@@ -33,6 +33,8 @@ from tierckpt.poll import Poll
 SEEN_SECONDS = 10.0
 REASON = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied here</Message></Error>"
 FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(REASON), REASON)
+QUOTA = b"<?xml version='1.0'?><Error><Code>QuotaExceeded</Code></Error>"  # as Ceph answers a PUT
+FULL = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(QUOTA), QUOTA)
 
 
 @contextlib.contextmanager
@@ -65,11 +67,16 @@ def forbidden(proxy: FaultProxy, bucket: str) -> None:
     proxy.answer = lambda verb, path, head: FORBIDDEN
 
 
+def full(proxy: FaultProxy, bucket: str) -> None:
+    proxy.answer = lambda verb, path, head: FULL if verb in ("PUT", "POST") else None
+
+
 CASES: dict[Callable[[FaultProxy, str], None], tuple[str, str]] = {
     reset: ("waiting for the store", "cannot be reached"),
     silent: ("waiting for the store", "has not answered for"),
     overloaded: ("waiting for the store", "503"),
     forbidden: ("refused", "was refused"),
+    full: ("refused", "full"),
 }
 """Fault: the state of the drains, and what the cause says."""
 
