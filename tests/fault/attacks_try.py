@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from tests.fault.attacks import CORPUS, Attack
 from tests.states import raises_ours
 from tierckpt import TierStorageReader
-from tierckpt.dcp.sealed import machine, objects
 from tierckpt.dcp.sealed import metadata as sealed
+from tierckpt.dcp.sealed import objects
+from tierckpt.format import pickle_machine as machine
 
 MEMORY_BYTES = 1 << 30
 """What an attempt may have beyond what the process has at its start."""

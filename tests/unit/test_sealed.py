@@ -45,9 +45,10 @@ from tierckpt import TierStorageReader, TierStorageWriter
 from tierckpt.config import Settings
 from tierckpt.dcp import metadata_pickle, sealed
 from tierckpt.dcp.metadata_pickle import encode
-from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, machine, metadata, objects
+from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, metadata, objects
 from tierckpt.dcp.stager import TierStager
 from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError, UnsafeCheckpointError
+from tierckpt.format import pickle_machine as machine
 from tierckpt.format.layout import local_dir, parse_uri
 
 SIZE = torch.Size

@@ -1,8 +1,8 @@
 """DCP's metadata as bytes: what stock DCP unpickles to the same objects, in as few opcodes as there can be.
 
-Whoever reads a checkpoint reads this first, alone, and one opcode after the other (``sealed/machine.py``). So what is
-equal is written once, and of what there is for each tensor an object is written as a call of its class, where a pickle
-has an empty object, a dict with the names of its fields, and their values.
+Whoever reads a checkpoint reads this first, alone, and one opcode after the other (``format/pickle_machine.py``). So
+what is equal is written once, and of what there is for each tensor an object is written as a call of its class, where a
+pickle has an empty object, a dict with the names of its fields, and their values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Reading a checkpoint without running it.
 
-machine    the part of the pickle language that ``.metadata`` is written in
 metadata   what may be said in it
 self_check the check of a save: could this process load its metadata?
 objects    the items: tensors and objects, as data

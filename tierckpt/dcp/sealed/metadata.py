@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...errors import UnsafeCheckpointError, UnsupportedTorchError
+from ...format import pickle_machine as machine
+from ...format.pickle_machine import Class, Function, Record, Refused
 from ...torch_internals import MemoryFormatEncoding, StorageInfo
 from ..frozen import index_of
 from ..gc_pause import gc_paused
-from . import machine
-from .machine import Class, Function, Record, Refused
 
 try:
     from ...torch_internals import OldMemoryFormatEncoding, OldTensorProperties

@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 import torch
 
 from ...errors import TierckptError, UnsafeCheckpointError
+from ...format import pickle_machine as machine
 from ...torch_internals import PyTorchFileReader
 from ..items.torch_save import save
-from . import machine
 
 SMALL_BYTES = 4096
 KNOWN_MAX = 4096

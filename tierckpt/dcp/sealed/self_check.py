@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ...format.pickle_machine import Refused
 from ..gc_pause import gc_paused
 from ..metadata_pickle import encode, renamed
-from .machine import Refused
 from .metadata import FIELDS, HAS_FURTHER, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
 
 _verified: tuple[dict[str, Any], Any, bytes] = {}, None, b""
