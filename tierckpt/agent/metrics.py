@@ -35,7 +35,8 @@ from ..format.layout import parse_uri, step_of
 from ..peer.membership import is_loopback
 from ..telemetry import Labels, Metric, logger
 from ..types import Json, Tier
-from .node_document import REFUSED, Known, node_document
+from .node_document import Known, node_document
+from .run_rows import REFUSED
 from .web import LOOPBACK, WebServer
 
 log = logger("agent.metrics")
@@ -155,6 +156,7 @@ class NodeState:
     def _read(self) -> Iterator[Sample]:
         document = node_document(self.settings, self._known)
         yield from _queue(document["journal"])
+        yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, document["lag_bytes"]
         yield from _commits(document["local"])
         for row in document["stores"]:
             labels = {"store": row["store"]}
@@ -176,7 +178,6 @@ def _queue(journal: Sequence[Json]) -> Iterator[Sample]:
     unwritten = [row for row in journal if row["drain"] is None and row["state"] != LOCAL_ONLY]
     for tier, rows in ((Tier.SHARED, waiting), (Tier.LOCAL, unwritten)):
         yield "tierckpt_lag_seconds", {"tier": tier}, max((row["age_seconds"] for row in rows), default=0.0)
-    yield "tierckpt_lag_bytes", {"tier": Tier.SHARED}, sum(row["size_bytes"] for row in waiting)
     failed = sum(row["drain"]["state"] in (STORE, REFUSED) for row in waiting)
     counts = {"writing": len(unwritten), "ready": len(waiting) - failed, "failed": failed}
     counts["set_aside"] = sum(row["state"] in ASIDE for row in journal)

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,20 +18,21 @@ from ..cache.pool import Pool
 from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN, Entry, Journal
+from ..checkpoint.journal import ASIDE, TO_DRAIN, Entry, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
-from ..drain.active_drain import COMMITTING, OTHER_RANKS, QUEUED, SENDING, STORE
+from ..drain.active_drain import COMMITTING, QUEUED, SENDING, STORE
 from ..drain.rate_limiter import UNCHANGED, read_control
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
-from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri, step_of
+from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri
 from ..ipc.agent_client import AgentClient, AgentUnavailableError, NoneRunsError, has_socket
 from ..planning.goodput import stalls_of
-from ..quantities import human_bytes, human_seconds
+from ..quantities import human_seconds
 from ..telemetry import logger
 from ..types import Json
+from .run_rows import REFUSED, SET_ASIDE, run_rows, step_rows
 
 log = logger("agent.document")
 
@@ -44,11 +44,12 @@ STEPS_MAX = 64
 STALLS_MAX = 60
 
 
-def node_document(settings: Settings, known: Known | None = None) -> Json:
+def node_document(settings: Settings, known: Known | None = None, *, agent: Json | None = None) -> Json:
     """Return journal, local tier, cache, agent, free space, steps by tier, stalls, and the last verify and drill.
 
     Args:
         known: what an earlier call has read of checkpoints, which this one need not read again.
+        agent: what the agent says of itself. None: it is asked.
 
     Cost: 1.7 ms with eight checkpoints that are known, of which it takes four stats each; 6 ms when their manifests are
     read.
@@ -59,9 +60,9 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
     local = [*checkpoints(root, found, {} if known is None else known), *_prefetched(root, found), *_cached(settings)]
     local.sort(key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
-    agent, problem = agent_status(settings)
+    agent, problem = (agent, None) if agent is not None else agent_status(settings)
     journal = [_entry(entry, agent or {}) for entry in entries]
-    steps = _steps(journal, local, agent or {})
+    steps = step_rows(journal, local, agent or {})
     waiting = [item for item in journal if item["state"] in TO_DRAIN]
     return {
         "at_unix_seconds": time.time(),
@@ -70,6 +71,7 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
         "journal": journal,
         "set_aside": sum(item["state"] in ASIDE for item in journal),
         "journal_bytes": sum(item["size_bytes"] for item in journal),
+        "lag_bytes": sum(item["size_bytes"] for item in waiting),
         "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
         "budget": _budget(settings),
         "agent": agent,
@@ -80,7 +82,7 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
         "free_bytes": disk.free,
         "total_bytes": disk.total,
         "steps": steps[:STEPS_MAX],
-        "runs": _runs(steps),
+        "runs": run_rows(steps),
         "stalls": _stalls(root, steps),
         "checks": read_checks(root),
     }
@@ -88,11 +90,18 @@ def node_document(settings: Settings, known: Known | None = None) -> Json:
 
 def agent_status(settings: Settings) -> tuple[Json | None, str | None]:
     """What the agent says of itself, None when none runs; and why it says nothing, when one may run all the same."""
+    return ask_agent(settings, {"op": "status"})
+
+
+def ask_agent(
+    settings: Settings, message: Json, timeout_seconds: float = ANSWER_SECONDS
+) -> tuple[Json | None, str | None]:
+    """The answer of the agent, None when none runs; and why there is none, when one may run all the same."""
     if not has_socket(settings.local_root):
         return None, None
     with contextlib.closing(AgentClient(settings)) as contact:
         try:
-            return contact.ask({"op": "status"}, start=False, timeout_seconds=ANSWER_SECONDS), None
+            return contact.ask(message, start=False, timeout_seconds=timeout_seconds), None
         except NoneRunsError:
             return None, None
         except TierckptError as error:
@@ -128,8 +137,6 @@ def _entry(entry: Entry, agent: Json) -> Json:
     }
 
 
-REFUSED, SET_ASIDE = "refused", "set aside"
-"""States of a drain, beside those of ``ActiveDrain``."""
 IDLE_SECONDS = 4.0
 """A drain that has sent nothing for so long waits for its store."""
 TRY_SECONDS = 10.0
@@ -208,7 +215,7 @@ def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterat
     changed."""
     fresh: Known = {}
     for directory in directories:
-        stamp = tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
+        stamp = stamp_of(directory)
         before = known.get(directory)
         if before is None or before[0] != stamp:
             before = (stamp, _checkpoint(root, directory))
@@ -216,6 +223,11 @@ def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterat
     known.clear()
     known.update(fresh)
     yield from (row for _, row in fresh.values() if row is not None)
+
+
+def stamp_of(directory: Path) -> tuple[int, ...]:
+    """When a checkpoint's directory, and its records, were changed: what was read before then may be another now."""
+    return tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
 
 
 def _changed_at(path: str) -> int:
@@ -277,99 +289,6 @@ def _cached(settings: Settings) -> Iterator[Json]:
             "pinned": row.is_pinned,
             "leases": len(pool.leases(row.name)),
         }
-
-
-# --- steps ----------------------------------------------------------------------------------------------------------
-
-
-def _steps(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> list[Json]:
-    """A row for each step that this node knows of, newest first: what each tier has of it."""
-    rows: dict[str, Json] = {}
-    done_bytes: Counter[str] = Counter()
-    newest = (agent.get("replicas") or {}).get("newest") or {}
-    copied = {row["uri"] for row in newest.values() if row["has_all_replicas"]}
-    for item in local:
-        if item["kind"] == "checkpoint" and (row := _row(rows, item["uri"], item["saved_unix_seconds"])) is not None:
-            row["local"] = "committed"
-            row["size_bytes"] = item["size_bytes"]
-            row["shared"] = "committed" if item["drained"] else None
-            row["peers"] = "committed" if item["replicated"] or item["uri"] in copied else None
-    for item in journal:
-        row = _row(rows, item["uri"], item["created_unix_seconds"])
-        if row is None:
-            continue
-        row["size_bytes"] = max(row["size_bytes"], item["size_bytes"])
-        if item["state"] == LOCAL_ONLY:
-            row["shared"] = "local only"
-            continue
-        if (drain := item["drain"]) is None:
-            row["local"] = row["local"] or "writing"
-            continue
-        if row["drain"] is None or _RANKED.index(drain["state"]) > _RANKED.index(row["drain"]["state"]):
-            row["drain"], row["shared"] = drain, drain["state"]  # of several ranks that which needs a person most
-        done_bytes[item["uri"]] += drain["done_bytes"]
-    for row in rows.values():
-        if row["drain"] is not None and done_bytes[row["uri"]]:
-            row["share"] = min(1.0, done_bytes[row["uri"]] / max(1, row["size_bytes"]))
-    return sorted(rows.values(), key=lambda row: (row["at_unix_seconds"], row["step"]), reverse=True)
-
-
-_RANKED = (QUEUED, SENDING, COMMITTING, OTHER_RANKS, STORE, REFUSED, SET_ASIDE)
-
-
-def _row(rows: dict[str, Json], uri: str, at_unix_seconds: float) -> Json | None:
-    """The row of ``uri``; None when it is no step of a run."""
-    location = parse_uri(uri)
-    if (step := step_of(location.name)) is None:
-        return None
-    new = {
-        "run": location.parent.uri, "step": step, "uri": uri, "at_unix_seconds": at_unix_seconds, "size_bytes": 0,
-        "local": None, "peers": None, "shared": None, "share": None, "drain": None,
-    }  # fmt: skip
-    return rows.setdefault(uri, new)
-
-
-def _runs(steps: Sequence[Json]) -> list[Json]:
-    """For each run of this node, the newest first: what is safe on shared storage, and what is lost with this node."""
-    by_run: dict[str, list[Json]] = {}
-    for row in steps:
-        by_run.setdefault(row["run"], []).append(row)
-    return [_run(run, rows) for run, rows in by_run.items()]
-
-
-def _run(run: str, rows: Sequence[Json]) -> Json:
-    """``rows`` are newest first. Steps that are newer than the newest safe one are lost with this node."""
-    safe = next((row for row in rows if row["shared"] == "committed"), None)
-    lost = rows[: rows.index(safe)] if safe is not None else rows
-    on_peers = next((row for row in lost if row["peers"] == "committed"), None)
-    gone = lost[: lost.index(on_peers)] if on_peers is not None else lost
-    kept = on_peers or safe
-    lag_seconds = rows[0]["at_unix_seconds"] - safe["at_unix_seconds"] if safe is not None else None
-    return {
-        "run": run,
-        "steps": len(rows),
-        "newest_step": rows[0]["step"],
-        "newest_unix_seconds": rows[0]["at_unix_seconds"],
-        "safe_step": safe["step"] if safe is not None else None,
-        "safe_uri": safe["uri"] if safe is not None else None,
-        "safe_unix_seconds": safe["at_unix_seconds"] if safe is not None else None,
-        "lag_steps": len(lost),
-        "lag_seconds": lag_seconds,
-        "lag_bytes": sum(row["size_bytes"] for row in lost),
-        "if_this_node_dies": _loss(gone, kept, on_peers is not None),
-    }
-
-
-def _loss(gone: Sequence[Json], kept: Json | None, is_on_peers: bool) -> str:
-    where = "other nodes" if is_on_peers else "shared storage"
-    if not gone and kept is not None:
-        return f"nothing is lost: step {kept['step']} is on {where}"
-    size = human_bytes(sum(row["size_bytes"] for row in gone))
-    if kept is None:
-        return f"all {len(gone)} steps of this node are lost ({size}): none is on shared storage"
-    names = f"step {gone[0]['step']} is" if len(gone) == 1 else f"{len(gone)} steps up to {gone[0]['step']} are"
-    seconds = human_seconds(max(0.0, gone[0]["at_unix_seconds"] - kept["at_unix_seconds"]))
-    return f"{names} lost ({size}, {seconds} of training): step {kept['step']} is the newest on {where}"
 
 
 def _stalls(root: Path, steps: Sequence[Json]) -> list[Json]:
