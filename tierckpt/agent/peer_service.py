@@ -21,7 +21,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
@@ -73,6 +73,7 @@ class PeerService:
         fresh: what ``/v1/fresh`` answers; None: nothing.
         segment: opens a range of a gradient log of this node.
         hub: has a range of a file of a Hub here (peer/peer_server.py).
+        drains: returns the answer to ``/v1/drains``.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PeerService:
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
         hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
+        drains: Callable[[], Awaitable[Json]] | None = None,
     ) -> None:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
@@ -92,6 +94,7 @@ class PeerService:
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
         self._directory, self._fresh, self._segment, self._hub = directory, fresh, segment, hub
+        self._drains = drains
         self._lookup: discovery.Lookup | None = None
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
@@ -162,6 +165,7 @@ class PeerService:
             fresh=self._fresh,
             segment=self._segment,
             hub=self._hub,
+            drains=self._drains,
             bytes_per_second=self.options.serve_bytes_per_second,
         )
         await self.server.start()
@@ -338,6 +342,27 @@ class PeerService:
         document["refused_rows"] = table.refused
         document["survival"] = await asyncio.to_thread(survival, table.live(), self.settings.replicas)
         return document
+
+    def members(self) -> list[tuple[Member, str, float]]:
+        """The other nodes, by name: each with its state, and the seconds since it was heard."""
+        if self.gossip is None:
+            return []
+        table, now = self.gossip.table, time.monotonic()
+        records = sorted(table.records.values(), key=lambda record: record.member.name)
+        return [(record.member, table.state(record), max(0.0, now - record.heard_at)) for record in records]
+
+    def unheard(self) -> list[str]:
+        """The configured nodes that have never answered, by their places."""
+        return self._unheard(self.gossip)[:UNHEARD_MAX] if self.gossip is not None else []
+
+    async def ask_drains(self, member: Member) -> Json:
+        """Return the state of the drains of ``member``.
+
+        Raises TierckptError: see ``PeerClient.chunk``.
+        """
+        if self._client is None:
+            raise ConfigError(f"this node takes no part in the cluster: {self.problem or 'it has not come up yet'}")
+        return await self._client.drains(member)
 
 
 def survival(members: Sequence[Member], replicas: int) -> Json:

@@ -191,6 +191,10 @@ class PeerClient:
         """What was saved last on the peer's node (peer/replica_policy.py). Raises as ``chunk``."""
         return await self._json(member, "/v1/fresh")
 
+    async def drains(self, member: Member) -> Json:
+        """The state of the drains of the peer's node (agent/cluster_drains.py). Raises as ``chunk``."""
+        return await self._json(member, "/v1/drains")
+
     # --- asking --------------------------------------------------------------------------------------------------
 
     async def _json(self, member: Member | str, target: str, *, about_me: str = "") -> Json:

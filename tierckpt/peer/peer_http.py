@@ -52,6 +52,7 @@ _PATHS = {
     "members": re.compile(r"/v1/members"),
     "status": re.compile(r"/v1/status"),
     "fresh": re.compile(r"/v1/fresh"),
+    "drains": re.compile(r"/v1/drains"),
     "held": re.compile(r"/v1/held/([0-9a-f]{32})/([1-9]\d{0,11})\?after=(\d{1,10})&interested=([01])"),
     "chunk": re.compile(
         r"/v1/chunk/([0-9a-f]{32})/([1-9]\d{0,11})/(0|[1-9]\d{0,9})\?after=(\d{1,10})&wait=(\d{1,2}(?:\.\d{1,3})?)"

@@ -24,7 +24,7 @@ import os
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -163,10 +163,12 @@ class PeerServer:
         fresh: Callable[[], Json | None] | None = None,
         segment: Callable[[str, ByteRange], Opened | None] | None = None,
         hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
+        drains: Callable[[], Awaitable[Json]] | None = None,
         bytes_per_second: int | None = None,
     ) -> None:
         """``segment`` opens a range of a gradient log of this node. ``hub`` begins to have a range of a file of a Hub
         here, or looks whether it is, and comes to the file that has it and its digest; None: this node serves no Hub.
+        ``drains`` is the answer to ``/v1/drains``.
         ``bytes_per_second``: most that is served to all peers together.
 
         Raises ConfigError: see ``check_listen``; or the secret or the certificates cannot be used."""
@@ -178,6 +180,7 @@ class PeerServer:
         self._failures = Repeats(log, logging.ERROR, "a peer's request could not be answered: %s: %s")
         self._tls = server_tls(settings)
         self._fresh, self._segment, self._hub = fresh, segment, hub
+        self._drains = drains
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self._server: asyncio.Server | None = None
         self.connections: set[asyncio.Task[None]] = set()
@@ -334,6 +337,8 @@ class PeerServer:
         if kind == "fresh":
             fresh = None if self._fresh is None else await self._in_thread(self._fresh)
             return await (reply.missing() if fresh is None else reply.json(fresh))
+        if kind == "drains":
+            return await (reply.missing() if self._drains is None else reply.json(await self._drains()))
         return await reply.json(self.members.answer(_row(request.headers)))
 
     # --- what is asked -------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""The drains of a cluster: answers of other nodes are checked, and requests to them are bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.agent import cluster_drains
+from tierckpt.agent.cluster_drains import ASK_SECONDS, ASKED_PER_SECOND, ClusterDrains, checked, summary
+from tierckpt.agent.node_document import node_document
+from tierckpt.config import Settings
+from tierckpt.errors import ObjectNotFoundError, PeerError
+from tierckpt.peer.membership import Member
+from tierckpt.types import Json
+
+STATUS: Json = {"bytes_per_second": 0.0, "drains": [], "stores": [], "replicas": None}
+
+
+@pytest.fixture
+def answer(local_root: Path) -> Json:
+    local_root.mkdir(parents=True, exist_ok=True)
+    return summary(node_document(Settings.load(), agent=STATUS))
+
+
+def test_what_a_node_answers_passes_the_check_of_another(answer: Json) -> None:
+    run = {"run": "s3://b/run", "newest_step": 7, "safe_step": None, "if_this_node_dies": "all 1 steps are lost"}
+    answer |= {"runs": [run], "runs_of_node": 1}
+    assert checked(answer) == answer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lag_bytes": "many"}, {"lag_bytes": -1}, {"lag_bytes": float("nan")}, {"entries": None}, {"runs": None},
+        {"runs": [1]}, {"runs": [{"run": "x"}]}, {"bytes_per_second": float("inf")}, {"runs_of_node": []},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(answer: Json, change: Json) -> None:
+    with pytest.raises(ValueError):
+        checked(answer | change)
+    for other in (None, [], "x", {}):
+        with pytest.raises(ValueError):
+            checked(other)
+
+
+def test_long_texts_and_many_runs_are_cut(answer: Json) -> None:
+    run = {"run": "r" * 10**6, "newest_step": 1, "safe_step": 1, "if_this_node_dies": "x" * 10**6}
+    found = checked(answer | {"cause": "c" * 10**6, "runs": [run] * 1000, "extra": "e" * 10**6})
+    assert len(str(found)) < 50_000 and "extra" not in found
+
+
+class Peers:
+    """600 other nodes: one refuses, one runs another version, one gives a wrong answer."""
+
+    gossip = None
+    problem = ""
+
+    def __init__(self, answer: Json) -> None:
+        self.asked: Counter[str] = Counter()
+        self.answer = answer
+        self._members = [Member(f"n-{n:03}", f"10.0.0.{n % 250}:7117") for n in range(600)]
+
+    def members(self) -> list[tuple[Member, str, float]]:
+        return [(member, "live", 0.1) for member in self._members]
+
+    def unheard(self) -> list[str]:
+        return ["10.0.0.9:7117", "10.9.9.9:7117"]
+
+    async def ask_drains(self, member: Member) -> Any:
+        self.asked[member.name] += 1
+        if member.name == "n-001":
+            raise PeerError("peer n-001: no answer")
+        if member.name == "n-002":
+            raise ObjectNotFoundError("peer n-002 does not have it")
+        return {"lag_bytes": "lies"} if member.name == "n-003" else self.answer
+
+
+async def test_512_nodes_are_asked_a_few_at_a_time(answer: Json) -> None:
+    peers = Peers(answer)
+    drains = ClusterDrains(Settings.load(), lambda: STATUS, peers)  # type: ignore[arg-type]
+    await drains.document()
+    assert peers.asked.total() == ASKED_PER_SECOND * ASK_SECONDS
+    for _ in range(20):
+        document = await drains.document()
+        assert max(peers.asked.values()) == 1  # none twice within ASK_SECONDS
+    assert len(peers.asked) == cluster_drains.NODES_MAX
+    assert len(document["nodes"]) == cluster_drains.NODES_MAX + 1
+    nodes = {node["name"]: node for node in document["nodes"]}
+    assert [node["name"] for node in document["nodes"][:2]] == ["n-001", "n-003"]  # silent ones first
+    assert not nodes["n-001"]["answers"] and nodes["n-001"]["silent_since_unix_seconds"] is not None
+    assert nodes["n-002"]["answers"] and "version" in nodes["n-002"]["problem"]
+    assert nodes["n-004"]["drains"] == answer
+    assert document["never_heard"] == ["10.9.9.9:7117"]
+    await drains.close()
