@@ -68,6 +68,10 @@ class Browser:
         await self._say("Page.navigate", url=url)
         await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
+    async def emulate_theme(self, theme: str) -> None:
+        """``light`` or ``dark``: what the page's ``prefers-color-scheme`` says."""
+        await self._say("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+
     async def value(self, expression: str) -> Any:
         """What the page has for ``expression``."""
         answer = await self._say("Runtime.evaluate", expression=expression, returnByValue=True)

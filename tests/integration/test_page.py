@@ -8,18 +8,22 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import pytest
 import torch
 
 import tierckpt
 from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
+from tests.services import S3Server
 from tests.states import save
+from tierckpt.agent.history import FIELDS, History
 from tierckpt.agent.node_document import node_document
 from tierckpt.checkpoint import local_commit, marks
 from tierckpt.checkpoint.journal import READY, SET_ASIDE, WRITING, Entry, Journal
@@ -31,6 +35,7 @@ from tierckpt.config import Settings
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import HISTORY_DIR, checks_file, local_dir, parse_uri
 from tierckpt.planning.goodput import stalls_of
+from tierckpt.poll import Poll
 
 HINT = '<img src=x onerror="document.title=1">'
 
@@ -223,6 +228,138 @@ def test_the_agents_page_is_named_and_serves_the_metrics_too(agent: str, capsys:
         assert "tierckpt_lag_seconds" in answer.read().decode()
 
 
+def get(url: str, path: str, **asked: str) -> Any:
+    """The document at ``path``; the status of an error."""
+    try:
+        with urllib.request.urlopen(f"{url}{path}?{urlencode(asked)}", timeout=PATIENCE_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def until(holds: Callable[[], Any], what: str) -> Any:
+    """Wait until ``holds`` returns something true, and return it."""
+    for _ in Poll(PATIENCE_SECONDS):
+        if found := holds():
+            return found
+    raise AssertionError(f"not in {PATIENCE_SECONDS} s: {what}")
+
+
+def test_the_page_of_a_run_has_what_info_and_report_say(
+    agent: str, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_uri = parse_uri(f"{file_uri}/run").uri
+    training(f"{file_uri}/run", range(1, 6), keep_last={"local": 3, "shared": 4}, keep_every=5)
+    assert run(["verify", f"{run_uri}/step-5", "--json"]) == 0
+    capsys.readouterr()
+    found = get(agent, "run.json", uri=run_uri)
+    assert (found["problem"], found["run"]["newest_step"], found["run"]["safe_step"]) == ("", 5, 5)
+    rows = {row["name"]: row for row in found["checkpoints"]}
+    listed = {path.name for path in Path(run_uri).iterdir() if path.name.startswith("step-")}
+    assert rows.keys() == listed and found["checkpoints"][0]["name"] == "step-5"
+    assert {row["shared"] for row in rows.values()} == {"committed"}
+    assert {name for name, row in rows.items() if row["local"] == "committed"} == {
+        path.name for path in local_dir(local_root, parse_uri(run_uri)).iterdir() if path.name.startswith("step-")
+    }
+    assert found["retention"] == {"local": {"last": 3, "every": 5}, "shared": {"last": 4, "every": 5}}
+    assert found["checks"]["verify"]["good"] and found["checks"]["drill"] is None and found["pins"] == []
+
+    assert run(["report", run_uri, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for name in ("saves", "kept_steps", "blocked_seconds", "durable_seconds", "steps_per_hour"):
+        assert found["report"][name] == pytest.approx(report[name]), name
+    assert (found["report"]["starts"], found["report"]["failures"]) == (1, 0)
+
+    assert run(["info", f"{run_uri}/step-5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    opened = get(agent, "checkpoint.json", uri=f"{run_uri}/step-5")
+    assert {name: opened[name] for name in told.keys() - {"gradient_logs"}} == {
+        name: value for name, value in told.items() if name != "gradient_logs"
+    }
+    tensors = {row["name"]: row for row in opened["tensors"]}
+    assert tensors["w"] == {"name": "w", "dtype": "float32", "shape": [1 << 16], "size_bytes": 4 << 16}
+    assert opened["tensors_problem"] == opened["shared_problem"] == ""
+    only = get(agent, "checkpoint.json", uri=f"{run_uri}/step-5", filter="DISTCP")
+    assert (only["files_found"], only["tensors_found"], only["tensors"]) == (1, 0, [])
+
+
+def test_abandoned_steps_and_pins_are_marked(moto: S3Server, s3_uri: str, agent: str) -> None:
+    run_uri = f"{s3_uri}/run"
+    training(run_uri, range(1, 5))
+    state = {"w": torch.ones(1 << 16)}
+    with tierckpt.Checkpointer(run_uri) as checkpointer:
+        assert checkpointer.restore(state, step=2) == 2
+        checkpointer.step(3, state)
+        checkpointer.save(3, state)
+    close_all()
+    bucket, key = s3_uri.split("/", 3)[2:]
+    moto.client().put_object(Bucket=bucket, Key=f"{key}/run/export/model.bin", Body=b"weights")
+    assert run(["prefetch", f"{run_uri}/export", "--pin", "--json"]) == 0
+    found = get(agent, "run.json", uri=run_uri)
+    assert {row["step"]: row["abandoned"] for row in found["checkpoints"]} == {1: False, 2: False, 3: False, 4: True}
+    assert [item["uri"] for item in found["pins"]] == [f"{run_uri}/export"]
+
+
+def test_large_lists_are_cut_and_counted(agent: str, file_uri: str) -> None:
+    uri = parse_uri(f"{file_uri}/step-1").uri
+    save(uri, {f"layer.{n:04}": torch.ones(1) for n in range(300)})
+    tierckpt.wait(uri, timeout_seconds=60)
+    close_all()
+    opened = get(agent, "checkpoint.json", uri=uri)
+    assert (len(opened["tensors"]), opened["tensors_found"]) == (200, 300)
+    assert get(agent, "checkpoint.json", uri=uri, filter="layer.029")["tensors_found"] == 10
+
+
+def test_no_path_and_no_bucket_can_be_chosen_by_a_url(agent: str, file_uri: str, tmp_path: Path) -> None:
+    """D1: a checkpoint that is there, but that this node's document does not name, is not read."""
+    run_uri = parse_uri(f"{file_uri}/run").uri
+    training(f"{file_uri}/run", range(1, 3))
+    elsewhere = tmp_path / "elsewhere" / "step-1"
+    torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=elsewhere)
+    assert get(agent, "run.json", uri=run_uri)["checkpoints"]
+    for uri in (
+        "", "/", "/etc", str(elsewhere.parent), f"{run_uri}/", f"{run_uri}/..", f"file://{run_uri}", "s3://bucket/run",
+        f"{run_uri}/step-1", "http://127.0.0.1:9/x", f"{run_uri}\0", "~", "%2e%2e",
+    ):  # fmt: skip
+        assert get(agent, "run.json", uri=uri) == 404, uri
+    for uri in (
+        "", str(elsewhere), run_uri, f"{run_uri}/", f"{run_uri}/step-9", f"{run_uri}/../run/step-1",
+        f"{run_uri}/../../elsewhere/step-1", f"{run_uri}/step-1/", f"{run_uri}/.tierckpt-history", "s3://bucket/run/step-1",
+    ):  # fmt: skip
+        assert get(agent, "checkpoint.json", uri=uri) == 404, uri
+    assert get(agent, "checkpoint.json", uri=f"{run_uri}/step-1")["tensors_found"] > 0
+
+
+def test_a_run_is_not_listed_again_for_each_reload(agent: str, file_uri: str) -> None:
+    run_uri = parse_uri(f"{file_uri}/run").uri
+    training(f"{file_uri}/run", range(1, 3))
+    first = get(agent, "run.json", uri=run_uri)
+    assert {get(agent, "run.json", uri=run_uri)["at_unix_seconds"] for _ in range(5)} == {first["at_unix_seconds"]}
+
+
+def test_the_history_is_the_agents_and_outlives_it(s3_uri: str, agent: str, local_root: Path) -> None:
+    run_uri = f"{s3_uri}/run"
+    change_control(local_root, paused=True)
+    save(f"{run_uri}/step-3", {"w": torch.ones(1 << 16)})
+    close_all()
+
+    def samples() -> dict[str, list[float]]:
+        found = get(agent, "history.json", run=run_uri)["recent"]
+        return {name: [value for value in found[name] if value is not None] for name in FIELDS}
+
+    (waiting,) = node_document(Settings.load())["journal"]
+    until(lambda: samples()["lag_bytes"][-2:] == [waiting["size_bytes"]] * 2, "the lag of what waits")
+    assert node_document(Settings.load())["lag_bytes"] == waiting["size_bytes"] > 1 << 18
+    assert samples()["lag_seconds"][-1] > samples()["lag_seconds"][-2] and max(samples()["bytes_per_second"]) == 0
+    change_control(local_root, paused=False)
+    until(lambda: samples()["lag_bytes"][-1:] == [0.0], "the drain to end")
+    rates = samples()["bytes_per_second"]
+    assert 2 * sum(rates) == pytest.approx(waiting["size_bytes"], rel=0.2)
+    assert run(["agent", "--stop"]) == 0
+    after = History.read(local_root).to_json(run_uri)["recent"]  # no agent runs: its last words
+    assert [value for value in after["bytes_per_second"] if value is not None][: len(rates)] == rates
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -280,3 +417,48 @@ async def test_people_see_a_run_as_it_goes(agent: str, file_uri: str, local_root
         assert browser.errors == []
     if folder := os.environ.get("SCREENSHOTS"):
         await asyncio.to_thread(Path(folder, "page.png").write_bytes, picture)
+
+
+HOSTILE = "run-<img src=x onerror=document.title=1>&\"'" + "very-long-" * 18
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_people_open_a_run_and_a_reload_keeps_the_charts(
+    agent: str, file_uri: str, local_root: Path, width: int, theme: str
+) -> None:
+    """Names of strangers stay text, in the address of the page too. Pictures are left in SCREENSHOTS."""
+    run_uri = parse_uri(f"{file_uri}/{HOSTILE}").uri
+    await asyncio.to_thread(training, run_uri, range(1, 4))
+    async with Browser(width=width) as browser:
+        await browser.emulate_theme(theme)
+        await browser.open(agent)
+        rate = "document.querySelector('#rates figure path')?.getAttribute('d').length"
+        await browser.until(f"{rate} > 20 && document.querySelector('#rates').textContent.includes('10 min')")
+        drawn = await browser.value(rate)
+        await browser.open(f"{agent}#again")
+        await browser.open(agent)
+        await browser.until(f"{rate} >= {drawn}")  # correct on the first load
+        background = await browser.value("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(20, 24, 27)") == (theme == "dark")
+
+        await browser.value("document.querySelector('#steps .run a').click()")
+        await browser.until("document.querySelectorAll('#checkpoints tbody tr').length === 3")
+        assert await browser.value("document.querySelector('#run b').textContent") == run_uri
+        await browser.value("document.querySelector('#checkpoints a').click()")
+        await browser.until("document.querySelector('#opened')?.textContent.includes('float32')")
+        opened = await browser.value("location.href")
+        await browser.open(agent)
+        await browser.open(opened)
+        await browser.until("document.querySelector('#opened')?.textContent.includes('float32')")
+        assert await browser.value("document.documentElement.scrollWidth") <= width
+        assert await browser.value("document.querySelectorAll('img').length") == 0
+        assert await browser.value("document.title") != "1"
+        picture = await browser.screenshot()
+        await browser.open(f"{agent}#/run/{quote('/etc', safe='')}")
+        await browser.until("document.querySelector('#run').textContent.includes('knows no such run')")
+        assert [error for error in browser.errors if "404" not in error] == []
+    if folder := os.environ.get("SCREENSHOTS"):
+        await asyncio.to_thread(Path(folder, f"run-{width}-{theme}.png").write_bytes, picture)

@@ -138,6 +138,11 @@ def test_trouble_with_a_store_is_seen_everywhere(
         assert f"waiting for s3://{bucket} for" in " ".join(capsys.readouterr().out.split())
         with urllib.request.urlopen(f"{url}status.json", timeout=PATIENCE_SECONDS) as answer:
             assert json.load(answer)["stores"][0]["state"] == state
+        with urllib.request.urlopen(f"{url}run.json?uri={s3_uri}", timeout=PATIENCE_SECONDS) as answer:
+            of_run = json.load(answer)
+        assert of_run["problem"]
+        tiers = {row["step"]: (row["local"], row["shared"]) for row in of_run["checkpoints"]}
+        assert tiers == {2: ("committed", "unknown"), 1: ("committed", "committed")}  # as this node knows
         until(lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in metrics(url), 20, "the metrics")
         assert 'tierckpt_queue_entries{state="failed"} 1.0' in metrics(url)
 

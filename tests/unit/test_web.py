@@ -95,7 +95,10 @@ class Stream:
 # --- who may read it ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/status.json", "/nothing"])
+PATHS = ("/", "/events", "/status.json", "/history.json", "/run.json", "/checkpoint.json", "/cluster.json")
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/nothing"])
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "", "["]
 )
@@ -114,7 +117,7 @@ def test_addresses_and_names_of_this_machine_are_served(serve: Callable[..., Web
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
-@pytest.mark.parametrize("path", ["/", "/events", "/status.json", "/metrics"])
+@pytest.mark.parametrize("path", [*PATHS, "/metrics"])
 def test_nothing_can_be_written(serve: Callable[..., WebServer], made: Made, method: str, path: str) -> None:
     server = serve(routes={"/metrics": lambda accept: (b"x 1\n", "text/plain")})
     status, _, headers = ask(server, path, method, body=b"{}")
@@ -125,10 +128,13 @@ def test_beyond_loopback_only_with_the_token(serve: Callable[..., WebServer]) ->
     server = serve(host="0.0.0.0", routes={"/metrics": lambda accept: (b"x 1\n", "text/plain")})
     (token,) = parse_qs(urlsplit(server.url).query)["token"]
     assert len(token) >= 32
-    for path in ("/", "/events", "/status.json", "/metrics"):
+    assert {*PATHS} == {"/", "/events", "/status.json", *server.pages.paths}
+    for path in (*PATHS, "/metrics"):
         for wrong in ("", "?token=", f"?token={token[:-1]}", "?token=%C3%A9"):
             assert ask(server, path + wrong)[0] == 401, path + wrong
-    assert ask(server, f"/?token={token}")[0] == 200
+        assert ask(server, path, Cookie=f"token={token}")[0] == 401, path
+    for path in ("/", "/history.json", "/cluster.json"):
+        assert ask(server, f"{path}?token={token}")[0] == 200
     assert ask(server, "/status.json", Authorization=f"Bearer {token}")[0] == 200
     assert ask(server, f"/?token={token}", Host="evil.example")[0] == 403
     assert serve(host="0.0.0.0").token != token

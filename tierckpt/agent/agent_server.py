@@ -39,6 +39,7 @@ from .connection import Connection, close_all
 from .handoffs import Handoffs
 from .log_file import LogFile
 from .options import AgentOptions
+from .page_source import PageSource
 from .peer_service import PeerService
 
 log = logger("agent")
@@ -96,7 +97,6 @@ class Agent:
         """When (monotonic seconds) runs whose store did not answer are pruned again; infinite while one is pruned."""
         self._errors: list[Json] = []
         self._moving: dict[str, Progress] = {}
-        self._moved_bytes = 0
         self._stopping = asyncio.Event()
         self._signalled = False
         self._metrics: Any = None
@@ -104,14 +104,8 @@ class Agent:
         self.replicator: Replicator | None = None
         self.peers: PeerService | None = None
         if self.mover.cluster is not None:
-            self.replicator = Replicator(
-                settings,
-                self.mover.journal,
-                self.mover.limiter,
-                self.mover.cluster,
-                self.mover.store,
-                self._on_progress,
-            )
+            own, cluster = self.mover, self.mover.cluster
+            self.replicator = Replicator(settings, own.journal, own.limiter, cluster, own.store, self._on_progress)
             self.peers = PeerService(
                 settings,
                 directory,
@@ -119,7 +113,9 @@ class Agent:
                 fresh=self.replicator.fresh,
                 segment=self.replicator.open_segment,
                 hub=lambda *asked: self._hub_proxy.bring(*asked) if self._hub_proxy is not None else None,
+                drains=lambda: self.page.cluster.own(),
             )
+        self.page = PageSource(self.mover, self.status, self.peers)
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -129,6 +125,7 @@ class Agent:
             loop.add_signal_handler(number, self._on_signal, number, loop)
         self._serve_metrics()
         looking = asyncio.create_task(self._keep_log_small())
+        sampling = asyncio.create_task(self.page.run())
         if self.peers is not None:
             self.peers.start()
         copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
@@ -144,12 +141,13 @@ class Agent:
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
         self.handoffs.leave()
-        for task in (looking, copying):
+        for task in (looking, sampling, copying):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
         if self.peers is not None:
             await self.peers.close()
+        await self.page.close()
         await self.mover.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -348,16 +346,17 @@ class Agent:
     async def _entries(self) -> list[Entry]:
         """The journal, newest first."""
         try:
-            return await asyncio.to_thread(self.mover.journal.entries)
+            self.page.entries = entries = await asyncio.to_thread(self.mover.journal.entries)
         except (OSError, TierckptError) as error:
             log.error("the journal cannot be read: %s", error)
             return []
+        return entries
 
     def _on_progress(self, progress: Progress) -> None:
         before = self._moving.get(progress.what)
         # A drain that is tried again begins at zero.
         known_bytes = before.done_bytes if before is not None and before.done_bytes <= progress.done_bytes else 0
-        self._moved_bytes += progress.done_bytes - known_bytes
+        self.page.moved(progress, progress.done_bytes - known_bytes)
         self._moving[progress.what] = progress
         if progress.done_bytes >= progress.total_bytes:
             del self._moving[progress.what]
@@ -426,7 +425,8 @@ class Agent:
             return  # until its process ends
         else:
             self._unwatch(connection)
-        self._spawn(self._after_an_end())
+        if connection.owner.pid != os.getpid():  # the page of this process asks: no process ends
+            self._spawn(self._after_an_end())
 
     def _ended(self, connection: Connection) -> None:
         """The process has ended, even if somebody it forked still holds the connection open."""
@@ -514,12 +514,8 @@ class Agent:
         self,
         connection: Connection,
         received: list[int],
-        save: str,
-        rank: int,
-        world_size: int,
-        is_of_this_node: bool,
-        names: list[str],
-    ) -> None:
+        save: str, rank: int, world_size: int, is_of_this_node: bool, names: list[str],
+    ) -> None:  # fmt: skip
         if len(received) != len(names) or len(set(names)) != len(names):
             raise ValueError(f"{len(received)} descriptors for the names {names}")
         descriptors = dict(zip(names, received, strict=True))
@@ -582,11 +578,20 @@ class Agent:
     def _on_stop(self, connection: Connection, received: list[int]) -> None:
         self._finish_within_grace("stop")
 
+    def _on_page(
+        self, connection: Connection, received: list[int], what: str, asked: Json
+    ) -> Coroutine[Any, Any, Json]:
+        return self.page.answer(what, asked)
+
     def _on_status(self, connection: Connection, received: list[int]) -> Json:
+        return self.status() | {"processes": len(self._connections) - 1}  # without the one that asks
+
+    def status(self) -> Json:
+        """The state of this agent."""
         return {
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - self._begun,
-            "processes": len(self._connections) - 1,  # without the one that asks
+            "processes": len(self._connections),
             "staged_saves": len(self.handoffs.saves),
             "memory_held_bytes": self.handoffs.size_bytes,
             "wills_executed": self.handoffs.executed,
@@ -595,7 +600,7 @@ class Agent:
                 {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}
                 for what, progress in self._moving.items()
             ],
-            "moved_bytes": self._moved_bytes,
+            "bytes_per_second": self.page.history.bytes_per_second,
             "drains": self.mover.drains.active,
             "stores": self.mover.drains.troubles,
             "drain_bytes_per_second": self.mover.limiter.rate,

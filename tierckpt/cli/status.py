@@ -67,7 +67,7 @@ def status(
         document = peers_document(settings)
         return Report(document, peers_view.view(document))
     if watch:
-        _redraw(_Rated(settings).view, interval)
+        _redraw(lambda: _view(_document(settings)), interval)
     document = _document(settings)
     return Report(document, _view(document))
 
@@ -118,24 +118,6 @@ def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -
             time.sleep(interval_seconds)
 
 
-class _Rated:
-    """The state of the node, with the rate of its agent since the picture before."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._before: tuple[float, int] | None = None
-
-    def view(self) -> list[RenderableType]:
-        document, now = _document(self._settings), time.monotonic()
-        agent = document["agent"]
-        if agent is not None:
-            if self._before is not None:
-                moved = max(0, agent["moved_bytes"] - self._before[1])
-                agent["bytes_per_second"] = moved / max(now - self._before[0], 1e-3)
-            self._before = (now, agent["moved_bytes"])
-        return _view(document)
-
-
 def _document(settings: Settings) -> Json:
     document = node_document(settings)
     copies = (document["agent"] or {}).get("replicas") or {}
@@ -164,7 +146,7 @@ def _agent_line(agent: Json | None, problem: str | None) -> str:
         return f"does not answer: {problem}"
     if agent is None:
         return "none runs (one is started when there is something to drain)"
-    rate = f", {human_bytes(int(agent['bytes_per_second']))}/s" if "bytes_per_second" in agent else ""
+    rate = f", {human_bytes(int(agent['bytes_per_second']))}/s" if agent["draining"] else ""
     return (
         f"process {agent['pid']}, {agent['processes']} connected, drains {agent['draining']}{rate}; holds "
         f"{human_bytes(agent['memory_held_bytes'])} of staging memory, {agent['staged_saves']} staged saves"

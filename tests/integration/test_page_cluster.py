@@ -1,0 +1,179 @@
+"""The page of the cluster: three real agents and their drains, and a stopped one; and a rollout above the fold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
+from tests.integration.test_peers_agent import address
+from tests.peer_node import secret_file
+from tests.states import save
+from tierckpt.client import close_all
+from tierckpt.drain.rate_limiter import change_control
+from tierckpt.poll import Poll
+
+SEEN_SECONDS = 10.0
+
+
+@dataclass
+class Node:
+    process: subprocess.Popen[str]
+    root: Path
+    url: str
+
+    def cluster(self) -> dict[str, Any]:
+        """The nodes, by address."""
+        with urllib.request.urlopen(f"{self.url}cluster.json", timeout=PATIENCE_SECONDS) as answer:
+            return {row["address"]: row for row in json.load(answer)["nodes"]}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[dict[str, Node]]:
+    """Three agents, each with a page, by the address of its peer server."""
+    addresses = [address() for _ in range(3)]
+    secret = secret_file(tmp_path, "canary-of-the-cluster-page-63f1")
+    started: dict[str, Node] = {}
+    try:
+        for number, place in enumerate(addresses):
+            root = tmp_path / f"n{number}"
+            own = {"LOCAL_ROOT": root, "PEERS": ",".join(addresses), "PEER_LISTEN": place, "PEER_SECRET_FILE": secret}
+            environment = os.environ | {f"TIERCKPT_{name}": str(value) for name, value in own.items()}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+            )  # fmt: skip
+            assert process.stderr is not None
+            url = next(line.split()[-1] for line in process.stderr if "metrics on" in line).removesuffix("metrics")
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            started[place] = Node(process, root, url)
+        yield started
+    finally:
+        for node in started.values():
+            node.process.kill()
+            node.process.wait(PATIENCE_SECONDS)
+
+
+def until(holds: Callable[[], Any], what: str) -> Any:
+    for _ in Poll(PATIENCE_SECONDS):
+        if found := holds():
+            return found
+    raise AssertionError(f"not in {PATIENCE_SECONDS} s: {what}")
+
+
+def waiting_step(root: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the node at ``root`` that its agent is not let drain."""
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(root))
+    change_control(root, paused=True)
+    save(uri, {"w": torch.ones(1 << 16)})
+    close_all()
+
+
+def prefetch(uri: str, nodes: dict[str, Node], place: str) -> subprocess.Popen[bytes]:
+    """Begin to fetch ``uri`` to the node at ``place``, in small chunks and one at a time."""
+    root = nodes[place].root
+    own = {
+        "LOCAL_ROOT": root, "PEERS": ",".join(nodes), "PEER_LISTEN": place, "CHUNK_SIZE_BYTES": "1MiB",
+        "PEER_SECRET_FILE": next(root.parent.glob("secret-*")), "CONCURRENCY": 1,
+    }  # fmt: skip
+    environment = os.environ | {f"TIERCKPT_{name}": str(value) for name, value in own.items()}
+    command = [sys.executable, "-m", "tierckpt", "prefetch", uri, "--json"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_each_node_tells_its_drains_and_a_stopped_one_is_silent(
+    nodes: dict[str, Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, asked), (second, _), (third, stopped) = nodes.items()
+    waiting_step(nodes[second].root, f"{s3_uri}/run/step-7", monkeypatch)
+
+    def is_told() -> Any:
+        found = asked.cluster()
+        return found if len(found) == 3 and (found[second]["drains"] or {}).get("entries") else None
+
+    found = until(is_told, "the backlog of the second node")
+    drains = found[second]["drains"]
+    assert (drains["state"], drains["entries"]) == ("paused", 1) and drains["lag_bytes"] > 1 << 18
+    (run,) = drains["runs"]
+    assert (run["run"], run["newest_step"], run["safe_step"]) == (f"{s3_uri}/run", 7, None)
+    assert found[first]["is_this"] and found[first]["drains"]["state"] == "nothing to drain"
+    assert all(row["answers"] for row in found.values())
+
+    stopped.process.send_signal(signal.SIGSTOP)
+    begun = time.time()
+    row = until(lambda: row if not (row := asked.cluster()[third])["answers"] else None, "the stopped node")
+    assert time.time() - begun <= SEEN_SECONDS
+    assert begun - SEEN_SECONDS <= row["silent_since_unix_seconds"] <= time.time()
+    assert row["drains"]["state"] == "nothing to drain"  # its last answer
+    assert next(iter(asked.cluster())) == third  # before the others
+    stopped.process.send_signal(signal.SIGCONT)
+    until(lambda: asked.cluster()[third]["answers"], "its return")
+    stopped.process.terminate()
+    until(lambda: asked.cluster()[third]["state"] == "left", "its goodbye")
+    assert asked.cluster()[third]["silent_since_unix_seconds"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (420, "dark")])
+async def test_people_see_a_stopped_node_first(nodes: dict[str, Node], width: int, theme: str) -> None:
+    """Pictures are left in SCREENSHOTS, when that is set, for people to look at."""
+    asked, _, stopped = nodes.values()
+    async with Browser(width=width) as browser:
+        await browser.emulate_theme(theme)
+        await browser.open(f"{asked.url}#/cluster")
+        await browser.until("document.querySelectorAll('#nodes tbody tr').length === 3")
+        stopped.process.send_signal(signal.SIGSTOP)
+        await browser.until("document.querySelector('#cluster .alarm')?.textContent.includes('does not answer')")
+        first = await browser.value("document.querySelector('#nodes tbody tr').textContent")
+        assert "silent for" in first
+        await browser.until("document.querySelector('#nav').textContent.includes('1 node silent')")
+        assert await browser.value("document.documentElement.scrollWidth") <= width
+        picture = await browser.screenshot()
+        assert browser.errors == []
+    if folder := os.environ.get("SCREENSHOTS"):
+        await asyncio.to_thread(Path(folder, f"cluster-{width}-{theme}.png").write_bytes, picture)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+async def test_a_rollout_is_above_the_fold_while_it_goes(
+    nodes: dict[str, Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end it moves below the runs."""
+    asked = next(iter(nodes.values()))
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(asked.root))
+    model = f"{s3_uri}/model"
+    await asyncio.to_thread(save, f"{model}/step-1", {"w": torch.ones(24 << 20)}, drain=True)
+    await asyncio.to_thread(tierckpt.wait, f"{model}/step-1", timeout_seconds=PATIENCE_SECONDS)
+    await asyncio.to_thread(close_all)
+    async with Browser() as browser:
+        await browser.open(asked.url)
+        await browser.until("document.querySelector('#peers')?.parentElement.id === 'idle'")
+        fetching = await asyncio.to_thread(lambda: [prefetch(f"{model}/step-1", nodes, place) for place in nodes])
+        await browser.until("document.querySelector('#active').children.length > 0")
+        order = "[...document.querySelectorAll('#active, #steps')].map(node => node.id).join()"
+        assert await browser.value(order) == "active,steps"
+        assert await browser.value("document.querySelector('#active').getBoundingClientRect().top") < 200
+        picture = await browser.screenshot()
+        assert [await asyncio.to_thread(process.wait, PATIENCE_SECONDS) for process in fetching] == [0, 0, 0]
+        await browser.until("document.querySelector('#active').children.length === 0")
+        assert browser.errors == []
+    if folder := os.environ.get("SCREENSHOTS"):
+        await asyncio.to_thread(Path(folder, "rollout.png").write_bytes, picture)

@@ -1,0 +1,174 @@
+"""The page's other documents: history, one run, one checkpoint, the cluster; as JSON, by path.
+
+D1  A run or a checkpoint is read only when the node's document names it: no path or bucket can be chosen by a URL.
+D2  A document is cached for ``KEEP_SECONDS``, and an answer takes at most ``AGENT_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from ..config import Settings
+from ..redaction import redact_all
+from ..types import Json
+from .history import RINGS, History
+from .node_document import Known, ask_agent, node_document
+from .run_rows import step_rows
+
+KEEP_SECONDS = 10.0
+DOCUMENT_SECONDS = 2.0
+CLUSTER_SECONDS = 2.0
+AGENT_SECONDS = 20.0
+KEPT_MAX = 32
+MADE_AT_A_TIME = 8
+FILTER_MAX = 200
+NO_AGENT = "No agent runs on this node (`tierckpt agent` starts one)"
+
+Query: TypeAlias = Mapping[str, str]
+
+
+class NotNamedError(Exception):
+    """The node's document does not name it."""
+
+
+class BusyError(Exception):
+    """Enough documents are being made."""
+
+
+class PageDocuments:
+    """Makes the documents. Blocking; any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._known: Known = {}
+        self._kept: OrderedDict[tuple[str, ...], tuple[float, Json]] = OrderedDict()
+        self._locks: dict[tuple[str, ...], threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._gate = threading.BoundedSemaphore(MADE_AT_A_TIME)
+        self.paths: Mapping[str, Callable[[Query], Json]] = {
+            "/history.json": self._history,
+            "/run.json": lambda query: self._run(query.get("uri", "")),
+            "/checkpoint.json": self._checkpoint,
+            "/cluster.json": lambda query: self._cluster(),
+        }
+
+    def make(self, path: str, query: Query) -> Json:
+        """Return the document at ``path``, a key of ``paths``.
+
+        Raises:
+            NotNamedError: D1.
+            BusyError: ``MADE_AT_A_TIME`` are being made.
+        """
+        if not self._gate.acquire(blocking=False):
+            raise BusyError
+        try:
+            return self.paths[path](query)
+        finally:
+            self._gate.release()
+
+    def _once(self, key: tuple[str, ...], seconds: float, make: Callable[[], Json]) -> Json:
+        """The document of ``key``, which is not older than ``seconds``. One thread makes it, the others wait."""
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            at, found = self._kept.get(key, (float("-inf"), {}))
+            if time.monotonic() - at > seconds:
+                found = redact_all(make())
+                with self._lock:
+                    self._kept[key] = time.monotonic(), found
+                    while len(self._kept) > KEPT_MAX:
+                        self._locks.pop(self._kept.popitem(last=False)[0], None)
+            return found
+
+    def _ask(self, what: str, **asked: object) -> tuple[Json | None, str]:
+        """The agent's answer, and why there is none."""
+        message = {"op": "page", "what": what, "asked": asked}
+        answer, problem = ask_agent(self._settings, message, AGENT_SECONDS)
+        return answer, "" if answer is not None else problem or NO_AGENT
+
+    def _document(self) -> Json:
+        return self._once(("node",), DOCUMENT_SECONDS, lambda: node_document(self._settings, self._known))
+
+    # --- history --------------------------------------------------------------------------------------------------
+
+    def _history(self, query: Query) -> Json:
+        after = {}
+        for name in RINGS:
+            with contextlib.suppress(ValueError):
+                after[name] = int(query.get(f"{name}_after", "-1"))
+        run = query.get("run", "")
+        answer, _ = self._ask("history", run=run, after=after)
+        return answer if answer is not None else History.read(self._settings.local_root).to_json(run, after)
+
+    # --- runs -----------------------------------------------------------------------------------------------------
+
+    def _run(self, uri: str) -> Json:
+        document = self._document()
+        about = next((row for row in document["runs"] if row["run"] == uri), None)
+        if about is None:
+            raise NotNamedError  # D1
+        found = self._once(("run", uri), KEEP_SECONDS, lambda: self._read_run(uri))
+        steps = step_rows(document["journal"], document["local"], document["agent"] or {})
+        own = {row["uri"]: row for row in steps if row["run"] == uri}
+        rows = [row | {"drain": own.pop(row["uri"], {}).get("drain")} for row in found["checkpoints"]]
+        rows += [_own_row(row) for row in own.values()]
+        return found | {
+            "run": about,
+            "checkpoints": sorted(rows, key=lambda row: (row["step"], row["name"]), reverse=True),
+            "checkpoints_of_run": found["checkpoints_of_run"] + len(own),
+            "checks": {verb: row if _is_in(row, uri) else None for verb, row in document["checks"].items()},
+            "pins": [item for item in document["local"] if item.get("pinned") and _is_in(item, uri)],
+        }
+
+    def _read_run(self, uri: str) -> Json:
+        answer, problem = self._ask("run", uri=uri)
+        nothing = {"checkpoints": [], "checkpoints_of_run": 0, "report": None, "retention": None}
+        return answer or {"uri": uri, "at_unix_seconds": time.time(), "problem": problem, **nothing}
+
+    def _checkpoint(self, query: Query) -> Json:
+        uri, text = query.get("uri", ""), query.get("filter", "")[:FILTER_MAX]
+        run = next((row["run"] for row in self._document()["runs"] if _is_in({"uri": uri}, row["run"])), None)
+        if run is None or uri not in {row["uri"] for row in self._run(run)["checkpoints"]}:
+            raise NotNamedError  # D1
+        return self._once(("checkpoint", uri, text), KEEP_SECONDS, lambda: self._read_checkpoint(uri, text))
+
+    def _read_checkpoint(self, uri: str, text: str) -> Json:
+        answer, problem = self._ask("checkpoint", uri=uri, filter=text)
+        return answer or {"uri": uri, "problem": problem}
+
+    # --- cluster --------------------------------------------------------------------------------------------------
+
+    def _cluster(self) -> Json:
+        def ask() -> Json:
+            answer, problem = self._ask("cluster")
+            return answer or {"at_unix_seconds": time.time(), "problem": problem, "nodes": [], "never_heard": []}
+
+        return self._once(("cluster",), CLUSTER_SECONDS, ask)
+
+
+def _is_in(row: Json | None, run: str) -> bool:
+    return row is not None and str(row.get("uri", "")).startswith(f"{run.rstrip('/')}/")
+
+
+def _own_row(row: Json) -> Json:
+    """A step that only the node's document names, as a row of a run: it is being written, or no agent runs."""
+    return {
+        "name": row["uri"].rpartition("/")[2],
+        "uri": row["uri"],
+        "step": row["step"],
+        "attempt": "",
+        "created_unix_seconds": row["at_unix_seconds"],
+        "size_bytes": row["size_bytes"],
+        "files": 0,
+        "files_here": 0,
+        "local": row["local"],
+        "peers": [],
+        "shared": "committed" if row["shared"] == "committed" else None,
+        "abandoned": False,
+        "drain": row["drain"],
+    }

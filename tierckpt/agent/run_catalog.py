@@ -1,0 +1,333 @@
+"""The checkpoints of a run on all tiers, and the contents of one, for the agent's page.
+
+Every wait has a deadline. Without an answer of the store, rows come from this node, with the reason. A checkpoint that
+shared storage has committed is read once: a reload costs one listing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..cache.prefetch import from_listing
+from ..checkpoint import branches, local_commit, marks, shared_commit
+from ..checkpoint.branches import Branch
+from ..checkpoint.catalog import Checkpoint, file_size
+from ..checkpoint.description import describe_committed
+from ..checkpoint.run_log_reader import Lines, local_records, parse_lines, read_history
+from ..checkpoint.select import age_of
+from ..errors import ConfigError, ManifestError, StoreError, StoreUnavailableError, TierckptError
+from ..format.dcp_metadata import METADATA_BYTES_MAX, TensorRow, tensors_in
+from ..format.layout import METADATA, Location, parse_uri, step_of
+from ..format.manifest import Manifest
+from ..mover import Mover
+from ..planning.goodput import analyse, read_start
+from ..redaction import redact
+from ..types import Json, Tier
+from .node_document import stamp_of
+
+T = TypeVar("T")
+
+STORE_SECONDS = 4.0
+"""Time limit of one request to a store: a person waits for the page."""
+PEER_SECONDS = 2.0
+CHECKPOINTS_MAX = 256
+"""Of a run; the newest."""
+ROWS_MAX = 200
+"""Files, and tensors, of one answer."""
+READ_AT_A_TIME = 16
+KNOWN_MAX = 4096
+"""Committed checkpoints that are remembered, 200 bytes each."""
+RUNS_KEPT = 8
+TENSORS_KEPT = 2
+"""Checkpoints with a cached list of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """The summary of a manifest."""
+
+    attempt: str
+    created_unix_seconds: float
+    files: int
+    size_bytes: int
+    branch: Branch
+
+    @classmethod
+    def of(cls, manifest: Manifest, name: str) -> _Committed:
+        size, branch = manifest.size_bytes, branches.branch_of(manifest, name)
+        return cls(manifest.attempt, manifest.created_unix_seconds, len(manifest.entries), size, branch)
+
+
+@dataclass(slots=True)
+class _Tiers:
+    """One name below a run, on each tier."""
+
+    local: _Committed | None = None
+    files_here: int = 0
+    is_drained: bool = False
+    shared: _Committed | None = None
+    is_listed: bool = False
+    """Shared storage has something under the name."""
+    peers: list[str] = field(default_factory=list)
+
+    @property
+    def known(self) -> _Committed | None:
+        return self.shared or self.local
+
+
+class RunCatalog:
+    """Reads runs through the agent's mover, with its credentials. Runs on its loop."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._shared: OrderedDict[str, _Committed] = OrderedDict()
+        """Commits on shared storage, by URI."""
+        self._here: OrderedDict[str, dict[str, tuple[object, _Tiers | None]]] = OrderedDict()
+        """This node's copies of a run, by name, with the stamp of their files when they were read."""
+        self._tensors: OrderedDict[tuple[str, str], list[TensorRow]] = OrderedDict()
+        self._gate = asyncio.Semaphore(READ_AT_A_TIME)
+
+    async def run(self, uri: str) -> Json:
+        """The checkpoints of the run at ``uri``, the newest first; its records; ``problem``: why shared storage, or
+        part of it, could not be read."""
+        location = parse_uri(uri)
+        found = await asyncio.to_thread(self._local, location)
+        names, problem = await self._in_time(location, self._mover.store(location).list_dirs(), [])
+        for name in names:
+            if step_of(name) is not None and not name.startswith("."):
+                found.setdefault(name, _Tiers()).is_listed = True
+        ordered = sorted(found, key=lambda name: (*age_of(name), name), reverse=True)
+        found = {name: found[name] for name in ordered[:CHECKPOINTS_MAX]}
+        if not problem:
+            _, problem = await self._in_time(location, self._read_shared(location, found), None)
+        await self._ask_peers(location, found)
+        history = await self._history(location, is_away=bool(problem))
+        branch = await self._branch(location, found, names, is_near=bool(problem))
+        return {
+            "uri": uri,
+            "at_unix_seconds": time.time(),
+            "problem": problem,
+            "checkpoints": [self._row(location, name, tiers, branch, problem) for name, tiers in found.items()],
+            "checkpoints_of_run": len(ordered),
+            "report": await asyncio.to_thread(_report, history),
+            "retention": _retention(history),
+        }
+
+    # --- tiers ----------------------------------------------------------------------------------------------------
+
+    def _local(self, run: Location) -> dict[str, _Tiers]:
+        """This node's commits. A checkpoint is read again when its directory or its records have changed."""
+        directory, known = self._mover.directory(run), self._here.get(run.uri, {})
+        fresh: dict[str, tuple[object, _Tiers | None]] = {}
+        for path in directory.iterdir() if directory.is_dir() else ():
+            if step_of(path.name) is not None and not path.name.startswith("."):
+                stamp = stamp_of(path)
+                before = known.get(path.name)
+                is_known = before is not None and before[0] == stamp
+                fresh[path.name] = before if is_known and before is not None else (stamp, _read_local(path))
+        self._here[run.uri] = fresh
+        while len(self._here) > RUNS_KEPT:
+            self._here.popitem(last=False)
+        return {name: replace(tiers) for name, (_, tiers) in fresh.items() if tiers is not None}
+
+    async def _in_time(self, location: Location, work: Awaitable[T], default: T) -> tuple[T, str]:
+        """The result of ``work`` on a store; ``default`` and the reason when it fails, or takes too long."""
+        store = f"{location.scheme}://{location.authority}"
+        try:
+            async with asyncio.timeout(STORE_SECONDS):
+                return await work, ""
+        except (TimeoutError, StoreUnavailableError) as error:
+            known = next((row["cause"] for row in self._mover.drains.troubles if row["store"] == store), "")
+            silent = f"{location.uri} has not answered for {STORE_SECONDS:g} s"
+            return default, redact(known or (error.message if isinstance(error, TierckptError) else silent))
+        except TierckptError as error:
+            return default, redact(f"{error.message}. {error.hint}".rstrip(". ") + ".")
+        except OSError as error:
+            return default, redact(f"{location.uri}: {error.strerror or error}")
+
+    async def _read_shared(self, run: Location, found: Mapping[str, _Tiers]) -> None:
+        """Read the manifests that are not known yet."""
+
+        async def one(name: str, tiers: _Tiers) -> None:
+            uri = run.child(name).uri
+            if tiers.local is not None and tiers.is_drained:
+                known: _Committed | None = tiers.local  # the mark says that shared storage has this attempt
+            elif (known := self._shared.get(uri)) is None:
+                async with self._gate:
+                    manifest = await shared_commit.read_shared_manifest(self._mover.store(run.child(name)))
+                known = _Committed.of(manifest, name) if manifest is not None else None
+            if known is not None:
+                self._shared[uri] = tiers.shared = known
+            while len(self._shared) > KNOWN_MAX:
+                self._shared.popitem(last=False)
+
+        for name in [name for name, tiers in found.items() if not tiers.is_listed]:
+            self._shared.pop(run.child(name).uri, None)
+        listed = [one(name, tiers) for name, tiers in found.items() if tiers.is_listed]
+        for result in await asyncio.gather(*listed, return_exceptions=True):
+            if isinstance(result, ManifestError):
+                continue  # a damaged one is no commit
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _ask_peers(self, run: Location, found: Mapping[str, _Tiers]) -> None:
+        if self._mover.cluster is None:
+            return
+        with contextlib.suppress(TierckptError, OSError, TimeoutError):
+            async with asyncio.timeout(PEER_SECONDS):
+                for name, attempts in (await self._mover.cluster.committed(run)).items():
+                    if (tiers := found.get(name)) is not None:
+                        tiers.peers = sorted(member.name for members in attempts.values() for member in members)
+
+    async def _branch(
+        self, run: Location, found: Mapping[str, _Tiers], names: Sequence[str], *, is_near: bool
+    ) -> Branch | None:
+        """The branch that a job of the run continues; None where no step is abandoned."""
+        known = [(tiers.known.branch, step_of(name)) for name, tiers in found.items() if tiers.known is not None]
+        with contextlib.suppress(TierckptError, OSError, TimeoutError):
+            async with asyncio.timeout(STORE_SECONDS):
+                noted = await self._mover.selector.noted_branch(run, names, is_near=is_near)
+                known += [(noted, None)] if noted is not None else []
+        return branches.current_of(known)
+
+    def _row(self, run: Location, name: str, tiers: _Tiers, branch: Branch | None, problem: str) -> Json:
+        known, step = tiers.known, step_of(name)
+        shared = "committed" if tiers.shared or (problem and tiers.is_drained) else "unknown" if problem else None
+        return {
+            "name": name,
+            "uri": run.child(name).uri,
+            "step": step,
+            "attempt": known.attempt if known else "",
+            "created_unix_seconds": known.created_unix_seconds if known else None,
+            "size_bytes": known.size_bytes if known else 0,
+            "files": known.files if known else 0,
+            "files_here": tiers.files_here,
+            "local": "committed" if tiers.local else None,
+            "peers": tiers.peers,
+            "shared": shared or ("uncommitted" if tiers.is_listed else None),
+            "abandoned": bool(branch and known and not branch.holds(known.branch, step)),
+        }
+
+    # --- records of the run ---------------------------------------------------------------------------------------
+
+    async def _history(self, run: Location, *, is_away: bool) -> dict[str, Lines]:
+        directory = self._mover.directory(run)
+        if not is_away:
+            history, problem = await self._in_time(run, read_history(directory, self._mover.store(run)), {})
+            if not problem:
+                return history
+        records = await asyncio.to_thread(local_records, directory)
+        return {name: parse_lines(data) for name, data in sorted(records.items())}
+
+    # --- one checkpoint -------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, uri: str, text: str) -> Json:
+        """The document of ``tierckpt info`` for the checkpoint at ``uri``, and its tensors.
+
+        Has the first ``ROWS_MAX`` files and tensors with ``text`` in their names, and their number. ``problem``: why it
+        cannot be read; ``shared_problem``: why only this node's copy was.
+        """
+        location = parse_uri(uri)
+        checkpoint, problem = await self._in_time(location, self._mover.find(location), None)
+        checkpoint = checkpoint or await asyncio.to_thread(self._local_copy, location)
+        if checkpoint is None:
+            return {"uri": uri, "problem": problem}
+        document, listing = await self._in_time(location, self._described(checkpoint), {"files": [], "tiers": []})
+        (tensors, no_tensors), reading = await self._in_time(location, self._tensors_of(checkpoint), ([], ""))
+        wanted = text.lower()
+        files = [row for row in document["files"] if wanted in row["path"].lower()]
+        rows = [row.to_json() for row in tensors if wanted in row.name.lower()]
+        return document | {
+            "problem": listing,
+            "shared_problem": problem,
+            "filter": text,
+            "files": files[:ROWS_MAX],
+            "files_found": len(files),
+            "tensors": rows[:ROWS_MAX],
+            "tensors_found": len(rows),
+            "tensors_problem": no_tensors or reading,
+        }
+
+    def _local_copy(self, location: Location) -> Checkpoint | None:
+        directory = self._mover.directory(location)
+        with contextlib.suppress(ManifestError, StoreError):
+            if (manifest := local_commit.read_local_manifest(directory)) is not None:
+                store = self._mover.store(location)
+                return Checkpoint(location, manifest, directory, store, frozenset({Tier.LOCAL}))
+        return None
+
+    async def _described(self, checkpoint: Checkpoint) -> Json:
+        if checkpoint.manifest is not None:
+            return await asyncio.to_thread(describe_committed, checkpoint, checkpoint.manifest, is_abandoned=False)
+        listed = await from_listing(checkpoint.store, strict=False)
+        files = [
+            {"path": one.path, "size_bytes": one.size_bytes, "rank": None, "on_this_node": False} for one in listed
+        ]
+        size_bytes = sum(one.size_bytes for one in listed)
+        found: Json = {"uri": checkpoint.location.uri, "kind": "stock", "step": checkpoint.step, "tiers": ["shared"]}
+        return found | {"size_bytes": size_bytes, "files": files}
+
+    async def _tensors_of(self, checkpoint: Checkpoint) -> tuple[list[TensorRow], str]:
+        """The tensors, and the reason why they cannot be listed."""
+        key = (checkpoint.location.uri, checkpoint.attempt)
+        if checkpoint.attempt and key in self._tensors:
+            return self._tensors[key], ""
+        try:
+            data = await self._metadata(checkpoint)
+            rows = await asyncio.to_thread(tensors_in, data, f"{checkpoint.location.uri}/{METADATA}")
+        except (TierckptError, OSError) as error:
+            return [], redact(str(error))
+        self._tensors[key] = rows
+        while len(self._tensors) > TENSORS_KEPT:
+            self._tensors.popitem(last=False)
+        return rows, ""
+
+    async def _metadata(self, checkpoint: Checkpoint) -> bytes:
+        entry = next(iter(checkpoint.manifest.metadata), None) if checkpoint.manifest is not None else None
+        if checkpoint.manifest is not None and entry is None:
+            raise ConfigError("it was not written by torch.distributed.checkpoint")
+        key = entry.key if entry is not None else METADATA
+        size_bytes = entry.size_bytes if entry is not None else (await checkpoint.store.head(key)).size_bytes
+        if size_bytes > METADATA_BYTES_MAX:
+            raise ConfigError(f"its metadata has {size_bytes} bytes: too many for a page")
+        local = checkpoint.local_path(entry) if entry is not None else None
+        return await (asyncio.to_thread(local.read_bytes) if local is not None else checkpoint.store.get(key))
+
+
+def _read_local(directory: Path) -> _Tiers | None:
+    """The commit in ``directory``; None without one, or if its manifest is damaged."""
+    with contextlib.suppress(ManifestError, StoreError):
+        if (manifest := local_commit.read_local_manifest(directory)) is not None:
+            here = sum(file_size(directory / entry.key) == entry.size_bytes for entry in manifest.entries)
+            is_drained = marks.is_drained(directory, manifest.attempt)
+            return _Tiers(_Committed.of(manifest, directory.name), here, is_drained)
+    return None
+
+
+def _report(history: Mapping[str, Lines]) -> Json | None:
+    """The numbers of ``tierckpt report --json``, without its lists; None where there are no records of training."""
+    starts = [start for lines in history.values() if (start := read_start(lines)) is not None]
+    try:
+        found = analyse(starts)
+    except ConfigError:
+        return None
+    numbers = {name: value for name, value in asdict(found).items() if not isinstance(value, list | tuple)}
+    return numbers | {
+        "starts": len(found.starts),
+        "failures": len(found.failures),
+        "lost_seconds": sum(one.lost_seconds for one in found.failures),
+        "lost_steps": sum(one.lost_steps for one in found.failures),
+    }
+
+
+def _retention(history: Mapping[str, Lines]) -> Json | None:
+    """The rule that the newest start of the run recorded; None where none did."""
+    starts = (line for _, lines in sorted(history.items(), reverse=True) for line in lines)
+    return next((line["retention"] for line in starts if isinstance(line.get("retention"), dict)), None)
