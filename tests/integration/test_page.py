@@ -266,8 +266,12 @@ def test_the_page_of_a_run_has_what_info_and_report_say(
 
     assert run(["report", run_uri, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    for name in ("saves", "kept_steps", "blocked_seconds", "durable_seconds", "steps_per_hour"):
+    for name in ("saves", "kept_steps", "blocked_seconds", "local_commit_seconds", "steps_per_hour"):
         assert found["report"][name] == pytest.approx(report[name]), name
+    for row in found["report"]["tiers"]:
+        for name in ("saves", "reached", "median_seconds", "maximum_seconds"):
+            assert row[name] == pytest.approx(report["tiers"][row["tier"]][name]), (row, name)
+    assert {row["tier"]: row["reached"] for row in found["report"]["tiers"]} == {"local": 5, "shared": 5}
     assert (found["report"]["starts"], found["report"]["failures"]) == (1, 0)
 
     assert run(["info", f"{run_uri}/step-5", "--json"]) == 0

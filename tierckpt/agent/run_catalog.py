@@ -20,6 +20,7 @@ from ..checkpoint import branches, local_commit, marks, shared_commit
 from ..checkpoint.branches import Branch
 from ..checkpoint.catalog import Checkpoint, file_size
 from ..checkpoint.description import describe_committed
+from ..checkpoint.retention import Policy
 from ..checkpoint.run_log_reader import Lines, local_records, parse_lines, read_history
 from ..checkpoint.select import age_of
 from ..errors import ConfigError, ManifestError, StoreError, StoreUnavailableError, TierckptError
@@ -28,6 +29,7 @@ from ..format.layout import METADATA, Location, parse_uri, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover
 from ..planning.goodput import analyse, read_start
+from ..planning.tier_times import Seen, tier_times
 from ..redaction import redact
 from ..types import Json, Tier
 from .node_document import stamp_of
@@ -58,11 +60,12 @@ class _Committed:
     files: int
     size_bytes: int
     branch: Branch
+    policy: Policy
 
     @classmethod
     def of(cls, manifest: Manifest, name: str) -> _Committed:
-        size, branch = manifest.size_bytes, branches.branch_of(manifest, name)
-        return cls(manifest.attempt, manifest.created_unix_seconds, len(manifest.entries), size, branch)
+        size, branch, policy = manifest.size_bytes, branches.branch_of(manifest, name), Policy.noted(manifest)
+        return cls(manifest.attempt, manifest.created_unix_seconds, len(manifest.entries), size, branch, policy)
 
 
 @dataclass(slots=True)
@@ -117,7 +120,7 @@ class RunCatalog:
             "checkpoints": [self._row(location, name, tiers, branch, problem) for name, tiers in found.items()],
             "checkpoints_of_run": len(ordered),
             "report": await asyncio.to_thread(_report, history),
-            "retention": _retention(history),
+            "retention": _retention(found),
         }
 
     # --- tiers ----------------------------------------------------------------------------------------------------
@@ -312,14 +315,29 @@ def _read_local(directory: Path) -> _Tiers | None:
 
 
 def _report(history: Mapping[str, Lines]) -> Json | None:
-    """The numbers of ``tierckpt report --json``, without its lists; None where there are no records of training."""
-    starts = [start for lines in history.values() if (start := read_start(lines)) is not None]
+    """The numbers of ``tierckpt report --json``, without its lists; None where there are no records of training.
+
+    The shared tier is not asked for commits without a record, so some saves may be unknown here.
+    """
+    by_file = {name: read_start(lines) for name, lines in history.items()}
+    commits = [line for name, lines in history.items() if by_file[name] is None for line in lines]
     try:
-        found = analyse(starts)
+        found = analyse([start for start in by_file.values() if start is not None], commits)
     except ConfigError:
         return None
     numbers = {name: value for name, value in asdict(found).items() if not isinstance(value, list | tuple)}
     return numbers | {
+        "tiers": [
+            {
+                "tier": one.tier,
+                "saves": one.saves,
+                "reached": one.reached,
+                "median_seconds": one.median_seconds,
+                "maximum_seconds": one.maximum_seconds,
+            }
+            for one in tier_times(found.starts, commits, Seen(is_asked=False), time.time())
+            if one.is_used
+        ],
         "starts": len(found.starts),
         "failures": len(found.failures),
         "lost_seconds": sum(one.lost_seconds for one in found.failures),
@@ -327,7 +345,10 @@ def _report(history: Mapping[str, Lines]) -> Json | None:
     }
 
 
-def _retention(history: Mapping[str, Lines]) -> Json | None:
-    """The rule that the newest start of the run recorded; None where none did."""
-    starts = (line for _, lines in sorted(history.items(), reverse=True) for line in lines)
-    return next((line["retention"] for line in starts if isinstance(line.get("retention"), dict)), None)
+def _retention(found: Mapping[str, _Tiers]) -> Json | None:
+    """The rule by which movers prune the run, that of the newest checkpoint (retention.py, N9); None without one."""
+    known = [(tiers.known, step_of(name) or 0) for name, tiers in found.items() if tiers.known is not None]
+    newest, _ = max(known, key=lambda one: (one[0].branch.order, one[1]), default=(None, 0))
+    if newest is None or not newest.policy:
+        return None
+    return {"local": asdict(newest.policy.local), "shared": asdict(newest.policy.shared)}

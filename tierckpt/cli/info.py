@@ -14,6 +14,7 @@ from ..cache.file_set import FileSpec
 from ..cache.prefetch import from_listing
 from ..checkpoint.branches import NOTE, run_of
 from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.description import describe_committed
 from ..disk.durable import matching
 from ..errors import (
     CheckpointNotFoundError,
@@ -21,7 +22,7 @@ from ..errors import (
     PermissionDeniedError,
     UncommittedCheckpointError,
 )
-from ..format.layout import GRADIENTS_DIR, Location, adopted_dir, local_dir, step_name, step_of
+from ..format.layout import GRADIENTS_DIR, Location, local_dir, step_name, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover
 from ..save import log_segments
@@ -110,38 +111,8 @@ def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report
 
 
 def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json], is_abandoned: bool) -> Report:
-    branch = checkpoint.branch
-    files: list[Json] = [
-        {
-            "path": entry.path,
-            "size_bytes": entry.size_bytes,
-            "rank": entry.rank,
-            "on_this_node": checkpoint.local_path(entry) is not None,
-        }
-        for entry in manifest.entries
-    ]
-    here = {entry.key.partition("/")[0] for entry in manifest.entries}
-    folders = [checkpoint.location.child(name).uri for name in sorted(here & set(map(adopted_dir, manifest.tokens)))]
-    document: Json = {
-        "uri": checkpoint.location.uri,
-        "kind": "checkpoint",
-        "step": checkpoint.step,
-        "attempt": manifest.attempt,
-        "replaces": list(manifest.replaces),
-        "created_unix_seconds": manifest.created_unix_seconds,
-        "world_size": manifest.world_size,
-        "chunk_size_bytes": manifest.chunk_size_bytes,
-        "tiers": sorted(str(tier) for tier in checkpoint.tiers),
-        "local_directory": str(checkpoint.directory),
-        "adopted_in": folders,
-        "size_bytes": manifest.size_bytes,
-        "notes": dict(manifest.notes),
-        "branch": branch.id,
-        "went_back_to_step": branch.base,
-        "abandoned": is_abandoned,
-        "files": files,
-        "gradient_logs": logs,
-    }
+    document = {**describe_committed(checkpoint, manifest, is_abandoned=is_abandoned), "gradient_logs": logs}
+    files, base = document["files"], document["went_back_to_step"]
     summary = {
         "checkpoint": checkpoint.location.uri,
         "step": checkpoint.step,
@@ -150,9 +121,9 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json], is_
         "ranks": manifest.world_size,
         "committed on": ", ".join(document["tiers"]),
         "size": f"{human_bytes(manifest.size_bytes)} in {len(files)} files",
-        **({"for other tools": ", ".join(folders)} if folders else {}),
+        **({"for other tools": ", ".join(document["adopted_in"])} if document["adopted_in"] else {}),
         **{name: note for name, note in manifest.notes.items() if name != NOTE},
-        **({"went back to": step_name(branch.base)} if branch.base is not None else {}),
+        **({"went back to": step_name(base)} if base is not None else {}),
         **({"abandoned": "the job has gone back to an older step since"} if is_abandoned else {}),
     }
     lines = [
