@@ -27,7 +27,9 @@ from tierckpt.agent.node_document import node_document
 from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.config import Settings
+from tierckpt.drain import rate_limiter
 from tierckpt.drain.rate_limiter import change_control
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.poll import Poll
 
 SEEN_SECONDS = 10.0
@@ -156,6 +158,25 @@ def test_trouble_with_a_store_is_seen_everywhere(
         assert node_document(Settings.load())["stores"] == []
         (of_run,) = node_document(Settings.load())["runs"]
         assert of_run["if_this_node_dies"] == "nothing is lost: step 2 is on shared storage"
+
+
+def test_a_drained_step_that_left_this_node_is_still_the_safe_one(
+    moto: S3Server, s3_uri: str, local_root: Path
+) -> None:
+    """Retention and eviction remove the local copy of the newest step on shared storage before newer ones drain."""
+    with tierckpt.Checkpointer(s3_uri, keep_last=2) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(10)}).result()
+        checkpointer.wait()
+        change_control(local_root, paused=True)
+        time.sleep(1.5 * rate_limiter.LOOK_SECONDS)
+        for step in (2, 3, 4):
+            checkpointer.save(step, {"w": torch.ones(10)}).result()
+        until(lambda: not (local_dir(local_root, parse_uri(s3_uri)) / "step-1/.tierckpt").exists(), 20, "pruning")
+        (row,) = node_document(Settings.load())["runs"]
+        assert (row["newest_step"], row["safe_step"], row["lag_steps"]) == (4, 1, 3)
+        assert row["if_this_node_dies"].startswith("3 steps up to 4 are lost")
+        assert row["if_this_node_dies"].endswith("step 1 is the newest on shared storage")
+        change_control(local_root, paused=False)
 
 
 def metrics(url: str) -> str:

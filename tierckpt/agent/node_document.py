@@ -20,7 +20,7 @@ from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import ASIDE, TO_DRAIN, Entry, Journal
 from ..checkpoint.retention import marked_directories, nearest_existing
-from ..checkpoint.run_log_reader import newest_lines
+from ..checkpoint.run_log_reader import newest_drained, newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
 from ..drain.active_drain import COMMITTING, QUEUED, SENDING, STORE
@@ -82,7 +82,7 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
         "free_bytes": disk.free,
         "total_bytes": disk.total,
         "steps": steps[:STEPS_MAX],
-        "runs": run_rows(steps),
+        "runs": run_rows(steps, lambda run: newest_drained(local_dir(root, parse_uri(run)))),
         "stalls": _stalls(root, steps),
         "checks": read_checks(root),
     }
@@ -157,10 +157,14 @@ def _drain_of(entry: Entry, agent: Json) -> Json:
         "state": QUEUED, "cause": "", "remedy": "", "since_unix_seconds": entry.created_unix_seconds,
         "next_try_seconds": None, "done_bytes": 0, "bytes_per_second": 0.0,
     }  # fmt: skip
-    name, _, cause = entry.error.partition(": ")
+    name, _, text = entry.error.partition(": ")
     kind = vars(errors).get(name)
-    cause = cause if kind is not None else entry.error
-    noted = {"cause": cause, "since_unix_seconds": entry.failing_since_unix_seconds or entry.created_unix_seconds}
+    cause, _, rest = (text if kind is not None else entry.error).partition(" [")  # as ``TierckptError.__str__`` has it
+    noted = {
+        "cause": cause,
+        "remedy": rest.rpartition("]. ")[2] if "]. " in rest else "",
+        "since_unix_seconds": entry.failing_since_unix_seconds or entry.created_unix_seconds,
+    }
     if entry.state in ASIDE:
         remedy = "`tierckpt drain --retry` tries again, `tierckpt drain --forget URI` gives it up"
         return found | noted | {"state": SET_ASIDE, "remedy": remedy}

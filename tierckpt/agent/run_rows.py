@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from ..checkpoint.journal import LOCAL_ONLY
 from ..drain.active_drain import COMMITTING, OTHER_RANKS, QUEUED, SENDING, STORE
-from ..format.layout import parse_uri, step_of
+from ..format.layout import parse_uri, step_name, step_of
 from ..quantities import human_bytes, human_seconds
 from ..types import Json
 
@@ -68,18 +68,26 @@ def _run_and_step(uri: str) -> tuple[str, int | None]:
     return location.parent.uri, step_of(location.name)
 
 
-def run_rows(steps: Sequence[Json]) -> list[Json]:
-    """A row for each run of this node, newest first: its safe step, and the loss if this node dies."""
+def run_rows(steps: Sequence[Json], newest_drained: Callable[[str], Json | None] = lambda run: None) -> list[Json]:
+    """A row for each run of this node, newest first: its safe step, and the loss if this node dies.
+
+    Args:
+        newest_drained: the line of ``run_log_reader.newest_drained`` of a run: the local copy may be gone.
+    """
     by_run: dict[str, list[Json]] = {}
     for row in steps:
         by_run.setdefault(row["run"], []).append(row)
-    return [_run(run, rows) for run, rows in by_run.items()]
+    return [_run(run, rows, newest_drained(run)) for run, rows in by_run.items()]
 
 
-def _run(run: str, rows: Sequence[Json]) -> Json:
+def _run(run: str, rows: Sequence[Json], drained: Json | None) -> Json:
     """``rows`` are newest first. Steps that are newer than the newest safe one are lost with this node."""
     safe = next((row for row in rows if row["shared"] == "committed"), None)
-    lost = rows[: rows.index(safe)] if safe is not None else rows
+    lost = [*(rows[: rows.index(safe)] if safe is not None else rows)]
+    if drained is not None and (safe is None or drained["created_at"] > safe["at_unix_seconds"]):
+        uri = f"{run.rstrip('/')}/{step_name(drained['step'])}"
+        safe = {"step": drained["step"], "uri": uri, "at_unix_seconds": drained["created_at"]}
+        lost = [row for row in rows if row["at_unix_seconds"] > drained["created_at"] and row["uri"] != uri]
     on_peers = next((row for row in lost if row["peers"] == "committed"), None)
     gone = lost[: lost.index(on_peers)] if on_peers is not None else lost
     kept = on_peers or safe

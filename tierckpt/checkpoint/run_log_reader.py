@@ -105,7 +105,21 @@ def local_records(directory: Path) -> dict[str, bytes]:
 
 def newest_lines(directory: Path) -> Lines:
     """The last lines of the newest start that this node has records of. Blocking; reads at most ``TAIL_BYTES``."""
-    for path in matching(directory / HISTORY_DIR, "*.jsonl")[:-2:-1]:
+    return _last_lines(directory, "*.jsonl")
+
+
+def newest_drained(directory: Path) -> dict[str, Any] | None:
+    """The line of the newest checkpoint that this node brought to the shared tier; None without one.
+
+    Eviction and retention remove the marks of local copies, and leave this. Blocking; reads at most ``TAIL_BYTES``.
+    """
+    lines = [line for line in _last_lines(directory, f"*{COMMITS_SUFFIX}") if line.get("what") == Tier.SHARED]
+    good = [line for line in lines if isinstance(line.get("step"), int) and isinstance(line.get("created_at"), float)]
+    return max(good, key=lambda line: float(line["created_at"]), default=None)
+
+
+def _last_lines(directory: Path, pattern: str) -> Lines:
+    for path in matching(directory / HISTORY_DIR, pattern)[:-2:-1]:
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - TAIL_BYTES))
