@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -224,6 +226,52 @@ async def test_work_in_one_piece_is_tried_again_as_a_whole() -> None:
     request, calls = failing(2)
     assert await policy.again(lambda: once(policy, breaker, unreachable, request)) == "done"
     assert len(calls) == 3
+
+
+async def test_a_pause_is_anything_up_to_its_backoff(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "BACKOFF_SECONDS_MAX", 3.2)
+    pauses: list[list[float]] = []
+
+    async def one() -> None:
+        policy, times = retries(), []
+
+        async def request() -> None:
+            times.append(clock.now)
+            raise failure()
+
+        with pytest.raises(StoreUnavailableError):
+            await policy.again(request)
+        pauses.append([later - earlier for earlier, later in itertools.pairwise(times)])
+
+    await asyncio.gather(*(one() for _ in range(200)))
+    for limit, drawn in zip([0.2, 0.4, 0.8, 1.6, 3.2], zip(*pauses, strict=True), strict=True):
+        assert min(drawn) < 0.2 * limit
+        assert 0.8 * limit < max(drawn) <= limit + 0.01
+
+
+class Buffer:
+    """What a request holds."""
+
+
+@pytest.mark.parametrize("failures", [0, 1, 99])
+async def test_work_that_has_ended_keeps_no_memory(failures: int) -> None:
+    """Training loops switch the garbage collector off: no cycle may hold the frames of a request."""
+    request, _ = failing(failures)
+    held: list[weakref.ref[Buffer]] = []
+
+    async def work() -> str:
+        buffer = Buffer()
+        held.append(weakref.ref(buffer))
+        return await request()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(StoreUnavailableError):
+            await retries().again(work)
+        assert len(held) == min(failures, retry.RETRIES_MAX) + 1
+        assert not [one for one in held if one() is not None]
+    finally:
+        gc.enable()
 
 
 # --- the breaker (R2) ----------------------------------------------------------------------------------------------

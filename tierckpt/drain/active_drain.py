@@ -39,10 +39,10 @@ class ActiveDrain:
     """The last byte, or the begin of ``state``."""
     _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATES_MAX))
 
-    def enter(self, state: str, error: TierckptError | None = None, *, next_try_seconds: float = 0.0) -> None:
+    def enter(self, state: str, error: TierckptError | None = None) -> None:
         """Note a state. One that goes on keeps its begin."""
         self.cause, self.remedy = (redact(error.message), redact(error.hint)) if error is not None else ("", "")
-        self.next_try_at = time.monotonic() + next_try_seconds
+        self.next_try_at = time.monotonic()
         if state != self.state:
             self.state, self.since_unix_seconds, self.moved_at = state, time.time(), time.monotonic()
 

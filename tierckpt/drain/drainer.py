@@ -54,7 +54,7 @@ from ..quantities import human_bytes
 from ..redaction import redact
 from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
-from ..stores.retry import Retries, jitter_seconds
+from ..stores.retry import Retries
 from ..stores.store_breaker import StoreBreaker
 from ..stores.verified_read import available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
@@ -272,8 +272,19 @@ class Drainer:
         once, else after a jittered pause."""
         if not patient:
             return await work()
-        tries, breaker = 0, self.breaker(entry.location)
-        while True:
+        from tenacity import AsyncRetrying, retry_always, wait_random_exponential  # late, as in ``Retries.again``
+
+        breaker, active = self.breaker(entry.location), self.active[entry.token]
+
+        async def pause(seconds: float) -> None:
+            with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
+                async with asyncio.timeout(NOTE_SECONDS):
+                    if not await available(self.store(entry.location)):
+                        active.next_try_at = time.monotonic() + seconds
+                        await asyncio.sleep(seconds)
+
+        wait = wait_random_exponential(PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)  # full jitter
+        async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
             begun = time.monotonic()
             try:
                 return await work()
@@ -286,15 +297,9 @@ class Drainer:
                 log.debug("%s: its drain waits for the store: %s", entry.uri, error)
                 if not await self._may_wait(entry):
                     raise
-                self.active[entry.token].enter(STORE, error)
-                cause = error
-            tries += 1
-            with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
-                async with asyncio.timeout(NOTE_SECONDS):
-                    if not await available(self.store(entry.location)):
-                        pause_seconds = jitter_seconds(tries, PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)
-                        self.active[entry.token].enter(STORE, cause, next_try_seconds=pause_seconds)
-                        await asyncio.sleep(pause_seconds)
+                active.enter(STORE, error)
+                one.retry_state.set_result(None)
+        raise AssertionError
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
         # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.

@@ -75,7 +75,7 @@ from .obstore_errors import (
 )
 from .obstore_module import Module
 from .odd_keys import OddKeys
-from .retry import Retries, Tries
+from .retry import Retries
 from .signed_requests import Get, NotThisWay, delete_if, is_behind_proxy
 from .store_breaker import PROBE_SECONDS_MAX
 
@@ -138,27 +138,30 @@ class RemoteStore:
         """Make one idempotent request by ``call``, again while it fails in a way that may pass; when it is refused
         because the credentials have expired, once more with newer ones. ``key`` None: it is about the bucket.
 
-        Raises:
-            StoreUnavailableError: attempts, time (``store_timeout_seconds``) or budget are spent, or the store is down.
+        Raises StoreUnavailableError: tries, time (``store_timeout_seconds``) or budget are spent, or the store is down.
         """
-        tries, is_renewed = Tries(self.retries, self.settings.store_timeout_seconds), False
-        while True:
-            generation = self._bucket.generation
-            try:
-                async with self.retries.asking(self._breaker, self._probe):
-                    client = await self._client()
-                    async with self._errors(key, writing=writing):
-                        return await call(client)
-            except PermissionDeniedError as refusal:
-                if is_renewed:
-                    raise still_refused(refusal) from refusal
-                if not await self._bucket.renewed(generation, refusal):
-                    raise
-                is_renewed = True
-            except StoreUnavailableError as error:
-                # With newer credentials, or in another region: at once.
-                if generation == self._bucket.generation and not await tries.pause(error):
-                    raise
+        is_renewed = False
+
+        async def request() -> T:
+            nonlocal is_renewed
+            while True:
+                generation = self._bucket.generation
+                try:
+                    async with self.retries.asking(self._breaker, self._probe):
+                        client = await self._client()
+                        async with self._errors(key, writing=writing):
+                            return await call(client)
+                except PermissionDeniedError as refusal:
+                    if is_renewed:
+                        raise still_refused(refusal) from refusal
+                    if not await self._bucket.renewed(generation, refusal):
+                        raise
+                    is_renewed = True
+                except StoreUnavailableError:
+                    if generation == self._bucket.generation:  # else with newer credentials, or in another region
+                        raise
+
+        return await self.retries.again(request, timeout_seconds=self.settings.store_timeout_seconds)
 
     async def _probe(self) -> bool:
         """Ask for something cheap, once. True when the store answered, if only to refuse or to say "not found"."""

@@ -1,24 +1,22 @@
 """Retries of store requests: what becomes of a 503 SlowDown, a 429, a timeout or a connection that was lost.
 
-Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). The request is made again after a random wait
-of up to 0.2, 0.4, ... 3.2 s (``Tries``), as long as the budget pays for it; a ``Retry-After`` is not read. How many
-requests run at a time does not change by it: get_concurrency.py does that, for GETs that are slow.
+Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). ``Retries.again`` repeats the request after a
+random wait of up to 0.2, 0.4, ... 3.2 s, as long as the budget pays for it; a ``Retry-After`` is not read. It does not
+change how many requests run at a time: get_concurrency.py does, for slow GETs.
 
 One ``Retries`` belongs to one mover and spans all its stores. It keeps two promises to the servers:
     R1  Retries are at most a share of the requests that went well, plus a small floor (``RetryBudget``). A store that
         fails half of the time is not asked twice as much.
     R2  A store that does not answer at all is asked by one probe at a time, ever more rarely (store_breaker.py).
 
-The store clients' own retries are switched off, so that what is counted here is what the servers see. The one
-exception is said in obstore_store.py (parts of a large object).
+Each layer has one owner of retries. The retries of the store clients are switched off, but for the parts of a large
+object (obstore_store.py): the counts here are those of the servers.
+    stores  ``Retries.again``, for requests and for whole streams, which cannot be rewound (drain/file_transfer.py,
+            save/direct_put.py). verified_read.py pays here for a new connection after a damaged answer.
+    drain   drain/drainer.py: as long as the store is away. Not paid.
+    agent   agent/agent_server.py: a schedule of journal entries whose drain failed, and no loop.
 
-Above the requests a stream is put again as a whole, as it cannot be rewound (drain/file_transfer.py,
-save/direct_put.py), and a damaged answer is asked for on a new connection (verified_read.py), both paid for here. Only
-the drain goes on for longer than this: for as long as its store is away (drain/drainer.py), or in the agent's turn
-(agent/agent_server.py).
-
-Sources: Brooker, "Exponential Backoff And Jitter" (full jitter) and "Fixing retries with token buckets and circuit
-breakers".
+Sources: Brooker, "Exponential Backoff And Jitter" and "Fixing retries with token buckets and circuit breakers".
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -189,17 +186,43 @@ class Retries:
         breaker.succeeded()
 
     async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
-        """Do ``work``, which makes its requests by ``asking``, again while it fails in a way that may pass (``Tries``).
+        """Do ``work``, which makes its requests by ``asking``, again while it fails in a way that may pass.
 
-        A failure that went through here before, further down, is not tried again: retries do not multiply.
+        At most ``RETRIES_MAX`` retries, within a time, each paid from the budget after its pause. The time that a GET
+        waited for others beside it (``crowded_seconds``, get_concurrency.py) is not counted. A failure that went
+        through here before, further down, is not tried again: retries do not multiply.
         """
-        tries = Tries(self, timeout_seconds)
-        while True:
-            try:
-                return await work()
-            except StoreUnavailableError as error:
-                if not await tries.pause(error):
-                    raise
+        from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential  # late, as in ``bucket``
+
+        begun = time.monotonic()
+        try:
+            return await work()  # outside of tenacity, which leaves 20 objects in cycles per call
+        except StoreUnavailableError as error:
+            failure = error
+        attempts, deadline = 1, begun + timeout_seconds + failure.context.get("crowded_seconds", 0.0)
+        tries = AsyncRetrying(
+            sleep=asyncio.sleep,
+            wait=wait_random_exponential(BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX),  # full jitter
+            retry=retry_if_result(bool),
+            stop=lambda state: state.attempt_number > RETRIES_MAX or time.monotonic() >= deadline,
+            retry_error_callback=lambda _: None,
+        )
+        try:
+            async for one in tries:
+                # The first try is the one above. A retry that the budget refuses is a try without a request.
+                if one.retry_state.attempt_number > 1 and await self.pay(deadline):
+                    attempts += 1
+                    try:
+                        return await work()
+                    except StoreUnavailableError as error:
+                        failure = error
+                        deadline += error.context.get("crowded_seconds", 0.0)
+                # Not the error itself: its traceback would hold frames of tenacity, and those the error.
+                one.retry_state.set_result(not failure.context.keys() & {"down_seconds", "attempts"})
+            failure.context.setdefault("attempts", attempts)
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame
 
     async def pay(self, deadline: float = math.inf) -> bool:
         """Take one retry from the budget; False when there is none before ``deadline`` (monotonic)."""
@@ -210,39 +233,6 @@ class Retries:
         self.counts["retries"] += 1
         RETRIES.emit(1, operation="request")
         return True
-
-
-class Tries:
-    """The tries of one piece of work: at most 1 + ``RETRIES_MAX``, within a time, each again paid from the budget.
-
-    What a GET waited for others beside it (``crowded_seconds``, get_concurrency.py) is no part of that time.
-    """
-
-    def __init__(self, retries: Retries, timeout_seconds: float) -> None:
-        self._retries = retries
-        self._deadline = time.monotonic() + timeout_seconds
-        self._attempts = self._tries = 0  # a retry that the budget refuses is a try, though nothing was asked
-
-    async def pause(self, error: StoreUnavailableError) -> bool:
-        """Wait until the next try, with full jitter. False when ``error`` is the end of it."""
-        self._attempts, self._tries = self._attempts + 1, self._tries + 1
-        self._deadline += error.context.get("crowded_seconds", 0.0)
-        while _may_pass(error) and self._tries <= RETRIES_MAX and time.monotonic() < self._deadline:
-            await asyncio.sleep(jitter_seconds(self._tries, BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX))
-            if await self._retries.pay(self._deadline):
-                return True
-            self._tries += 1
-        error.context.setdefault("attempts", self._attempts)
-        return False
-
-
-def jitter_seconds(tries: int, seconds_min: float, seconds_max: float) -> float:
-    """Full jitter: how long to wait after ``tries`` (1 or more) failed, anything up to an exponential backoff."""
-    return random.uniform(0.0, min(seconds_max, seconds_min * 2.0 ** min(tries - 1, 64)))
-
-
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, StoreUnavailableError) and not error.context.keys() & {"down_seconds", "attempts"}
 
 
 def _is_answer(error: StoreUnavailableError) -> bool:

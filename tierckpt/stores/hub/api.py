@@ -52,7 +52,7 @@ from ..endpoint_probe import language_of
 from ..http_client import said
 from ..http_reader import ANSWER_SECONDS_MAX, REDIRECTS_MAX, opener, range_header
 from ..proxies import proxy_for, routed
-from ..retry import Retries, Tries
+from ..retry import Retries
 from ..signed_requests import MAY_PASS
 from ..store_breaker import PROBE_SECONDS_MAX
 
@@ -276,22 +276,22 @@ class Hub:
                 tier=Tier.SHARED,
                 attempts=0,
             )
-        tries, deadline = Tries(self._retries, self._settings.store_timeout_seconds), 0.0
-        while True:
-            await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
-            try:
+        deadline = 0.0
+
+        async def ask() -> Answer:
+            nonlocal deadline
+            while True:
+                await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
                 async with self._retries.asking(self._breaker, self.probe):
                     answer = await asyncio.to_thread(request, url, {**headers, **self.authorization(url)}, form)
                     if answer.status in _MAY_PASS:
                         raise unavailable(self.host, f"HTTP {answer.status}", status=answer.status)
-            except StoreUnavailableError as error:
-                if not await tries.pause(error):
-                    raise
-                continue
-            if answer.status != 429:
-                return answer
-            deadline = deadline or time.monotonic() + RATE_LIMIT_SECONDS_MAX
-            self._put_off(answer, deadline)
+                if answer.status != 429:
+                    return answer
+                deadline = deadline or time.monotonic() + RATE_LIMIT_SECONDS_MAX
+                self._put_off(answer, deadline)
+
+        return await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
     def _put_off(self, answer: Answer, deadline: float) -> None:
         """Note until when the Hub is not to be asked. Raises StoreUnavailableError: beyond ``deadline``."""
