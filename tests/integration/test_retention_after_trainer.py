@@ -74,9 +74,14 @@ def let_drain(local_root: Path) -> None:
     ("options", "local", "shared"),
     [
         ({"keep_last": 3}, [7, 8, 9], [7, 8, 9]),
-        ({"keep_last": {"local": 1, "shared": 4}}, [9], [6, 7, 8, 9]),
-        ({"keep_last": {"shared": 2}, "keep_every": {"shared": 4}}, [*range(1, 10)], [4, 8, 9]),
-        ({}, [*range(1, 10)], [*range(1, 10)]),
+        pytest.param({"keep_last": {"local": 1, "shared": 4}}, [9], [6, 7, 8, 9], marks=pytest.mark.slow),
+        pytest.param(
+            {"keep_last": {"shared": 2}, "keep_every": {"shared": 4}},
+            [*range(1, 10)],
+            [4, 8, 9],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({}, [*range(1, 10)], [*range(1, 10)], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("paused")
@@ -89,6 +94,7 @@ def test_the_agent_keeps_what_the_rule_keeps(
     assert (on_local(run_uri), on_shared(run_uri)) == (local, shared)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_a_checkpoint_of_several_ranks_goes_when_the_last_rank_has_drained(run_uri: str, local_root: Path) -> None:
     train(run_uri, [1, 2, 3, 4, 5], ranks=2, keep_last=2)
@@ -96,6 +102,7 @@ def test_a_checkpoint_of_several_ranks_goes_when_the_last_rank_has_drained(run_u
     assert on_local(run_uri) == on_shared(run_uri) == [4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_a_killed_agent_loses_no_pruning(run_uri: str, local_root: Path) -> None:
     """Killed again and again while it drains and prunes; another one goes on each time."""
@@ -123,6 +130,7 @@ def _agent_of(local_root: Path) -> int | None:
     return int(text) if text else None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_drain_as_a_command_prunes_too(run_uri: str, local_root: Path) -> None:
     train(run_uri, [1, 2, 3, 4], keep_last=1, mover="inline")
@@ -132,6 +140,7 @@ def test_drain_as_a_command_prunes_too(run_uri: str, local_root: Path) -> None:
     assert on_local(run_uri) == on_shared(run_uri) == [4] and not has_due(local_root)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_the_latest_start_of_the_job_decides(run_uri: str, local_root: Path) -> None:
     train(run_uri, [1, 2, 3], keep_last=1, mover="inline")
@@ -142,6 +151,7 @@ def test_the_latest_start_of_the_job_decides(run_uri: str, local_root: Path) -> 
     assert on_local(run_uri) == on_shared(run_uri) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_a_job_that_is_not_alone_leaves_no_rule(file_uri: str, local_root: Path) -> None:
     uri, other = f"{file_uri}/run", {"what": "start", "host": "elsewhere", "pid": 1, "process": "1-1"}
@@ -154,6 +164,7 @@ def test_a_job_that_is_not_alone_leaves_no_rule(file_uri: str, local_root: Path)
     assert on_local(uri) == on_shared(uri) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_a_mover_that_forgets_the_rule_is_found(
     run_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
