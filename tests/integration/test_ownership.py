@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.users import as_user
-from tierckpt import TierStorageWriter, latest, ownership
+from tierckpt import Checkpointer, TierStorageWriter, latest, ownership
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.disk.durable import read_whole
@@ -184,6 +184,17 @@ def test_what_is_made_is_for_its_user_alone_whatever_the_umask(machine: Path, wa
     shard = next(root.rglob("*.distcp"))
     assert "PermissionError" in as_user(ATTACKER, shard.read_bytes)
     assert not as_user(victim, lambda: _save(str(machine / "shared" / "run"), root, step=2))
+
+
+def test_a_new_root_is_made_for_its_user_alone_without_a_warning(
+    file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever thread of a Checkpointer is the first to write below it."""
+    with Checkpointer(file_uri, interval=1) as checkpointer:
+        checkpointer.step(1, {"w": torch.zeros(10)})
+        checkpointer.save(2, {"w": torch.zeros(10)}).result(60)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    assert {path.stat().st_mode & 0o777 for path in (local_root, local_root / "checkpoints")} == {0o700}
 
 
 def test_checkpoints_in_an_older_root_that_others_read_are_closed_and_a_setting_opens_them(

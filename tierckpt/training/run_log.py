@@ -26,6 +26,7 @@ from ..client import get_client
 from ..config import Settings
 from ..disk.durable import make_dirs
 from ..disk.illness import ILL_SECONDS
+from ..disk.local_root import use_local_root
 from ..disk.quarantine import open_regular
 from ..format.layout import HISTORY_DIR, Location, local_dir
 from ..mover import Mover
@@ -296,6 +297,7 @@ class RunLog:
                 if is_anew:
                     if file >= 0:
                         os.close(file)
+                    use_local_root(self._settings)  # first, so that nothing below it is made for other users to read
                     make_dirs(beside.parent)
                     file, size_bytes = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 0
                 if data:  # in the place of the tail: what of that is longer goes
