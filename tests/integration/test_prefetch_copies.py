@@ -86,6 +86,8 @@ def test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
     uri, _, count = source
     cached = Path(prefetched(capsys, uri)["directory"])
     before = count()
+    plan = prefetched(capsys, uri, "--to", tmp_path / "to", "--dry-run")
+    assert (plan["would_fetch_bytes"], plan["would_copy_bytes"], plan["would_fetch"]) == (0, TOTAL, [])
     document = prefetched(capsys, uri, "--to", tmp_path / "to")
     assert count() == before
     assert document["bytes_by_source"] == {"here": 0, "cache": TOTAL, "peer": 0, "shared": 0, "other_processes": 0}

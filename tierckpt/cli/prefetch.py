@@ -200,7 +200,11 @@ class _Job:
     async def plan(self, mover: Mover, location: Location) -> Report:
         found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
         fetch_bytes = 0 if found.state == "whole" else found.size_bytes - found.here_bytes
-        room = None
+        room, copy_bytes = None, 0
+        if self.to is not None and fetch_bytes:
+            near = await mover.check_prefetched(location, None, include=self.include, exclude=self.exclude)
+            copy_bytes = min(fetch_bytes, near.size_bytes if near.state == "whole" else near.here_bytes)
+            fetch_bytes -= copy_bytes
         if self.to is None and fetch_bytes:
             room = await mover.plan_prefetch(location, include=self.include, exclude=self.exclude)
         going = room.evicted if room is not None else []
@@ -208,13 +212,15 @@ class _Job:
         document: Json = {
             "uri": location.uri,
             "would_fetch_bytes": fetch_bytes,
-            "would_fetch": found.missing,
+            "would_copy_bytes": copy_bytes,
+            "would_fetch": found.missing if fetch_bytes else [],
             "would_evict": [{"uri": row.uri, "size_bytes": row.reserved_bytes} for row in going],
             "fits": fits,
         }
         summary = {
             "uri": location.uri,
-            "would fetch": f"{human_bytes(fetch_bytes)} in {len(found.missing)} files",
+            "would fetch": f"{human_bytes(fetch_bytes)} in {len(document['would_fetch'])} files",
+            "would copy": f"{human_bytes(copy_bytes)} of this node",
             "would evict": ", ".join(f"{row.uri} ({human_bytes(row.reserved_bytes)})" for row in going) or "none",
             "fits": "yes" if fits else "no",
         }
