@@ -22,6 +22,7 @@ from tierckpt.cli.ui.plots import plot_goodput, plot_modes, plot_runs, plot_sizi
 from tierckpt.planning.goodput import Start, analyse  # noqa: E402
 from tierckpt.planning.scenario import Cluster, FailureKind, configuration_of, configurations_of, failures_of  # noqa: E402
 from tierckpt.planning.simulator import simulate  # noqa: E402
+from tierckpt.planning.tier_times import Save  # noqa: E402
 
 JOBS: dict[str, dict[str, Any]] = {
     "one GPU, tiny model": {"gpus": 1, "params": "1e6"},
@@ -163,8 +164,9 @@ def test_every_way_to_take_checkpoints_is_seen_by_interval(job: str, tmp_path: P
 def test_a_run_is_drawn_from_the_step_that_it_began_with(first: int, tmp_path: Path) -> None:
     def start(at: float, step: int, end: str) -> Start:
         work = tuple((step + place, 2.0 * place) for place in range(1, 301))
+        made = (Save(step + 250, at + 540, 3.0),)
         spent = {"productive": 600.0, "blocked": 5.0, "starting": 20.0, "loading": 10.0, "warming": 8.0, "other": 0.0}
-        return Start(at, at + 643, 8, step or None, step + 1, step + 300, end, spent, 5, 1 << 30, (3.0,), work)
+        return Start(at, at + 643, 8, step or None, step + 1, step + 300, end, spent, 5, 1 << 30, made, work)
 
     found = analyse([start(1000, first, ""), start(1900, first + 250, "closed")])
     figure = plot_goodput(tmp_path / "run.png", found)
