@@ -320,7 +320,8 @@ def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     assert is_drained(local_dir(local_root, parse_uri(f"{file_uri}/step-2")), _attempt(local_root, file_uri))
     assert (point in ("not begun", "handed in", "half flushed")) == ("written from memory" in log_of(local_root))
     until(lambda: not runs(local_root), 25, "the agent to leave")
-    assert sorted(path.name for path in agent_dir(local_root).glob("*")) == ["agent.lock", "agent.log"]
+    left = {path.name for path in agent_dir(local_root).glob("*")} - {"history"}  # kept once a minute
+    assert left == {"agent.lock", "agent.log"}
 
 
 @pytest.mark.slow

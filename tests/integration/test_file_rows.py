@@ -114,7 +114,7 @@ def test_every_verb_that_moves_files_names_them(
         "restore": [step, "--to=restored"],
         "export": [step, "--to=model"],
         "drill": [step],
-        "prefetch": [step, "--to=fetched"],
+        "prefetch": [step, "--to=fetched", "--local-root=elsewhere"],  # what this node holds is copied, not fetched
     }
     for verb, arguments in verbs.items():
         monkeypatch.setattr(f"tierckpt.cli.{verb}.progress_bar", collect)
