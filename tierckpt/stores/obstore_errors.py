@@ -108,7 +108,7 @@ def translate(
         )
     if status == 507 or "Quota" in code:
         return CapacityError(
-            f"{target} cannot be written: the store is full (HTTP {status}{f', {code}' if code else ''})",
+            f"{target} cannot be written: the store is full ({code or f'HTTP {status}'})",
             hint=f"Free space at {endpoint or location.scheme}, or raise the quota of {location.authority!r}",
             **context,
         )
