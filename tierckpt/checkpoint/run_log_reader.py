@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,19 @@ def newest_drained(directory: Path) -> dict[str, Any] | None:
 def _last_lines(directory: Path, pattern: str) -> Lines:
     for path in matching(directory / HISTORY_DIR, pattern)[:-2:-1]:
         try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-                return parse_lines(file.read(TAIL_BYTES))
+            status = path.stat()
+            return _tail(path, status.st_ino, status.st_size, status.st_mtime_ns)
         except OSError as error:
             log.debug("%s: %s", path, error)
     return []
+
+
+@lru_cache(maxsize=64)
+def _tail(path: Path, inode: int, size_bytes: int, changed_ns: int) -> Lines:
+    """The lines in the last ``TAIL_BYTES`` of ``path``. Status and page ask every second or two."""
+    with path.open("rb") as file:
+        file.seek(max(0, size_bytes - TAIL_BYTES))
+        return parse_lines(file.read(TAIL_BYTES))
 
 
 def has_ended_here(first: dict[str, Any]) -> bool:
