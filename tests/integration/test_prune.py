@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -21,18 +22,22 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.integration.test_cli import Done, flip, for_people, tierckpt_
+from tests.services import S3Server
 from tests.states import load, same, save, small_state
 from tierckpt import Checkpointer
 from tierckpt import mover as module
-from tierckpt.checkpoint import shared_commit
+from tierckpt.checkpoint import retention, shared_commit
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.checkpoint.prune import REMOVED, PruneResult
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.disk import read_lease
+from tierckpt.errors import StoreUnavailableError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.mover import Mover
 from tierckpt.stores import retry
+from tierckpt.stores.obstore_store import RemoteStore
 
 RUNS = ["file", pytest.param("s3", marks=pytest.mark.server)]
 
@@ -74,6 +79,52 @@ def on_local(uri: str) -> list[int]:
 
 def outcomes(done: Done) -> dict[tuple[str, str], tuple[str, str]]:
     return {(one["name"], one["tier"]): (one["outcome"], one["reason"]) for one in done.document["copies"]}
+
+
+@pytest.mark.server
+def test_two_movers_that_prune_one_run_leave_nothing_of_what_they_remove(s3_uri: str, moto: S3Server) -> None:
+    """As an agent and a trainer do, or the nodes of the coordinator and of the commit."""
+    save_steps(s3_uri, *range(1, 7))
+    movers = [Mover(Settings.load(local_root=f"{os.environ['TIERCKPT_LOCAL_ROOT']}-{n}")) for n in range(2)]
+
+    async def both() -> list[PruneResult]:
+        found = await asyncio.gather(*(one.prune(parse_uri(s3_uri), Policy.of(keep_last=2)) for one in movers))
+        for one in movers:
+            await one.close()
+        return found
+
+    results = asyncio.run(both())
+    assert [result.errors for result in results] == [[], []]
+    assert {one.copy.step for result in results for one in result.only(REMOVED)} == {1, 2, 3, 4}
+    listed = moto.client().list_objects_v2(Bucket=urlsplit(s3_uri).netloc, Prefix="run/step-")["Contents"]
+    assert {item["Key"].split("/")[1] for item in listed} == {"step-5", "step-6"}
+
+
+@pytest.mark.server
+def test_a_mover_that_comes_late_ends_the_removal_of_one_that_was_killed(
+    s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have read the manifest. The one that was killed has deleted that, and the note of both is one."""
+    save_steps(s3_uri, 1, 2)
+    mover = Mover(Settings.load(local_root=f"{os.environ['TIERCKPT_LOCAL_ROOT']}-elsewhere"))
+    store = mover.store(parse_uri(f"{s3_uri}/step-1"))
+
+    async def killed(self: RemoteStore, key: str) -> None:
+        raise StoreUnavailableError("killed")
+
+    async def both() -> None:
+        manifest = await shared_commit.read_shared_manifest(store)
+        assert manifest is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteStore, "delete", killed)
+            with pytest.raises(StoreUnavailableError):
+                await retention.remove_shared(store, manifest)
+        assert not await retention.remove_shared(store, manifest)
+        await mover.close()
+
+    asyncio.run(both())
+    listed = moto.client().list_objects_v2(Bucket=urlsplit(s3_uri).netloc, Prefix="run/step-")["Contents"]
+    assert {item["Key"].split("/")[1] for item in listed} == {"step-2"}
 
 
 # --- looking and removing ---------------------------------------------------------------------------------------

@@ -392,7 +392,7 @@ def note_due(local_root: Path, run: Location, token: str, *, is_shared: bool) ->
         is_shared: this node prunes the shared tier, too.
     """
     path = local_root / layout.RETENTION_DIR / f"{token}.json"
-    if is_shared or not path.exists():
+    if not path.exists():  # else it was written by the commit, which is about the shared tier
         make_dirs(path.parent)
         durable_write(path, seal({"run": run.uri, "shared": is_shared}))
 
