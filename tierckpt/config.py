@@ -1,4 +1,4 @@
-"""One Settings object: keyword arguments > environment ``TIERCKPT_*`` > ``tierckpt.toml`` > defaults.
+"""Settings, read from keyword arguments, ``TIERCKPT_*`` variables, ``tierckpt.toml``, and defaults, in this order.
 
 Sizes are written like ``"200GiB"``. Every field ends in its unit.
 """
@@ -37,7 +37,7 @@ GiB = 1 << 30
 _NO_SETTINGS = re.compile(
     r"TIERCKPT_(TRACEBACK|PREFETCH_MINUTES|(TEST|DEMO)_\w+|(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+))"
 )
-"""Variables of our own tools, and those that Kubernetes sets in the pods beside a Service called tierckpt."""
+"""Variables of our own tools, and those that Kubernetes sets for a Service named tierckpt."""
 reported: set[str] = set()
 
 log = logger("config")
@@ -49,13 +49,13 @@ PreemptSignal: TypeAlias = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "S
 
 
 def ranks_of_node() -> int:
-    """How many ranks of the job are on this node, as torchrun, Open MPI or Intel MPI says; 1 where nobody says it."""
-    told = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
-    return max(1, next((int(count) for count in told if count and count.isdigit()), 1))
+    """Return the number of ranks on this node, as set by torchrun, Open MPI or Intel MPI; 1 without any of them."""
+    counts = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return max(1, next((int(count) for count in counts if count and count.isdigit()), 1))
 
 
-def _said_where(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> str:
-    """Where a value comes from that cannot work, as far as that is not plain."""
+def _source_of(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> str:
+    """Return the settings file in parentheses if an invalid value comes from there, else nothing."""
     name = str(field[0]) if field else ""
     if name in overrides or f"TIERCKPT_{name}".upper() in map(str.upper, os.environ):
         return ""
@@ -86,123 +86,122 @@ class Settings(BaseSettings):
     )
 
     local_root: Path = Field(default_factory=_default_local_root)
-    """Directory on node-local SSD that holds the local tier and the journal. This user's own: one that somebody else
-    owns, can write to, or has linked to is refused."""
+    """Directory on node-local SSD for the local tier and the journal. Must belong to this user: a directory that
+    another user owns, can write to, or has linked to is refused."""
 
     local_readable_by: Literal["user", "group", "all"] = "user"
-    """Who besides this user may read the checkpoints and the node cache below ``local_root``, as far as the umask lets
-    them. Nobody else may ever write there, except to a file that a ``file://`` run on the same file system shares with
-    the local tier (a hard link): it has the group and the mode of a new file of the run."""
+    """Users that may read the checkpoints and the node cache under ``local_root``; the umask limits them further.
+    Only this user may write there, with one exception: a ``file://`` run on the same file system shares its files with
+    the local tier by hard links, and they have the group and the mode of the run."""
 
     drain: bool = True
     """Drain each committed checkpoint to its URI in the background. False keeps it on the local tier only."""
 
     shard_size_bytes_max: ByteSize = Field(default=ByteSize(GiB), gt=0)
-    """A shard is closed when the next item would pass this. The shard is the unit of retry, so it stays small."""
+    """Maximum size of a shard file, in bytes. A failed transfer is retried by shard, so small shards lose less."""
 
     chunk_size_bytes: ByteSize = ByteSize(8 * MiB)
-    """Bytes covered by one digest, and moved by one request. A multiple of 4096, so that O_DIRECT can write a chunk."""
+    """Bytes per digest and per request: a multiple of 4096, for O_DIRECT."""
 
     staging_bytes_max: ByteSize | None = Field(default=None, gt=0)
-    """Host memory the arena of one process may take, all slots together. None: what the node has free, and no more."""
+    """Maximum host memory, in bytes, for the staging slots of one process. None: the free memory of the node."""
 
     checkpoints_in_flight_max: int = Field(default=2, ge=1)
-    """Checkpoints staged and not yet flushed. Each keeps a slot of the arena until it is on the local tier."""
+    """Maximum number of checkpoints that are staged and not yet flushed. Each holds a staging slot until then."""
 
     staging_policy: StagingPolicy = "wait"
-    """What a save does when no slot is free. ``wait``: block until one is. ``skip``: leave this checkpoint out.
-    ``drop_oldest_unflushed``: give up the oldest one whose flush has not begun. Never: take more memory."""
+    """Action of a save when no staging slot is free. ``wait``: block until one is. ``skip``: skip this checkpoint.
+    ``drop_oldest_unflushed``: drop the oldest staged checkpoint that is not being flushed."""
 
     concurrency: int = Field(default=4, ge=1, le=256)
-    """Files in flight per mover. Each holds a few chunks, so this bounds the mover's memory."""
+    """Files in flight per mover. Each holds a few chunks, so this limits the memory of the mover."""
 
     mover: Literal["agent", "inline"] = "agent"
-    """Who drains: the node's agent, a process that outlives this one and is started when there is none, or this
-    process itself (for tests, notebooks and commands)."""
+    """Process that drains. ``agent``: the node's agent, started on demand, which outlives this process. ``inline``:
+    this process (for tests, notebooks and commands)."""
 
     grace_seconds: float = Field(default=25.0, ge=0)
-    """What a process takes, after SIGTERM, to bring checkpoints to safety before it ends."""
+    """Seconds after SIGTERM during which pending saves are flushed and drained. 0: no signal handler."""
 
     staging_memory: Literal["auto", "private", "shared"] = "auto"
-    """Where a Checkpointer stages. ``shared``: the agent holds the memory too, and what a killed trainer had staged is
-    still saved. ``auto``: shared where the agent drains and the kernel has huge pages for it, else private, which is
-    faster to write from than shared memory of small pages."""
+    """Kind of staging memory. ``shared``: the agent maps it too, and saves the staged checkpoint of a killed trainer.
+    ``private``: that checkpoint is lost. ``auto``: shared if the agent drains and the kernel has huge pages for shared
+    memory; else private, because writes from shared memory of small pages are slower."""
 
     preempt_signals: Annotated[tuple[PreemptSignal, ...], NoDecode] = ("SIGTERM",)
-    """Signals after which a process brings its checkpoints to safety and ends. Slurm sends what ``--signal`` asks for:
-    "SIGTERM,SIGUSR1". In the environment separated by commas."""
+    """Signals that flush and drain pending saves and then end the process, such as the one of Slurm's ``--signal``.
+    Separated by commas in the environment: "SIGTERM,SIGUSR1"."""
 
     preempt_notices: Literal["none", "aws", "gcp", "azure"] = "none"
-    """Whose notices of preemption to look for, at the metadata address of the cloud: then the next ``step`` saves."""
+    """Cloud with a metadata address to poll for preemption notices. After a notice, the next ``step`` saves."""
 
     exposure_seconds_max: float | None = Field(default=None, gt=0)
-    """The oldest that the newest state on shared storage may become; ``inf`` for no bound. If set, each save is
-    decided on by measured throughputs (``planning/drain_policy.py``): what is not drained stays on the SSD until newer
-    ones stand there, and what the SSD has no room for goes straight to shared storage. None: all checkpoints are
-    drained, or every n-th where ``interval="auto"`` says so."""
+    """Maximum age, in seconds, of the newest checkpoint on shared storage; ``inf``: no limit. If set, measured
+    throughput decides for each save (``planning/drain_policy.py``) whether it is drained, stays on the SSD until newer
+    saves replace it, or goes straight to shared storage because the SSD is full. None: every save is drained, or every
+    n-th with ``interval="auto"``."""
 
     drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
-    """Most bytes per second that all drains of one mover together send. None: what the store takes."""
+    """Rate limit, in bytes per second, of all drains of one mover together. None: no limit."""
 
     local_bytes_max: ByteSize | None = Field(default=None, gt=0)
-    """Most bytes of checkpoints on the local tier. None: what the disk has, up to ``local_high_water``."""
+    """Maximum bytes of checkpoints on the local tier. None: the disk, up to ``local_high_water``."""
 
     local_high_water: float = Field(default=0.9, gt=0, le=1)
-    """Share of the local disk in use at which drained checkpoints are evicted, oldest first, and at which a
-    prefetch evicts what the node cache has not used for longest."""
+    """Share of the local disk in use above which drained checkpoints are evicted, oldest first, and above which a
+    prefetch evicts the least recently used entries of the node cache."""
 
     local_full_policy: Literal["wait", "error"] = "wait"
-    """What a save does when the local tier is full and nothing there may be evicted yet: ``wait`` for a drain to end,
-    or raise ``CapacityError`` at once."""
+    """Action of a save when the local tier is full and no checkpoint can be evicted. ``wait``: wait for a drain.
+    ``error``: raise ``CapacityError``."""
 
     cache_bytes_max: ByteSize | None = Field(default=None, gt=0)
-    """Most bytes of the node cache (``<local_root>/cache``). None: what the disk has, up to ``local_high_water``."""
+    """Maximum bytes of the node cache (``<local_root>/cache``). None: the disk, up to ``local_high_water``."""
 
     peers: str | None = None
-    """Where the agents of the other nodes are: ``host[:port],...``, ``slurm[:port]`` (the job's node list),
-    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the job's own store). None: it reads for itself."""
+    """Addresses of the other nodes' agents: ``host[:port],...``, ``slurm[:port]`` (the job's node list),
+    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the rendezvous store of the job). None: no peers."""
 
     peer_listen: str = "0.0.0.0:7117"
-    """Where this node's agent serves the others, when there are ``peers``. Beyond loopback: a secret, or TLS."""
+    """Address on which this node's agent serves ``peers``. An address beyond loopback needs a secret or TLS."""
 
     peer_secret_file: Path | None = None
-    """A file with what all nodes of the cluster know and nobody else, readable by its owner alone: requests are signed
-    with it (HMAC-SHA256)."""
+    """File with the secret that all nodes share, readable by its owner alone. Signs requests (HMAC-SHA256)."""
 
     peer_tls_dir: Path | None = None
-    """A directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, as a Kubernetes TLS secret has them: peers speak TLS,
-    and each shows a certificate of this authority (mutual TLS)."""
+    """Directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, as in a Kubernetes TLS secret: peers use mutual TLS with
+    certificates of this authority."""
 
     peer_domain: str = ""
-    """This node's failure domain (rack, power feed): replicas go to other domains first."""
+    """Failure domain of this node (rack, power feed). Replicas go to other domains first."""
 
     replicas: int = Field(default=1, ge=1, le=16)
-    """Nodes that hold each shard of a checkpoint after a save, its own among them. More than 1 needs ``peers``."""
+    """Number of nodes that hold each shard after a save, this one included. More than 1 needs ``peers``."""
 
     commit_timeout_seconds: float = Field(default=1800.0, gt=0)
-    """How long a mover waits for the other ranks' parts before it calls the checkpoint abandoned."""
+    """Seconds that a mover waits for the parts of other ranks before it abandons the checkpoint."""
 
     exit_timeout_seconds: float = Field(default=300.0, ge=0)
-    """How long a process waits at its end, or a Checkpointer when it is closed, for drains still running: once, and not
-    twice. What is left stays on this node and in the journal."""
+    """Seconds that the exit of a process, or ``Checkpointer.close``, waits for running drains: once in a process. The
+    journal keeps the others, for the agent or the next process on this node."""
 
     store_timeout_seconds: float = Field(default=60.0, gt=0)
-    """Time one request to a store may take, its retries included."""
+    """Maximum seconds for one request to a store, including its retries."""
 
     store_wait_seconds: float = Field(default=60.0, ge=0)
-    """How long a restore, or a look for the newest checkpoint, waits for a store that does not answer. Then it raises
-    ``StoreUnavailableError``: it never takes a store that it could not ask for an empty one."""
+    """Seconds that a restore, or a search for the newest checkpoint, waits for a store that does not answer, before it
+    raises ``StoreUnavailableError``. A store that does not answer is never taken for an empty one."""
 
     @field_validator("local_root", "peer_secret_file", "peer_tls_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        """The agent works in another directory."""
+        """Make the path absolute: the agent has another working directory."""
         return None if value is None else local_path(value, "it")
 
     @field_validator("local_root", "peer_secret_file", "peer_tls_dir", mode="before")
     @classmethod
-    def _said(cls, value: Any) -> Any:
-        """An empty text is no path: ``Path`` takes it for the working directory."""
+    def _not_empty(cls, value: Any) -> Any:
+        """Refuse an empty string, which ``Path`` takes for the working directory."""
         return local_path(value, "it") if isinstance(value, str) else value
 
     @field_validator("chunk_size_bytes")
@@ -227,10 +226,10 @@ class Settings(BaseSettings):
     @field_validator("peer_listen")
     @classmethod
     def _address(cls, value: str) -> str:
-        """Form only: what it means is found out where it is used."""
+        """Check the form only: the host is resolved when it is used."""
         match = _LISTEN.fullmatch(value)
         if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"{value[:100]!r} is no address; write 0.0.0.0:7117 or [::]:7117")
+            raise ValueError(f"{value[:100]!r} is not an address; write 0.0.0.0:7117 or [::]:7117")
         return value
 
     @field_validator("peer_domain")
@@ -243,7 +242,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _peers_fit(self) -> Self:
         if self.replicas > 1 and self.peers is None:
-            raise ValueError(f"replicas is {self.replicas}, which needs peers: other nodes to hold them")
+            raise ValueError(f"replicas={self.replicas} needs peers: the other nodes that hold them")
         return self
 
     @classmethod
@@ -267,7 +266,7 @@ class Settings(BaseSettings):
         """Return ``settings`` with ``overrides`` applied, or a fresh one from the environment.
 
         Raises:
-            ConfigError: an unknown name or a value that cannot work; the message names each.
+            ConfigError: unknown names or invalid values; the message lists them.
         """
         if settings is None:
             _warn_of_unknown_variables()
@@ -278,11 +277,11 @@ class Settings(BaseSettings):
                 return settings
             return cls(**{**settings.model_dump(), **overrides})
         except ValidationError as error:
-            # The caller's own arguments too: what its **overrides hold may be one of those, misspelt.
+            # The caller's own arguments too: a keyword in **overrides may be a misspelling of one of them.
             caller = sys._getframe(1).f_code
             arguments = caller.co_varnames[: caller.co_argcount + caller.co_kwonlyargcount]
             names = {*cls.model_fields, *(name for name in arguments if name not in ("self", "cls"))}
-            problems = [_problem(item, names) + _said_where(item["loc"], overrides) for item in error.errors()]
+            problems = [_problem(item, names) + _source_of(item["loc"], overrides) for item in error.errors()]
             raise ConfigError(
                 f"invalid settings: {'; '.join(problems)}",
                 hint="`tierckpt.Settings` documents each setting, and docs/guide/settings.md lists them",
@@ -290,7 +289,7 @@ class Settings(BaseSettings):
 
 
 def unknown_variables() -> dict[str, str]:
-    """Return, by name, what is wrong with each variable of the environment that looks like a setting and is none."""
+    """Return a message for each environment variable that looks like a setting and is not one, by name."""
     settings = [f"TIERCKPT_{name}".upper() for name in Settings.model_fields]
     found = {}
     for name in os.environ:
@@ -302,12 +301,12 @@ def unknown_variables() -> dict[str, str]:
         near = difflib.get_close_matches(upper, settings, n=1, cutoff=0.8 if is_ours else 0.9)
         if is_ours or near:
             advice = f"did you mean {near[0]}?" if near else "docs/guide/settings.md lists the settings"
-            found[name] = f"{name} is no setting and is ignored ({advice})"
+            found[name] = f"{name} is not a setting and is ignored ({advice})"
     return found
 
 
 def _warn_of_unknown_variables() -> None:
-    """Once each, as every function of the library reads settings."""
+    """Warn once of each name: every function of the library reads settings."""
     for name, problem in unknown_variables().items():
         if name not in reported:
             reported.add(name)
@@ -315,9 +314,9 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _problem(item: Any, names: Collection[str]) -> str:
-    """What is wrong with one setting, in one line."""
+    """Describe one invalid setting, in one line."""
     name = ".".join(map(str, item["loc"]))
     if item["type"] != "extra_forbidden":
         return ": ".join(filter(None, (name, item["msg"].removeprefix("Value error, "))))
     near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.7)
-    return f"there is no {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else "")
+    return f"unknown setting {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else "")

@@ -122,9 +122,9 @@ def test_the_way_to_a_peer_tells_our_address_and_its_speed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"peer_listen": "7117"}, "no address"),
-        ({"peer_listen": "host"}, "no address"),
-        ({"peer_listen": "host:70000"}, "no address"),
+        ({"peer_listen": "7117"}, "is not an address"),
+        ({"peer_listen": "host"}, "is not an address"),
+        ({"peer_listen": "host:70000"}, "is not an address"),
         ({"peer_domain": "rack\n1"}, "printable"),
         ({"replicas": 2}, "needs peers"),
     ],

@@ -712,7 +712,7 @@ def test_trust_is_said_where_the_checkpoint_is_opened_and_nowhere_else(
         Settings.load(trust_pickle=True)
     monkeypatch.setenv("TIERCKPT_TRUST_PICKLE", "true")
     assert tierckpt.TierStorageReader(tmp_path / "run/step-1").trust_pickle is False
-    assert "TIERCKPT_TRUST_PICKLE is no setting and is ignored" in caplog.text
+    assert "TIERCKPT_TRUST_PICKLE is not a setting and is ignored" in caplog.text
     monkeypatch.delenv("TIERCKPT_TRUST_PICKLE")
     monkeypatch.chdir(tmp_path)
     Path("tierckpt.toml").write_text("trust_pickle = true\n")
