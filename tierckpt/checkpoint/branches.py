@@ -1,24 +1,24 @@
 """Branches of a run: the steps that follow when a job goes back to an older step and trains on from there.
 
-Every save of a Checkpointer notes its branch in the manifest (``NOTE``). A branch that went back names the step where
-each branch before it ends: what lies behind is abandoned. Who reads a run takes the newest step that is not.
+Each save of a Checkpointer notes its branch in the manifest (``NOTE``). A branch that went back records the last step
+of each earlier branch; later steps of that branch are abandoned. Readers take the newest step that is not abandoned.
 
 Decisions:
-    B1  Nothing is recorded before the first checkpoint of a branch commits. A job that is killed between going back and
-        its first save is resumed from where it would have been without going back.
-    B2  A commit notes its branch beside the checkpoints of the run (``layout.BRANCHES_DIR``), after the manifest and
-        before anybody is told of the commit; after a kill between the two it may count or not. A run without such
-        notes is read as if there were no branches, at no cost.
-    B3  The last start decides. ``Branch.order`` is larger than any that the process that made it had seen, and not less
-        than its wall clock in milliseconds; so clocks decide only between two starts that cannot have seen each other.
-        Those that go on to lower steps than a branch they did not see lose to it, as they would without branches. Of
-        two jobs that save to one run at the same time the later start has the newest step, and each keeps its own.
-    B4  Only going back abandons steps. ``restore()`` without a step continues the branch that it finds, and a step of
-        it that this node did not see, because another was late to drain it, still counts.
-    B5  A step that is saved again is a checkpoint of the branch that saved it last: on a tier that still has the one of
-        an abandoned branch it takes its place, whoever commits first.
-    B6  A checkpoint whose manifest names no branch (older releases, ``dcp.save``, ``adopt``) is a branch of its own. It
-        counts as newest by its step, unless it was there, and newer, when a job went back.
+    B1  A branch is recorded when its first checkpoint commits, not before. A job that is killed between going back and
+        its first save resumes as if it had not gone back.
+    B2  A commit writes the note of its branch next to the checkpoints of the run (``layout.BRANCHES_DIR``), after the
+        manifest and before it reports the commit. After a crash between the two the note may be missing. A run without
+        notes has no branches and costs no extra request.
+    B3  The last start decides. ``Branch.order`` is larger than every order that the process has seen, and at least its
+        wall clock in milliseconds, so clocks matter only between two starts that cannot have seen each other. A start
+        that continues at a lower step than an unseen branch loses to it, as it would without branches. If two jobs save
+        to one run at the same time, the later start has the newest step; the checkpoints of both stay.
+    B4  Only going back abandons steps. ``restore()`` without a step continues the branch that it finds. A step of that
+        branch that another node drained late still counts.
+    B5  A step that is saved again belongs to the branch of the last save. On a tier that still has the checkpoint of an
+        abandoned branch, the new one replaces it, in either order of their commits.
+    B6  A checkpoint without a branch in its manifest (``dcp.save``, ``adopt``) is a branch of its own. It is compared
+        by step, unless it was present, and newer, when a job went back.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def current_of(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
 
 
 def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
-    """Return which of the directories of the local tier hold an abandoned checkpoint, as far as this node knows."""
+    """Return the directories of the local tier with an abandoned checkpoint, according to this node's files."""
     runs: dict[Path, list[tuple[Path, Branch, int | None]]] = {}
     for directory, manifest in checkpoints:
         one = directory, branch_of(manifest, directory.name), step_of(directory.name)
@@ -168,7 +168,7 @@ def run_of(location: Location) -> Location:
 
 
 def note_local(directory: Path, manifest: Manifest) -> None:
-    """Note the branch of what was committed in ``directory`` of the local tier, unless it did not go back (B2)."""
+    """Write the note of the branch of the commit in ``directory``, if that branch went back (B2)."""
     branch = parse(manifest.notes.get(NOTE))
     if branch is None or branch.base is None:
         return
@@ -191,7 +191,7 @@ def read_local(run: Path) -> Branch | None:
 
 
 async def note_shared(store: Store, manifest: Manifest) -> None:
-    """Note the branch of ``manifest``, which is committed, at ``store``, that of its run (B2). Idempotent."""
+    """Write the note of the branch of the committed ``manifest`` to ``store``, the run's store (B2). Idempotent."""
     branch = parse(manifest.notes.get(NOTE))
     if branch is None or branch.base is None:
         return
@@ -205,7 +205,7 @@ async def note_shared(store: Store, manifest: Manifest) -> None:
 
 
 async def read_shared(store: Store) -> Branch | None:
-    """Return the newest branch noted at ``store``, that of a run. Cost: one listing, and a GET where there is one."""
+    """Return the newest branch noted in ``store``, the run's store. Cost: one LIST, and a GET if there is a note."""
     for key in sorted([info.key async for info in store.list(BRANCHES_DIR)], reverse=True):
         try:
             data = await store.get(key)

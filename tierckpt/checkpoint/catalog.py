@@ -1,4 +1,4 @@
-"""The catalog: finds one checkpoint on the tiers, and describes those of a run. select.py chooses the newest usable."""
+"""The catalog: finds one checkpoint on all tiers and lists those of a run (select.py picks the one to load)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logger("catalog")
 
 STOCK = "stock"
 ASK_SECONDS = 10.0
-"""How long the shared tier is asked about a checkpoint that lies on this node as a whole."""
+"""Timeout of the shared tier for a checkpoint with all its files on this node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Checkpoint:
     elsewhere: PeerCopies | None = None
     """The copies that other nodes have of it."""
     unseen: StoreError | None = None
-    """Why the shared tier could not be asked: another attempt may stand there."""
+    """The error of the shared tier, if it did not answer: it may hold another attempt."""
 
     @property
     def step(self) -> int | None:
         return step_of(self.location.name)
 
     def local_path(self, entry: FileEntry) -> Path | None:
-        """Path of the local copy of ``entry``, None when there is none of its size."""
+        """Return the path of the local copy of ``entry``, None without a copy of its size."""
         path = self.directory / entry.key
         return path if file_size(path) == entry.size_bytes else None
 
@@ -113,14 +113,14 @@ def file_size(path: Path) -> int:
 async def find(location: Location, directory: Path, store: Store, cluster: PeerLookup | None = None) -> Checkpoint:
     """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
 
-    A shared tier that cannot be reached is passed over while the local tier, or a peer, has a commit, and the other way
-    round. Of attempts that only peers know, the newest wins of which every file has a copy somewhere.
+    If the shared tier does not answer, a commit on the local tier or a peer is returned, and the other way
+    round. Among attempts that only peers have, the newest with a copy of every file is returned.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
+        CheckpointNotFoundError: no tier has files at ``location``.
         UncommittedCheckpointError: a save to it has not committed.
         ManifestError: a damaged manifest and no other copy of it.
-        StoreError: nothing local, and the shared tier cannot be asked.
+        StoreError: no local commit, and the shared tier does not answer.
     """
     local, local_error = await _attempt(lambda: asyncio.to_thread(local_commit.read_local_manifest, directory))
     here = Checkpoint(location, local, directory, store)
@@ -155,7 +155,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: PeerL
         )
     raise CheckpointNotFoundError(
         f"no checkpoint at {location.uri}",
-        hint="Check the URI; `tierckpt ls` on its parent lists what is there",
+        hint="Check the URI; `tierckpt ls` on its parent lists checkpoints",
         local_copy=directory,
     )
 
@@ -175,9 +175,9 @@ async def _read_shared(store: Store, timeout_seconds: float | None) -> Manifest 
 async def _newest_complete(
     base: Manifest | None, others: Iterable[Manifest], checkpoint: Callable[[Manifest], Checkpoint]
 ) -> Checkpoint:
-    """Of the attempt that this node and the shared tier tell of, and those of peers: the newest that can be read whole.
+    """Return the newest complete attempt among ``base`` (this node, the shared tier) and ``others`` (peers).
 
-    None of them can: the one that was known without the peers, or the newest, and whoever reads it says what it lacks.
+    If no attempt is complete: ``base``, or else the newest attempt, and the reader reports the missing files.
     """
     attempts = {manifest.attempt: manifest for manifest in others}
     if base is not None:
@@ -213,8 +213,8 @@ def _is_drained(directory: Path, local: Manifest | None) -> bool:
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
-    """Never assume that local is newer: an attempt that replaced the other one is, and one of a process that started
-    later; a drained local copy is not."""
+    """Return the newer of two manifests: one that replaced the other, or one from a process that started later; the
+    local one counts as older once it is drained."""
     if local is None or shared is None or local.attempt == shared.attempt:
         return local or shared
     if local.attempt in shared.replaces:
@@ -228,7 +228,7 @@ def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Ma
 
 
 async def is_stock(store: Store) -> bool:
-    """True for a checkpoint that stock DCP wrote: its metadata is there and nothing of ours is."""
+    """Return True for a checkpoint of stock DCP: its metadata exists and no file of ours does."""
     for name in (METADATA, rank_metadata(0)):
         try:
             await store.head(name)
@@ -249,13 +249,13 @@ async def stands(checkpoint: Checkpoint) -> bool:
     try:
         local = await asyncio.to_thread(local_commit.read_local_manifest, checkpoint.directory)
     except ManifestError:
-        local = None  # the one on the shared tier is what was found
+        local = None  # the manifest that was found came from the shared tier
     if local is not None and local.attempt == checkpoint.manifest.attempt:
         return True
     try:
         shared = await shared_commit.read_shared_manifest(checkpoint.store)
     except (StoreUnavailableError, EndpointError, ManifestError):
-        return True  # then the restore says what it cannot read
+        return True  # the restore then reports the unreadable files
     if shared is not None and shared.attempt == checkpoint.manifest.attempt:
         return True
     # What only peers have may go any moment, lease or not: then the next copy is read, or there is an error.
@@ -286,15 +286,15 @@ class Row:
     size_bytes: int
     branch: Branch
     created_unix_seconds: float | None = None
-    """None for what has no manifest: it is not committed, or of stock DCP."""
+    """None without a manifest: uncommitted, or a checkpoint of stock DCP."""
     is_adopted: bool = False
     """The files of another writer, under the names that it gave them."""
     is_abandoned: bool = False
-    """The job has gone back to an older step since."""
+    """The job went back to an older step later."""
 
     @property
     def name(self) -> str:
-        """Below the run; that of a redo log says where it lies."""
+        """Name relative to the run; a redo log includes its directory."""
         is_window = self.location.parent.name == WINDOWS_DIR
         return f"{WINDOWS_DIR}/{self.location.name}" if is_window else self.location.name
 
@@ -384,7 +384,7 @@ async def is_complete(checkpoint: Checkpoint) -> bool:
 
 
 async def lacking_near(checkpoint: Checkpoint) -> list[FileEntry]:
-    """The files of which neither this node nor a peer has a copy. Reads no data."""
+    """Return the files without a copy on this node or a peer. Reads no data."""
     lacking = await asyncio.to_thread(checkpoint.missing_locally)
     if lacking and checkpoint.elsewhere is not None:
         lacking = (await checkpoint.elsewhere.look()).lacks(lacking)

@@ -1,20 +1,20 @@
 """The epoch of a run on this node: fences a restarted job off from the saves of its earlier start.
 
-What dead trainers had staged is finished by a process of the agent's, which may be slow, and may be passed over by the
-job that is started again. From then on it must not commit: the new job goes on from another state, and saves the same
-steps. So each staged save carries the epoch of its run, and is committed only in that epoch. A process that comes to a
-run of which no trainer lives on this node begins a new one, once it has waited for what is being finished as long as it
-will: what is committed by then it sees, and what is not never will be.
+The agent's executor finishes the staged saves of dead trainers. It may be slow, and a restarted job may stop waiting
+for it. From then on it must not commit: the new job continues from another state and saves the same steps. So each
+staged save carries the epoch of its run and commits only in that epoch. A process that enters a run without a live
+trainer on this node first waits for the executor, up to a limit, and then begins a new epoch. It sees every commit of
+the old epoch; later ones are refused.
 
-A run has one file, with a random name for the epoch in it and two record locks on it. Those are a process's own: a
-child that was forked has none of them, and they end when the process does, whatever keeps the file open.
+A run has one file with the random name of its epoch and two record locks. Record locks belong to a process: a forked
+child does not inherit them, and they end with the process, even if other processes hold the file open.
 
 Invariants:
-    F1  An epoch begins only while the lock ALIVE is held alone: no trainer of the run lives on this node. A second rank
-        of a job, or a process that only looks, fences off nothing.
-    F2  A staged save is committed while the lock COMMIT is held, and its epoch is compared under it. An epoch begins
-        under the same lock: so the commit is seen by who began it, or does not happen.
-    F3  Whoever holds COMMIT for longer than a trainer waits is being fenced off, and is killed: a commit that is cut
+    F1  An epoch begins only under the exclusive lock ALIVE: no trainer of the run lives on this node. A second rank
+        of a job, or a process that only reads, fences nothing.
+    F2  A staged save commits under the lock COMMIT, after it has compared its epoch. An epoch begins
+        under the same lock: so the new process either sees the commit, or the commit is refused.
+    F3  A process that holds COMMIT for longer than a trainer waits is killed: a commit that is cut
         short is a crash like any other (docs/internals/commit.md).
 """
 
@@ -51,12 +51,12 @@ _FLOCK = "hhqqi4x"  # struct flock: fcntl(2)
 
 @dataclass(eq=False)
 class _Run:
-    """A run as this process knows it. Its file is opened once and never closed: closing it would give up the locks."""
+    """A run in this process. Its file is opened once and never closed: closing it would release the locks."""
 
     file: int
     is_joined: bool = False
     begun: bytes = b""
-    """The epoch that this process has begun itself."""
+    """The epoch that this process began."""
 
 
 runs: dict[Path, _Run] = {}
@@ -64,8 +64,8 @@ _lock = threading.RLock()
 
 
 def enter(local_root: Path, run: Location, *, trains: bool) -> None:
-    """Begin a new epoch of ``run``, if none of its trainers lives on this node. To be called when what they had staged
-    has been waited for, and before anybody looks for what is committed.
+    """Begin a new epoch of ``run`` if none of its trainers lives on this node. Call it after the wait for their staged
+    saves and before the search for the newest commit.
 
     ``trains``: this process saves to it from here on. Never fails a job: a local root that cannot be written is logged.
     Waits for at most ``PATIENCE_SECONDS``, and for a process that it kills.
@@ -87,7 +87,7 @@ def enter(local_root: Path, run: Location, *, trains: bool) -> None:
                 _wait_for(found.file, ALIVE, fcntl.LOCK_SH, PATIENCE_SECONDS)  # another rank is beginning it
             found.is_joined = trains
     except (OSError, TierckptError) as error:
-        log.warning("%s: what an earlier start of it had staged may still be committed: %s", run.uri, error)
+        log.warning("%s: a staged save of an earlier start may still commit: %s", run.uri, error)
 
 
 def current(local_root: Path, run: Location) -> str:
@@ -110,7 +110,7 @@ def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
         if current(local_root, run) != epoch:
             raise CommitAbandonedError(
                 f"{run.uri} was started again on this node since this was staged, and went on without it",
-                hint="Nothing is to be done: the steps are saved by the job that runs",
+                hint="No action is needed: the running job saves these steps",
             )
         yield
     finally:
@@ -120,7 +120,7 @@ def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
 def _begin(found: _Run, run: Location) -> None:
     before = os.pread(found.file, EPOCH_BYTES, 0)
     if before and before == found.begun:
-        return  # nobody has come since, so nobody has staged anything
+        return  # no later trainer, so no later staged save
     if not _wait_for(found.file, COMMIT, fcntl.LOCK_EX, PATIENCE_SECONDS):
         holder = _holder(found.file)
         log.warning("%s: process %d, which commits an old save of it, takes too long and is ended", run.uri, holder)
@@ -129,7 +129,7 @@ def _begin(found: _Run, run: Location) -> None:
         _wait_for(found.file, COMMIT, fcntl.LOCK_EX, PATIENCE_SECONDS)
     try:
         found.begun = secrets.token_hex(EPOCH_BYTES // 2).encode()
-        os.pwrite(found.file, found.begun, 0)  # no power cut matters: what is staged goes with it
+        os.pwrite(found.file, found.begun, 0)  # no fsync: a power cut loses staged saves as well
     finally:
         _unlock(found.file, COMMIT)
 
@@ -169,7 +169,7 @@ def _kill(pid: int, file: int) -> None:
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
-            if _holder(file) == pid:  # by now the descriptor stands for it, whoever gets its id later
+            if _holder(file) == pid:  # the pidfd now refers to that process, even if its pid is reused
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)

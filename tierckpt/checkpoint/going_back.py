@@ -24,8 +24,8 @@ async def branch_of_restored(
 ) -> Branch:
     """Return the branch of a process that has restored the checkpoint ``restored`` of ``run``.
 
-    It goes back when its caller wants this step and a newer one is there, when the step is an abandoned one, and when
-    the shared tier cannot say what is newer. Else it continues the branch of the run.
+    It goes back if its caller asks for this step and a newer one exists, if the step is abandoned, or if
+    the shared tier does not answer. Otherwise it continues the branch of the run.
 
     Args:
         name: of no other branch.

@@ -1,7 +1,7 @@
-"""Saves of this process that have begun and not ended, for ``tierckpt.wait``.
+"""Saves of this process that have not ended yet, for ``tierckpt.wait``.
 
-A save leaves its first trace on the disk a moment after it was asked for: ``dcp.async_save`` returns when the state is
-staged, and another thread starts to save it. Until then the disk shows the checkpoint that stood there before.
+``dcp.async_save`` returns when the state is staged; another thread writes the first file of the save a moment later.
+Until then the disk shows the earlier checkpoint of that id.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..errors import CheckpointError, OperationTimeoutError
 from ..poll import BRIEF, Poll
 
 ORPHAN_SECONDS = 10.0
-"""What was staged is taken up by a save within moments, or is for a writer that is not ours."""
+"""A save takes a staged state within moments. After this time the state belongs to a writer of another library."""
 FAILURES_MAX = 64
 
 
 class Begun:
-    """One save. ``uri`` is None while it is staged and nobody has said where it goes."""
+    """One save. ``uri`` is None until the staged state has a destination."""
 
     def __init__(self, local_root: Path, ready: Future[Any] | None = None) -> None:
         self.local_root = local_root
@@ -40,9 +40,9 @@ class Begun:
         self._ready_at = time.monotonic()
 
     def ended(self, error: BaseException | None = None) -> None:
-        """It is committed on the local tier, as far as this rank has a part in it; or it failed. The first word counts.
+        """Record the end of the save: committed on the local tier or failed. The first call wins.
 
-        Not told to who waits in the thread that saved: its caller has had the error.
+        A ``wait`` in the thread that saved does not raise the error: its caller already has it.
         """
         with _lock:
             if self.is_over:
@@ -59,7 +59,7 @@ class Begun:
         return self._thread is threading.current_thread()
 
     def check(self) -> None:
-        """End it when nobody is left who could: its thread or its writer has gone, or no save has taken it up."""
+        """End the save if its thread or its writer is gone, or if no save has taken the staged state."""
         if self.uri is None:
             if self._ready_at is not None and time.monotonic() > self._ready_at + ORPHAN_SECONDS:
                 self.ended()
@@ -72,7 +72,7 @@ class Begun:
         self.ended(
             CheckpointError(
                 f"a save to {self.uri} that this process began has failed",
-                hint="The error is in the future that async_save returned; what was committed before stands",
+                hint="The future of async_save has the error; earlier commits are intact",
             )
         )
 
@@ -93,11 +93,11 @@ def staged(local_root: Path, ready: Future[Any]) -> None:
 
 
 def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> Begun:
-    """A save to ``uri`` begins. Say ``ended`` of what is returned.
+    """Register the begin of a save to ``uri``. The caller calls ``ended`` on the result.
 
     Args:
-        writer: when it is collected, the save has ended.
-        is_of_thread: the thread that calls does all of it, so that the save has ended when that has.
+        writer: the save has ended once it is collected.
+        is_of_thread: the calling thread does the whole save, so the save has ended once the thread has.
     """
     with _lock:
         mine = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
@@ -114,9 +114,9 @@ def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> 
 
 
 def wait(local_root: Path, uri: str, timeout_seconds: float) -> None:
-    """Return when every save to ``uri`` that this process has begun is on the local tier.
+    """Return when each save to ``uri`` that this process began is on the local tier.
 
-    Raises what the newest of them failed with, if another thread made it; OperationTimeoutError.
+    Raises the error of the newest of them if another thread made it; OperationTimeoutError.
     """
     for _ in Poll(timeout_seconds, BRIEF):
         under_way = [one for one in tuple(_open) if one.local_root == local_root and one.uri in (None, uri)]

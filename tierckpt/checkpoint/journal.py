@@ -1,17 +1,17 @@
 """The journal: saves that are still to be drained (drainer.py does it), one small file per rank and save, on the SSD.
 
 Invariants (tests cite them):
-    J1  An entry exists on disk, fsynced, before the first shard byte of its save is written: whatever a crash leaves
-        behind has a name in the journal.
-    J2  One mover works on an entry at a time. Ownership is a flock held by a process, so it ends with the process;
-        there is no lock file to clean up after a crash.
-    J3  An entry is removed only when its files are committed on the shared tier, or were deleted because no
-        commit can name them (durably, if they were never all there), or stand on the SSD behind newer ones, or
-        somebody has said that they are not to be drained (`tierckpt drain --forget`).
-    J4  An entry carries a digest of itself: a damaged one is reported and left alone, so nothing is sent to a wrong
-        place and no file is deleted because of it.
-    J5  Files and their removals have one order, that of their tokens: each sorts after all that were in the journal
-        when it began. The clock may step back or forward, also at a reboot.
+    J1  An entry exists on disk, fsynced, before the first shard byte of its save is written: after a crash, every file
+        of an unfinished save is named by an entry.
+    J2  One mover works on an entry at a time. Ownership is a flock, so it ends with the process, and a crash leaves no
+        lock to clean up.
+    J3  An entry is removed only when its files are committed on the shared tier; were deleted, durably, because no
+        commit names them; are superseded by newer checkpoints on the SSD; or were released by
+        `tierckpt drain --forget`.
+    J4  An entry carries its own digest: a damaged one is reported and ignored, so no file is sent to a wrong
+        place or deleted because of it.
+    J5  Entries of files and of removals are ordered by their tokens: each sorts after all entries that were in the
+        journal when it began, even if the clock steps back or forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SET_ASIDE = "set aside"
 FILE_SET_ASIDE = "file set aside"
 TO_DRAIN = (READY, FILE)
 ASIDE = (SET_ASIDE, FILE_SET_ASIDE)
-"""In the order of ``TO_DRAIN``: what becomes of which."""
+"""In the order of ``TO_DRAIN``: the state that each becomes."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """It holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
@@ -158,8 +158,8 @@ class Journal:
         return token, [one for one in tokens if fnmatchcase(one, _files_of(uri))]
 
     def files(self, uri: str | None = None, *, before: str | None = None) -> list[Entry]:
-        """The files that are still to be drained (of ``uri``; None: all), oldest first; those that are older than the
-        one of the token ``before``. One whose bytes are not there was never whole."""
+        """Return the files still to be drained (of ``uri``; None: all), oldest first, up to the token ``before``.
+        A missing local file means that its write was never complete."""
         found = [
             entry
             for entry in self._read(_files_of(uri), math.inf if before is None else _order_of(before))
@@ -177,24 +177,24 @@ class Journal:
             self._lock_path(token).unlink(missing_ok=True)
 
     def settle_removal(self, token: str) -> None:
-        """Make it durable that the files of an unfinished save are gone. A power cut could else bring them back after
-        the entry has gone, and nothing would name them."""
+        """Make the removal of an unfinished save's files durable. Otherwise a power cut could bring them back after
+        the entry is gone, and no entry would name them."""
         try:
             entry = self.read(token)
         except (ManifestError, StoreError):
-            return  # whoever removes a damaged entry knows what it does
+            return  # a damaged entry is removed only by hand
         if entry is not None and entry.state not in (LOCAL_ONLY, *TO_DRAIN, *ASIDE):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
-                    with suppress(ObjectNotFoundError):  # it has gone since
+                    with suppress(ObjectNotFoundError):  # removed meanwhile
                         fsync_dir(changed)
 
     def fail(
         self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False
     ) -> Entry | None:
-        """Remember why the last try failed, and since when; the entry stays. One that fails for longer than
-        ``patience_seconds`` is set aside. Returns what is noted now.
+        """Record why and since when the drain fails; the entry stays. An entry that fails for longer than
+        ``patience_seconds`` is set aside. Returns the updated entry.
 
         A failure of another type begins its own time. ``is_passing`` and ``error`` '': it is still waited for.
         """
@@ -211,7 +211,7 @@ class Journal:
         return noted if noted == entry else self.write(noted)
 
     def put_back(self, uri: str | None = None) -> list[Entry]:
-        """Have what was set aside (of ``uri``; None: all of it) drained again. Returns the entries."""
+        """Schedule set-aside entries (of ``uri``; None: all of them) for draining again. Returns them."""
 
         def put_back(entry: Entry) -> None:
             state = TO_DRAIN[ASIDE.index(entry.state)]
@@ -220,8 +220,8 @@ class Journal:
         return self._change_set_aside(uri, put_back)
 
     def forget(self, uri: str) -> list[Entry]:
-        """Give up draining what was set aside of ``uri``: the entry goes (J3), its files stay, unless it is a single
-        file, which nothing else names. Returns the entries."""
+        """Stop draining the set-aside entries of ``uri``: the entry is removed (J3), its files stay, except a single
+        file, which no manifest names. Returns the entries."""
         return self._change_set_aside(uri, self.drop)
 
     def drop(self, entry: Entry) -> None:
@@ -245,7 +245,7 @@ class Journal:
     def own(self, token: str, inherited: int | None = None) -> Iterator[Hold]:
         """Hold the entry (J2). Yields a false hold at once when another live process (or task) holds it.
 
-        ``inherited``: the descriptor by which a holder that has ended has left it to us.
+        ``inherited``: the locked descriptor that an ended holder passed to this process.
         """
         make_dirs(self.directory)
         path = self._lock_path(token)
@@ -262,7 +262,7 @@ class Journal:
 
 
 def set_aside_error(entry: Entry) -> CommitAbandonedError:
-    """What to tell whoever waits for an entry that was set aside."""
+    """Return the error for callers that wait for a set-aside entry."""
     return CommitAbandonedError(
         f"{entry.uri} is on this node only: its drain was set aside ({entry.error})",
         hint="`tierckpt drain --retry` tries again, when the reason is mended",
@@ -279,7 +279,7 @@ def _files_of(uri: str | None) -> str:
 
 
 def _order_of(token: str) -> int:
-    """0 for a token that only looks like one of a file."""
+    """Return 0 for a token that is not one of a file entry."""
     found = _FILE_TOKEN.fullmatch(token)
     return int(found[1]) if found else 0
 
@@ -337,7 +337,7 @@ def decode(data: bytes, *, where: str) -> Entry:
 
 
 def _problem(body: Json) -> str:
-    """Name the first field whose value no entry has, '' when there is none."""
+    """Return the name of the first field with an invalid value, '' without one."""
     checks = {
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
@@ -356,7 +356,7 @@ def _problem(body: Json) -> str:
 
 
 def is_uri(value: Any) -> bool:
-    """True for a URI as ``Location.uri`` spells it, whose directory lies below the local root."""
+    """Return True for a URI in the form of ``Location.uri`` with its directory under the local root."""
     try:
         if not isinstance(value, str) or parse_uri(value).uri != value or "\0" in value:
             return False

@@ -1,4 +1,4 @@
-"""Reads the checkpoints of a run that were listed, beside a job that removes them: then the run is listed again."""
+"""Reads the checkpoints of a listed run, and lists it again if a job removed some of them meanwhile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..format.layout import Location, parse_uri, step_of
 T = TypeVar("T")
 
 LISTINGS_MAX = 16
-"""Listings of one run whose checkpoints are removed between the listing and the reading, before that is an error."""
+"""Maximum listings of a run that loses checkpoints between listing and reading."""
 UNREADABLE = (IntegrityError, ObjectNotFoundError, CheckpointNotFoundError, UncommittedCheckpointError)
-"""What is said of a checkpoint that is damaged, or was removed since it was found."""
+"""Errors of a checkpoint that is damaged, or was removed after the listing."""
 
 
 async def listed_again(
@@ -31,7 +31,7 @@ async def listed_again(
 
     ``look`` returns its result and the names that it did not find.
 
-    Raises OperationTimeoutError: names have gone during each of ``LISTINGS_MAX`` looks.
+    Raises OperationTimeoutError: names disappeared in each of ``LISTINGS_MAX`` rounds.
     """
     listed = await names()
     for _ in range(LISTINGS_MAX):
@@ -59,7 +59,7 @@ def read_newest(location: Location, newest: Callable[[], str | None], read: Call
 
 
 def is_newer(uri: str | None, other: str | None) -> bool:
-    """True where ``uri`` is of a later step than ``other``. None is older than all."""
+    """Return True if the step of ``uri`` is later than the step of ``other``. None is older than all."""
     if uri is None or other is None:
         return uri is not None
     step, other_step = (step_of(parse_uri(one).name) for one in (uri, other))

@@ -1,11 +1,11 @@
 """The commit on the local tier: the only code that makes a checkpoint visible there, or takes it away.
 
 Under a flock on the checkpoint directory:
-    1. every shard is already durable under a name no commit has used (P3)
+    1. every shard is already durable under a name that no commit has used (P3)
     2. the attempt's metadata is written under a name of its own, fsynced
-    3. ``.metadata`` is swapped by rename: stock PyTorch now reads the new checkpoint, all of whose files are durable
-    4. ``manifest.json`` is swapped by rename: now it is committed
-A crash before 4 leaves the old manifest, which names the old attempt's own files; nothing it names was touched.
+    3. ``.metadata`` is replaced by a rename: stock PyTorch now reads the new checkpoint, and all its files are durable
+    4. ``manifest.json`` is replaced by a rename: now it is committed
+A crash before 4 leaves the old manifest, whose files are untouched.
 
 The shared tier has neither lock nor rename: ``shared_commit.py``.
 """
@@ -66,7 +66,7 @@ PRIVATE_DIRS = (
     ORIGIN_DIR,
 )
 MARKS = (DRAINED, SUPERSEDED, REPLICATED)
-"""What is said of an attempt, and goes with it."""
+"""Marks of an attempt, removed with it."""
 
 
 def read_local_manifest(directory: Path) -> Manifest | None:
@@ -94,7 +94,7 @@ def commit_local(directory: Path, location: Location, manifest: Manifest, metada
     at any moment leaves the old checkpoint, or the new one with everything that its drain reads.
 
     Raises:
-        AlreadyCommittedError: another attempt that this one was not told to replace stands here.
+        AlreadyCommittedError: another attempt is committed here, and ``manifest`` does not replace it.
     """
     with _locked(directory):
         _publish(directory, location, manifest, metadata)
@@ -152,9 +152,9 @@ def _publish(directory: Path, location: Location, manifest: Manifest, metadata: 
 
 
 def _read_or_set_aside(directory: Path) -> Manifest | None:
-    """The standing manifest; a damaged one is set aside, the directory locked, by whoever is about to put a good one.
+    """Return the committed manifest; rename a damaged one, because a good one follows. Call it with the lock held.
 
-    A crash right after the rename leaves what no manifest names, as one before it did: the damaged one named nothing.
+    Crash after the rename: no manifest, as with a damaged one.
     """
     try:
         return read_local_manifest(directory)
@@ -171,7 +171,7 @@ def _set_aside(path: Path, reason: str) -> None:
     path.replace(aside)
     fsync_dir(aside.parent)
     ERRORS.emit(1, operation="local tier", error="SetAside")
-    log.error("%s is damaged and was set aside as %s: %s", path, aside.name, reason)
+    log.error("%s is damaged and was renamed to %s: %s", path, aside.name, reason)
 
 
 def _replace(directory: Path, current: Manifest | None, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
@@ -205,7 +205,7 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
 
 
 def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
-    """Undo a commit that was made and could not be made durable: it is reported as failed, and its shards will go."""
+    """Undo a commit that could not be made durable: the save is reported as failed and its shards are deleted."""
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == failed.attempt:
         if current is None:
@@ -216,9 +216,9 @@ def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> No
 
 
 def _put_back(directory: Path, unfinished: Manifest) -> None:
-    """Let stock PyTorch read what stands here again, after a save that got as far as ``.metadata`` and no further.
+    """Restore the stock metadata of the committed checkpoint, after a save that replaced ``.metadata`` and then failed.
 
-    Nothing is done when ``unfinished`` is committed after all.
+    Does nothing if ``unfinished`` is committed.
     """
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == unfinished.attempt:
@@ -237,9 +237,9 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
     Files that the standing manifest names stay, whatever the caller believes of that save; False when there are any.
 
     Args:
-        manifest: what the save was to commit, if it came that far: stock metadata that names it is put back.
+        manifest: the manifest of the failed save, if there was one: stock metadata that names it is replaced.
 
-    Raises ManifestError when the standing manifest is damaged, so that nobody can know; nothing was deleted.
+    Raises ManifestError if the committed manifest is damaged; no file was deleted then.
     """
     if not directory.is_dir():
         return True
@@ -259,7 +259,7 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
 
 
 def is_committed(directory: Path, token: str) -> bool:
-    """Whether the local tier has the commit of a save of which ``token`` is a part, or the fragment of that rank."""
+    """Return True if the local tier has the commit of the save with ``token``, or the fragment of that rank."""
     return _names(read_local_manifest(directory), token) or (directory / part(token)).exists()
 
 
@@ -279,7 +279,7 @@ def remove_unfinished(directory: Path, token: str) -> None:
 
 
 def _remove_fragment(directory: Path, token: str) -> None:
-    """Before the files that it names: with it and those of the other ranks somebody would commit all of them."""
+    """Remove the fragment before its files: else it and the fragments of other ranks could still be committed."""
     fragment = directory / part(token)
     with suppress(FileNotFoundError):
         fragment.unlink()
@@ -287,14 +287,14 @@ def _remove_fragment(directory: Path, token: str) -> None:
 
 
 def remove_empty(directory: Path) -> None:
-    """Remove ``directory`` if nothing of anybody is in it. Hold its lease: who saves makes it before its first file."""
+    """Remove ``directory`` if it is empty. Hold its lease: a save makes the directory before its first file."""
     if (directory / PRIVATE_DIR).is_dir():
         with _locked(directory):
             _remove_empty(directory)
 
 
 def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    """Record on this node a commit that happened elsewhere, unless a different one stands here."""
+    """Record a commit of another node on this node, unless this node has a different one."""
     with _locked(directory):
         current = _read_or_set_aside(directory)
         if current is not None and current.attempt == manifest.attempt:
@@ -310,11 +310,11 @@ def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, by
 
 
 def remove_local(directory: Path, attempt: str | None = None) -> bool:
-    """Remove a local checkpoint. Returns False when none stands there, or another attempt than ``attempt``.
+    """Remove a local checkpoint. Returns False if there is none, or its attempt is not ``attempt``.
 
-    The manifest goes first, by a rename that makes the checkpoint invisible and keeps the list of what is still to go:
-    a crash before it leaves the checkpoint whole, one after it a note that ``finish_removal`` works off. Only what the
-    manifest names is deleted, so a save to the same id that is under way keeps its files.
+    A rename turns the manifest into a removal note: the checkpoint is invisible and the note lists its files.
+    Crash before the rename: the checkpoint is whole. After it: ``finish_removal`` works off the note. Only
+    files of the manifest are deleted, so a running save to the same id keeps its files.
 
     Cost: one fsync for each directory touched, no matter how many files.
     """
@@ -332,7 +332,7 @@ def remove_local(directory: Path, attempt: str | None = None) -> bool:
 
 
 def finish_removal(directory: Path) -> bool:
-    """Remove what a killed ``remove_local`` left, and empty directories of ours. True when there was such a note."""
+    """Finish the removal of a killed ``remove_local``, and remove empty directories. True if there was a note."""
     if not (directory / PRIVATE_DIR).is_dir():
         return False
     with translated(directory), _locked(directory):
@@ -340,7 +340,7 @@ def finish_removal(directory: Path) -> bool:
 
 
 def finish_locked_removal(directory: Path) -> bool:
-    """Work off every note of a removal, the directory locked. What a standing manifest names stays."""
+    """Work off every removal note. Call it with the lock held. Files of the committed manifest stay."""
     standing = read_local_manifest(directory)
     notes = matching(directory / REMOVED_DIR, "*.json")
     for note in notes:
@@ -382,7 +382,7 @@ def _unlink_all(paths: list[Path]) -> None:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove our private directory and ``directory`` if nothing is left in them but the lock we hold."""
+    """Remove our private directory and ``directory`` if they are empty except for the lock that we hold."""
     private = directory / PRIVATE_DIR
     for empty in PRIVATE_DIRS:
         with suppress(OSError):
@@ -390,7 +390,7 @@ def _remove_empty(directory: Path) -> None:
     names = [path.name for path in (*matching(directory, "*"), *matching(private, "*"))]
     if names != [private.name, "lock"]:
         return  # a save that goes on here, or somebody else's files
-    (private / "lock").unlink(missing_ok=True)  # who waits for it finds the name gone and takes another (K3)
+    (private / "lock").unlink(missing_ok=True)  # a waiting process finds the name gone and makes a new file (K3)
     with suppress(OSError):
         private.rmdir()
         directory.rmdir()
@@ -399,7 +399,7 @@ def _remove_empty(directory: Path) -> None:
 
 @contextmanager
 def _closed_quietly() -> Iterator[ExitStack]:
-    """Giving up a lock ends with the process at the latest: failing at it is no failure of what was done under it."""
+    """Hold locks and ignore errors of their release: the work under them is done, and they end with the process."""
     held = ExitStack()
     try:
         yield held
@@ -410,7 +410,7 @@ def _closed_quietly() -> Iterator[ExitStack]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory against other processes of this node. What the system refuses inside is told as our errors."""
+    """Lock the directory against other processes of this node. OS errors become typed errors."""
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     with translated(directory, is_above=True), _closed_quietly() as held:
         while True:
