@@ -248,7 +248,7 @@ def test_a_step_that_is_still_to_be_drained_is_taken_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert Checkpointer(run).restore(state) == 5
     assert state == {"value": 5}
-    assert any("step-5" in line and "could not be looked at" in line for line in caplog.messages)
+    assert any("step-5" in line and "could not be searched" in line for line in caplog.messages)
     assert tierckpt.latest(run) == f"{run}/step-5"
 
 

@@ -1,1 +1,1 @@
-"""Where a checkpoint stands: journal, commit on each tier, finding one, choosing one, retention, verification."""
+"""The state of checkpoints: journal, commits on each tier, lookup, selection, retention, verification."""

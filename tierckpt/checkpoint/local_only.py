@@ -1,15 +1,15 @@
 """Local-only checkpoints: those that a job saves between two drains, and that stay on the SSD.
 
-Each has a journal entry (``local-only``) while it may still be asked for: the newest of a run may have to go to shared
-storage after all, when the job ends or the node is taken back. Once two newer ones stand on this node it is
-*superseded*: the entry goes, and the files stay until the room is needed (``marks.mark_superseded``). A node that has
-no manifest of it, because the coordinator was elsewhere, removes its files then, or nothing here would ever name them.
+Each has a journal entry (``local-only``) while it may still be needed: the newest of a run goes to shared
+storage after all when the job ends or the node is preempted. Once this node has two newer checkpoints it is
+*superseded*: the entry is removed, and the files stay until a save needs the room (``marks.mark_superseded``). A node
+without its manifest, because another node coordinated the save, removes its files then: no manifest names them.
 
 Invariants:
-    K0  Older is what a job has abandoned, as it went back to an older step (branches.py); else a lower step is.
-    K1  Superseded is only what at least two newer local commits of the same run and rank stand in front of (D4), or one
-        that shared storage has.
-    K2  What is local-only is promoted or superseded by whoever holds its journal entry, so never while it is drained.
+    K0  Older means: abandoned by a job that went back to an older step (branches.py); otherwise, a lower step.
+    K1  A checkpoint is superseded only by at least two newer local commits of the same run and rank (D4), or by one
+        on shared storage.
+    K2  Only the holder of its journal entry promotes or supersedes it, so it never changes during a drain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOCAL_ONLY_MAX = 2
 
 
 def supersede_older(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
-    """``newest`` is committed on this node: supersede what stands behind it. Returns the URIs. Never fails a save.
+    """``newest`` is committed on this node: supersede older local-only ones. Returns the URIs. Never fails a save.
 
     Cost: the entries of the journal are read; two small durable writes for each that is superseded.
     """
@@ -56,7 +56,7 @@ def supersede_older(local_root: Path, journal: Journal, newest: Entry) -> list[s
 def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[Entry]:
     """Have the newest local-only checkpoint of ``run`` (None: of every run) drained after all. Returns its entries.
 
-    Nothing is promoted that a newer one on its way to shared storage, or there, makes worthless.
+    A checkpoint older than one on shared storage, or on its way there, is not promoted.
     """
     promoted: list[Entry] = []
     entries = journal.entries()
@@ -78,9 +78,9 @@ def promote_newest(local_root: Path, journal: Journal, run: Location | None = No
 def drop_superseded(
     local_root: Path, journal: Journal, run: Location | None = None, committed: Entry | None = None
 ) -> None:
-    """Supersede what is local-only of ``run`` (None: of every run) and older than what shared storage has of it.
+    """Supersede local-only checkpoints of ``run`` (None: of every run) older than the newest on shared storage.
 
-    ``committed``: a save that it is known to have, and of which nothing on this SSD tells.
+    ``committed``: a save known to be on shared storage without a trace on this SSD.
     """
     all_entries = journal.entries()
     for parent, entries in _by_run(one for one in all_entries if one.state == LOCAL_ONLY).items():

@@ -32,7 +32,7 @@ def mark_origin(directory: Path, token: str) -> None:
         with suppress(OSError, TierckptError):
             make_dirs(directory / ORIGIN_DIR)
             (directory / origin_file(token)).touch()
-            return  # else a commit beside us has taken the empty directory away between the two lines
+            return  # else a concurrent commit has removed the empty directory between the two lines
     log.warning("%s: peers will not learn that this node saves it", directory)
 
 
@@ -44,17 +44,17 @@ def origins(directory: Path) -> frozenset[str]:
 
 
 def mark_drained(directory: Path, attempt: str) -> None:
-    """Note beside the local copy that the shared tier has committed ``attempt``. Losing the note costs one GET."""
+    """Mark the local copy: the shared tier has committed ``attempt``. A lost mark costs one GET."""
     _note(directory, DRAINED, attempt)
 
 
 def is_drained(directory: Path, attempt: str) -> bool:
-    """True when the shared tier is known to have ``attempt``. A note that is lost, or damaged, says nothing."""
+    """Return True if a mark says that the shared tier has ``attempt``. A lost or damaged mark means unknown."""
     return _noted(directory / DRAINED) == attempt
 
 
 def mark_superseded(directory: Path, attempt: str) -> None:
-    """Note beside the local copy that ``attempt`` was left undrained and that newer ones stand on this node."""
+    """Mark the local copy: ``attempt`` was not drained, and this node has newer checkpoints."""
     _note(directory, SUPERSEDED, attempt)
 
 
@@ -69,7 +69,7 @@ def is_replicated(directory: Path, attempt: str) -> bool:
 
 
 def is_evictable(directory: Path, attempt: str) -> bool:
-    """True when nobody is to drain the local copy of ``attempt`` any more. A damaged note says nothing."""
+    """Return True if the local copy of ``attempt`` needs no drain any more. A damaged mark means unknown."""
     return is_drained(directory, attempt) or _noted(directory / SUPERSEDED) == attempt
 
 

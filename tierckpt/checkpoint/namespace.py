@@ -1,13 +1,13 @@
 """Listings of files and directories for fsspec: committed checkpoints are there, unfinished saves are not.
 
-    V1  A checkpoint that is committed on some tier is there, with the files its manifest names: also while it is on the
+    V1  A checkpoint that is committed on some tier is listed, with the files of its manifest: also while it is on the
         local tier only and still drains.
-    V2  What no commit names is not: shards of a save that is under way or has failed, and what is private to tierckpt.
-    V3  A file that this node has written and not drained yet is there as it was written; one that it has removed since
-        is not, whatever the shared tier still has.
-    V4  All else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
+    V2  Files without a commit are hidden: shards of a running or failed save, and private files of tierckpt.
+    V3  A file that this node has written and not drained yet is listed as written; a file that it has removed is
+        hidden, even if the shared tier still has it.
+    V4  Everything else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
 
-So whoever looks for the newest checkpoint by listing directories and asking each for ``.metadata`` finds the newest
+So a program that lists directories and looks for ``.metadata`` in each finds the newest checkpoint
 that can be loaded, and no other.
 """
 
@@ -47,7 +47,7 @@ from .journal import Entry, Journal
 log = logger("catalog")
 
 REQUESTS_MAX = 16
-"""Directories that are looked into at a time."""
+"""Directories that are listed at a time."""
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata$")
 
@@ -57,7 +57,7 @@ class Thing:
     """One file or directory.
 
     Attributes:
-        checkpoint: whose file it is, when tierckpt has committed that; ``entry`` is its entry in the manifest.
+        checkpoint: the committed checkpoint of the file, if it belongs to one; ``entry`` is its entry in the manifest.
     """
 
     location: Location
@@ -76,12 +76,12 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def is_private(location: Location) -> bool:
-    """True for what lies in a directory of tierckpt's own."""
+    """Return True for a path inside a private directory of tierckpt."""
     return PRIVATE_DIR in location.path.split("/")
 
 
 def root_of(location: Location) -> tuple[Location, str]:
-    """The place whose store has all that is near ``location``, and the key of ``location`` there."""
+    """Return the location of the store for ``location`` and its neighbours, and the key of ``location`` there."""
     if location.scheme == "hf" and (repository := repository_of(location)) is not None:
         name = location.path.removesuffix(repository.path).rstrip("/")
         return Location(location.scheme, location.authority, name), repository.path
@@ -90,7 +90,7 @@ def root_of(location: Location) -> tuple[Location, str]:
 
 
 class Browser:
-    """Looks at places on all tiers. Runs on one event loop; every call asks anew."""
+    """Lists locations on all tiers. Runs on one event loop; no call uses a cache."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class Browser:
     # --- one place ----------------------------------------------------------------------------------------------
 
     async def look(self, location: Location) -> Thing:
-        """Return what is at ``location``.
+        """Return the file or directory at ``location``.
 
         Raises:
-            ObjectNotFoundError: nothing that may be seen.
+            ObjectNotFoundError: no visible file or directory.
         Cost: one HEAD for a file; a listing more for a directory; a GET of the manifest for a file of a checkpoint.
         """
         written = await asyncio.to_thread(self._journal.files, location.uri)
@@ -138,8 +138,8 @@ class Browser:
         return Thing(location, is_dir=True)
 
     async def _adopted(self, location: Location) -> list[Thing]:
-        """The file at ``location``, or those below it, that a checkpoint above it has adopted. Only names that end in a
-        step are asked, so that a file that is not there costs no request for each directory above it."""
+        """Return the file at ``location``, or the files under it, of an adopted checkpoint above it. Only names that
+        end in a step are tried, so a missing file does not cost a request for each parent directory."""
         above = location.parent
         while root_of(above)[1]:
             if step_of(above.name) is not None and await self._has_manifest(above):
@@ -160,9 +160,9 @@ class Browser:
         return is_ours, None
 
     async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
-        """Whether tierckpt saves at ``location``, and what is committed there. Stock checkpoints are not ours, also not
-        while this node has the ``.metadata`` of one that drains, and the shared tier has its shards only (W2)."""
-        # Looked at first: what is drained between the two is on the shared tier, when that is asked.
+        """Return whether tierckpt saves at ``location``, and the commit there. Stock checkpoints are not ours, not even
+        while this node drains the ``.metadata`` of one whose shards are on the shared tier (W2)."""
+        # Local first: a file that is drained between the two requests is then on the shared tier.
         metadata = await asyncio.to_thread(self._journal.files, location.child(METADATA).uri)
         try:
             async with self._gate:
@@ -176,8 +176,8 @@ class Browser:
     # --- one directory ------------------------------------------------------------------------------------------
 
     async def level(self, location: Location) -> list[Thing]:
-        """Return the files and directories directly in ``location``, by name, as ``_level`` does; and what this node
-        has written there."""
+        """Return the files and directories directly in ``location``, by name, like ``_level``; and the files that this
+        node has written there."""
         written = await self._written_below(location)
         try:
             things = {thing.location.name: thing for thing in await self._level(location)}
@@ -202,7 +202,7 @@ class Browser:
         return sorted(things.values(), key=lambda thing: thing.location.name)
 
     async def _written_below(self, location: Location) -> dict[str, Entry]:
-        """What this node has written below ``location`` and not drained yet, by path: the last word on each."""
+        """Return this node's undrained files and removals under ``location``, by path. They override the store."""
         above = f"{location.uri.rstrip('/')}/"
         entries = await asyncio.to_thread(self._journal.files)
         return {entry.uri.removeprefix(above): entry for entry in entries if entry.uri.startswith(above)}
@@ -211,7 +211,7 @@ class Browser:
         """Return the files and directories directly in ``location``, by name.
 
         Raises:
-            ObjectNotFoundError: there is no such directory.
+            ObjectNotFoundError: no such directory.
         Cost: one listing; for each directory in it whose name ends in a number one HEAD, or one and a listing.
         """
         if is_private(location):
@@ -288,7 +288,7 @@ class Browser:
         """Return every file below ``location``, [] when there is none. Cost: one listing, and a GET a checkpoint."""
         if is_private(location):
             return []
-        written = await self._written_below(location)  # before the listing: what is drained between the two is in both
+        written = await self._written_below(location)  # before the listing: a file drained in between is in both
         directories = await self._shared_below(location)
         local = await asyncio.to_thread(lambda: [*_commits(self._directory_of(location))])
         for relative in local:
@@ -410,7 +410,7 @@ def _files(checkpoint: Checkpoint | None) -> list[Thing]:
 
 
 def _commits(directory: Path) -> Iterator[str]:
-    """The directories at or below one of the local tier that hold a committed checkpoint, relative to it."""
+    """Return the directories with a committed checkpoint at or under a local directory, relative to it."""
     for path, names, _ in os.walk(directory):
         if PRIVATE_DIR in names and Path(path, MANIFEST).exists():
             relative = str(Path(path).relative_to(directory))
@@ -443,7 +443,7 @@ def _suffices(directory: Path) -> bool:
 
 
 def _with_commits(directory: Path) -> set[str]:
-    """The names of the directories in one of the local tier that hold a committed checkpoint, at any depth."""
+    """Return the names in a local directory with a committed checkpoint at any depth."""
     try:
         children = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
     except OSError:
@@ -452,7 +452,7 @@ def _with_commits(directory: Path) -> set[str]:
 
 
 def _in_the_way(location: Location, journal: Journal) -> str:
-    """Why a mount can have no file at ``location``, '' when it can: as it is, and with what this node has written."""
+    """Return why a mount cannot have a file at ``location``, considering undrained files of this node; '' if it can."""
     with suppress(OSError):
         if Path(location.path).is_dir():
             below = [entry for entry in journal.files() if entry.uri.startswith(f"{location.uri}/")]

@@ -1,4 +1,4 @@
-"""Protocols by which checkpoints are found on other nodes: ``peer/peer_catalog.py`` implements them."""
+"""Protocols to find checkpoints on other nodes, implemented by ``peer/peer_catalog.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Member:
     """One node's agent, as it tells of itself."""
 
     name: str
-    """Unique in the cluster, and the same for as long as its local root lives."""
+    """Unique in the cluster, and constant for the lifetime of its local root."""
     address: str
     """``host:port`` of its peer server."""
     weight: float = 1.0
@@ -45,14 +45,14 @@ class PeerCopies(Protocol):
     def lacks(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
 
     def report(self, member: Member) -> None:
-        """What ``member`` gave was not what was saved: no bytes are asked of it for a while."""
+        """Report wrong bytes from ``member``: it is not used for a while."""
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
         """Chunk ``index`` of ``entry`` from ``member``, verified."""
 
 
 class PeerLookup(Protocol):
-    """What the other nodes have."""
+    """Lookup of checkpoints on other nodes."""
 
     async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
         """The copies of the checkpoint at ``location``, by attempt."""
@@ -60,10 +60,10 @@ class PeerLookup(Protocol):
     async def committed(
         self, parent: Location, *, is_fresh: bool = False
     ) -> Mapping[str, Mapping[str, Sequence[Member]]]:
-        """The checkpoints below ``parent``: by name, by attempt, who has it. ``is_fresh``: not from memory."""
+        """Return the checkpoints under ``parent``: holders by name and attempt. ``is_fresh``: without the cache."""
 
     async def silent(self, parent: Location) -> list[str]:
-        """The nodes that were to say what they have below ``parent``, and did not, asked anew.
+        """Return the configured nodes that do not answer about ``parent``, after a new request to each.
 
         Raises PermissionDeniedError: a node does not take this one for a member.
         """

@@ -1,6 +1,6 @@
-"""Prunes a run: removes what the rules of retention.py do not keep, on each tier, and what a killed removal has left.
+"""Prunes a run on each tier by the rules of retention.py, and finishes interrupted removals.
 
-Room for a save is made elsewhere (``save/eviction.py``).
+``save/eviction.py`` makes room for saves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logger("retention")
 KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
 LEADS_ON = "a gradient log leads on from it"
 DUE_SECONDS_MAX = 7 * 86400.0
-"""How long a run stays due whose store does not answer; the next drain makes it due again."""
+"""Time that a run stays due while its store does not answer; the next drain makes it due again."""
 _DUE_FIELDS = frozenset({"run", "shared"})
 
 
@@ -85,7 +85,7 @@ class PruneResult:
 
 @dataclass(slots=True)
 class _Seen:
-    """One name under the run: what each tier has committed there, and what removals have left."""
+    """One name of the run: the commit on each tier, and interrupted removals."""
 
     location: Location
     local: Manifest | None = None
@@ -100,7 +100,7 @@ class _Seen:
 
     @property
     def branches(self) -> list[tuple[Tier, Branch]]:
-        """Of what each tier has committed."""
+        """Of the committed manifests."""
         copies = ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared))
         return [(tier, branch_of(manifest, self.name)) for tier, manifest in copies if manifest is not None]
 
@@ -133,8 +133,8 @@ class Pruner:
     ) -> PruneResult:
         """Judge the checkpoints directly under ``run`` and remove those that ``policy`` does not keep.
 
-        Redo logs count as checkpoints among themselves and beside newer checkpoints; checkpoints, among themselves.
-        One copy that cannot be removed does not keep the others.
+        Redo logs count among themselves and against newer checkpoints; checkpoints count among themselves.
+        A copy that cannot be removed does not stop the removal of the others.
 
         Args:
             branch: the branch that this process saves to. None: the one that a job of this run continues.
@@ -163,7 +163,7 @@ class Pruner:
         return result
 
     async def prune_due(self) -> bool:
-        """Prune, by the rule of its newest checkpoint (N9), each run of which a drain has ended here since.
+        """Prune each run with a drain that ended here since, by the rule of its newest checkpoint (N9).
 
         Returns True when a store did not answer, so that some runs are still due.
         """
@@ -203,7 +203,7 @@ class Pruner:
         own: Sequence[int],
         beside: Sequence[CheckpointCopy] = (),
     ) -> PruneResult:
-        """``noted``: the newest branch that the run notes. ``beside``: copies that count and that stay."""
+        """``noted``: the newest branch noted for the run. ``beside``: copies that count and are kept."""
         if branch is None:
             known = [(found, step_of(one.name)) for one in seen for _, found in one.branches]
             branch = current_of([*known, *([(noted, None)] if noted is not None else [])])
@@ -219,7 +219,7 @@ class Pruner:
                 await self._finish(one, dry_run, result)
         return result
 
-    # --- what is there -----------------------------------------------------------------------------------------
+    # --- the copies of a run -----------------------------------------------------------------------------------
 
     async def _look(self, location: Location) -> _Seen:
         seen = _Seen(location)
@@ -351,7 +351,7 @@ class Pruner:
         return Outcome(copy, REMOVED, verdict.reason)
 
     async def _remove(self, copy: CheckpointCopy, location: Location) -> str:
-        """Remove a copy that was judged a moment ago. Returns what has come between, if anything has (N3)."""
+        """Remove a copy that was judged a moment ago. Returns the reason if it must stay now (N3)."""
         directory = local_dir(self._root, location)
         with read_lease.removing(self._root, directory) as free:
             if not free:
@@ -371,7 +371,7 @@ class Pruner:
             return ""
 
     async def _finish(self, seen: _Seen, dry_run: bool, result: PruneResult) -> None:
-        """Work off what a killed removal left on the shared tier."""
+        """Finish interrupted removals on the shared tier."""
         result.leftovers.append(seen.name)
         if dry_run:
             return
@@ -428,7 +428,7 @@ def _noted_rule(seen: Sequence[_Seen]) -> tuple[Policy, list[int]]:
     manifests = [(one, manifest) for one in seen for manifest in (one.local, one.shared) if manifest is not None]
     start = max((order_of(manifest) for _, manifest in manifests), default=0)
     if not start:
-        return Policy(), []  # saved by none of our jobs, whose manifests name their start
+        return Policy(), []  # not saved by a Checkpointer: its manifests name their start
     own = {
         step: manifest
         for one, manifest in manifests
@@ -438,7 +438,7 @@ def _noted_rule(seen: Sequence[_Seen]) -> tuple[Policy, list[int]]:
 
 
 def remove_empty(location: Location) -> None:
-    """Remove the directory of a removed checkpoint on a mounted tier, if nothing is left in it."""
+    """Remove the directory of a removed checkpoint on a mounted tier if it is empty."""
     if location.scheme != "file":
         return
     directory = Path(location.path)
@@ -452,7 +452,7 @@ def remove_empty(location: Location) -> None:
 
 
 def finish_local(local_root: Path, journal: Journal) -> list[Path]:
-    """Work off what killed removals left on the local tier. Returns the directories. Safe beside live processes.
+    """Finish interrupted removals on the local tier. Returns the directories. Safe with live processes.
 
     Cost: one walk over the directories of the local tier.
     """
@@ -503,5 +503,5 @@ def _is_left(directory: Path) -> bool:
 
 
 def _linked(links: Sequence[Location]) -> dict[Path, str]:
-    """What links on a mounted tier lead to: who made ``best -> step-100`` wants step 100."""
+    """Return the targets of links on a mounted tier: a link ``best -> step-100`` keeps step 100."""
     return {Path(link.path).resolve(): link.name for link in links}

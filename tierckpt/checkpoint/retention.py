@@ -1,22 +1,22 @@
 """Retention: which copies of a run's checkpoints may go (``Policy.judge``, pure), and removing one. prune.py calls it.
 
 Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
-    N1  The newest copy of a tier is never removed; when it is damaged, neither is the newest sound one, nor the newest
-        whole one. Where copies are made on peers, neither is the newest that they have whole, until the shared tier has
-        it: a node lost before the next one is copied must not cost both.
-    N2  A local copy is removed only when its attempt was drained and the shared tier holds that step, or a newer one,
-        whole. Where nothing is drained (``drain=False``) the local tier is the last one and has its own newest (N1).
+    N1  The newest copy of a tier is never removed; if it is damaged, neither is the newest sound copy, nor the newest
+        complete one. With replicas, the newest checkpoint that peers hold completely also stays until the shared tier
+        has it: the loss of a node before the next one is copied must not cost both.
+    N2  A local copy is removed only if its attempt was drained and the shared tier holds that step, or a newer one,
+        completely. Without drains (``drain=False``) the local tier is the last one, and N1 protects its newest copy.
     N3  A checkpoint that a live process of this node reads, saves or drains is not removed.
-    N4  The manifest goes first, and a note says what is still to go: a crash leaves a checkpoint whole, or invisible
-        with a note that the next prune (or, on the local tier, the next process) works off.
-    N5  Only what a manifest of ours names is deleted. What other people keep in the directory stays, and so does a
-        directory that has no mark of ours.
-    N6  Removed is the very attempt that was judged. A save that takes its id over meanwhile ends whole or not at all.
-    N7  Steps that a job has abandoned, as it went back to an older one, count for no rule, and no rule removes them.
-        They go when that is asked for, or their numbers are saved again. A process judges by the branch it saves to.
-    N8  Of what a process itself has saved its rule keeps as many as of all, whatever others save beside it.
+    N4  The manifest is removed first, and a note lists the remaining files: a crash leaves the checkpoint whole, or
+        invisible with a note that the next prune (or, on the local tier, the next process) works off.
+    N5  Only files that a manifest of ours names are deleted. Other files in the directory stay, and so does a
+        directory without a mark of ours.
+    N6  The judged attempt is removed, and no other. A save that takes over its id meanwhile commits whole or fails.
+    N7  Steps that a job abandoned by going back to an older one count for no rule, and no rule removes them.
+        They are removed on request, or when their numbers are saved again. A process judges by its own branch.
+    N8  The rule keeps as many of a process's own saves as of all saves, whatever other processes save.
     N9  Each manifest of a Checkpointer carries the rule of its job (``NOTE``), so a mover that ends a drain after the
-        trainer prunes by the rule of the newest checkpoint. A job that is not alone in its run saves without a rule.
+        trainer's exit prunes by the rule of the newest checkpoint. A job that shares its run saves without a rule.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Health(enum.StrEnum):
 
     WHOLE = "whole"
     PARTIAL = "partial"
-    """Local tier only: all files of some ranks and none of others, as on each node of a job of several."""
+    """Local tier only: all files of some ranks and no files of others, as on each node of a job of several."""
     DAMAGED = "damaged"
 
 
@@ -72,13 +72,13 @@ class CheckpointCopy:
     is_drained: bool = False
     """Local tier: the shared tier has committed this attempt, at some time."""
     held: str = ""
-    """Why nobody may remove it now: what a live process does with it."""
+    """Why it cannot be removed now: its use by a live process."""
     attempt: str = ""
     size_bytes: int = 0
     is_replicated: bool = False
     """Local tier: not on the shared tier, and all its copies on other nodes are whole."""
     is_abandoned: bool = False
-    """The job has gone back to an older step since (branches.py)."""
+    """The job went back to an older step later (branches.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is kept on one tier: the newest ``last`` steps and the steps that ``every`` divides. Neither: everything."""
+    """The steps to keep on one tier: the newest ``last`` and those that ``every`` divides. Neither: all steps."""
 
     last: int | None = None
     every: int | None = None
@@ -101,7 +101,7 @@ class Rule:
         return self.last is not None or self.every is not None
 
     def kept(self, steps: Iterable[int]) -> dict[int, str]:
-        """Return which of ``steps`` this rule keeps, and by which part of it."""
+        """Return the steps that this rule keeps, each with the reason."""
         newest_first = sorted(set(steps), reverse=True)
         if not self:
             return dict.fromkeys(newest_first, "no rule for this tier")
@@ -164,7 +164,7 @@ class Policy:
         """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
 
         Args:
-            drains: False where nothing is drained, so that the local tier is the last one.
+            drains: False without drains: the local tier is then the last one.
             own: the steps that this process has saved, the latest last.
         """
         shared = [copy for copy in copies if copy.tier is Tier.SHARED and not copy.is_abandoned]
@@ -198,7 +198,7 @@ class Policy:
             reason = protect(every).get(copy.name, "")  # the tier has nothing else
         if not reason and copy.tier not in self.abandoned:
             reason = "abandoned; `tierckpt prune --abandoned` removes it"
-        return Verdict(copy, not reason, reason or "abandoned: the job has gone back to an older step")
+        return Verdict(copy, not reason, reason or "abandoned: the job went back to an older step")
 
 
 def protect(copies: Sequence[CheckpointCopy]) -> dict[str, str]:
@@ -238,7 +238,7 @@ def _by_tier(name: str, value: int | Mapping[str, int] | None) -> dict[str, int]
     return given
 
 
-# --- what is there ---------------------------------------------------------------------------------------------
+# --- the local tier --------------------------------------------------------------------------------------------
 
 
 def local_health(directory: Path, manifest: Manifest) -> Health:
@@ -266,7 +266,7 @@ async def shared_health(store: Store, manifest: Manifest) -> Health:
 
 
 def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Yield every committed checkpoint of the local tier; damaged manifests are reported and passed over."""
+    """Yield every committed checkpoint of the local tier; damaged manifests are logged and skipped."""
     for directory in marked_directories(Path(local_root, "checkpoints")):
         try:
             manifest = local_commit.read_local_manifest(directory)
@@ -287,7 +287,7 @@ def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
 
 def nearest_existing(path: Path) -> Path:
     """Return ``path``, or its nearest parent that exists and that this user may reach."""
-    while not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for what may not be reached
+    while not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for unreachable paths
         path = path.parent
     return path
 
@@ -298,10 +298,10 @@ def nearest_existing(path: Path) -> Path:
 async def remove_shared(store: Store, manifest: Manifest) -> bool:
     """Remove a committed checkpoint from the shared tier (N4, N6). False when another save has taken its id over.
 
-    A note with the manifest is put, the manifest is deleted, then what it names, then the note. A save that is told to
-    replace this attempt may be at its commit meanwhile. Each of the names that both use is deleted only as the version
-    that was looked at: one of the two finds that the other was faster. On a store without such conditions a save that
-    comes between the look and the delete can lose its manifest; on one node the journal closes that (N3).
+    Order: put a note with the manifest, delete the manifest, delete its files, delete the note. A save that replaces
+    this attempt may commit meanwhile. Names that both use are deleted only in the version that was read, so one of
+    the two loses cleanly. On a store without such conditions, a save between the read and the delete can lose its
+    manifest; on one node the journal prevents that (N3).
     """
     note = layout.removal_note(manifest.attempt)
     await store.put(note, manifest.encode())
@@ -322,15 +322,15 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
 
 
 async def finish_shared(store: Store, gone: Manifest) -> None:
-    """Delete what the removed ``gone`` names and nothing else does, then the note of its removal. Repeatable."""
+    """Delete the files that only the removed manifest ``gone`` names, then the note of its removal. Idempotent."""
     stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in gone.metadata}
     claim = await shared_commit.etag_of(store, CLAIM)
     await _finish(store, gone, stock, claim)
 
 
 async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
-    """``stock`` and ``claim`` are versions that were there before it is known here who owns the id. The claim goes
-    last: a crash before that leaves what nobody takes for a checkpoint of stock PyTorch."""
+    """``stock`` and ``claim``: versions from before the owner of the id was known. The claim is deleted
+    last: after a crash before that, the directory is not mistaken for a checkpoint of stock PyTorch."""
     standing = await shared_commit.read_shared_manifest(store)
     if standing is None or standing.attempt != gone.attempt:
         owns_id = standing is None and await shared_commit.read_claim(store) in {gone.attempt, None}
@@ -357,7 +357,7 @@ async def _delete_parts(store: Store, gone: Manifest) -> None:
 
 
 async def removals_begun(store: Store) -> list[Manifest]:
-    """Return the manifests whose removal from the shared tier has begun and not ended."""
+    """Return the manifests with an unfinished removal from the shared tier."""
     found = []
     async for info in store.list(layout.REMOVED_DIR):
         try:
@@ -365,7 +365,7 @@ async def removals_begun(store: Store) -> list[Manifest]:
         except BucketNotFoundError:
             raise
         except ObjectNotFoundError:
-            continue  # another node has ended that removal meanwhile
+            continue  # another node finished that removal meanwhile
         except ManifestError as error:
             log.warning("%s; keeping the files that it names", error)
     return found

@@ -138,7 +138,7 @@ def _tail(path: Path, inode: int, size_bytes: int, changed_ns: int) -> Lines:
 
 
 def has_ended_here(first: dict[str, Any]) -> bool:
-    """True for the records, by their first line, of a process that is gone, as far as that can be seen here."""
+    """Return True if the process of these records, named by their first line, is gone, as far as this node can see."""
     match = re.fullmatch(r"(\d{1,20})-(\d{1,20})", str(first.get("process")))
     pid = first.get("pid")
     if match is None or not isinstance(pid, int) or pid <= 0:

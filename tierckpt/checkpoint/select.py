@@ -1,16 +1,16 @@
 """Chooses the checkpoint that a job resumes from: the newest that can be loaded, or the certainty that there is none.
 
 Invariants (tests cite them):
-    N1  "None" is said only after a listing of the shared tier that succeeded. A store that refuses, fails, hangs or
-        breaks off in the middle of a listing is waited for, and then it is an error. A run that was listed is listed
-        again when its names have gone before they were read: a job that keeps one step has then saved the next.
-    N2  A child that the shared tier cannot be asked about is never passed over for an older one.
-    N3  While the shared tier cannot be asked, the newest step here is taken only if this node saved it and has not
-        drained it: then no other node can have gone on from it by way of the shared tier. Others may have gone on from
-        a step that was drained.
-    N4  Configured peers that do not say what they have are waited for as the shared tier is, ``store_wait_seconds``;
-        then what others have is taken, and a warning names them. One that refuses this node's secret is an error.
-    N5  A step that a job has abandoned, as it went back to an older one, is no candidate (branches.py).
+    N1  "None" is returned only after a complete listing of the shared tier. A store that refuses, fails, hangs or
+        ends a listing early is retried and then raises. A listed run whose names disappear before they are read is
+        listed again: a job that keeps one step has saved the next.
+    N2  A checkpoint that the shared tier did not answer about is never skipped in favour of an older one.
+    N3  While the shared tier does not answer, the newest local step is taken only if this node saved it and has not
+        drained it: then no other node can have continued from it through the shared tier. From a drained step,
+        another node may have continued.
+    N4  Configured peers that do not answer are waited for like the shared tier, ``store_wait_seconds``; then the
+        newest step of the others is taken, and a warning names them. A peer that refuses this node's secret raises.
+    N5  A step that a job abandoned by going back to an older one is no candidate (branches.py).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ T = TypeVar("T")
 DENIED_SECONDS = 5.0
 """Credentials that are being renewed are back within moments; a refusal that lasts longer is meant."""
 LOOK_SECONDS_MIN = 10.0
-"""What one look may take at least, so that ``store_wait_seconds=0`` is one try and not none."""
+"""Minimum time for one search, so that ``store_wait_seconds=0`` means one attempt and not none."""
 PAUSE_SECONDS = 1.0
 PEER_SECONDS = 0.5
 """How long a peer may list a checkpoint that it has removed."""
 QUIET_SECONDS = 2.0
-"""A store that has not answered for so long is told of, and every ``TELL_SECONDS`` from then on."""
+"""A store that has not answered for this long is reported, then every ``TELL_SECONDS``."""
 TELL_SECONDS = 10.0
 
 LOOK_MAX, AT_ONCE = 256, 16
@@ -79,7 +79,7 @@ class Run:
     newest: catalog.Row
 
     def joined(self, other: Run | None) -> Run:
-        """With what was found of the same run before."""
+        """Merge with the findings of an earlier look at the same run."""
         if other is None:
             return self
         newest = max(other.newest, self.newest, key=lambda row: age_of(row.name))
@@ -91,7 +91,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest checkpoint. ``unseen``: why the shared tier could not be asked, when it is this node's own (N3)."""
+    """The newest checkpoint. ``unseen``: the error of the shared tier, if the step is this node's own (N3)."""
 
     checkpoint: Checkpoint | None
     unseen: StoreError | None = None
@@ -99,16 +99,16 @@ class Newest:
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """What this node and its peers have, while the shared tier cannot be asked."""
+    """Checkpoints on this node and its peers, while the shared tier does not answer."""
 
     is_own: bool = False
     """The newest of it is this node's own (N3)."""
     chosen: Checkpoint | None = None
-    """The newest whole one that was asked for."""
+    """The newest complete checkpoint of the requested one."""
 
 
 class Selector:
-    """Chooses among the checkpoints of all tiers. Runs on one event loop; every call asks anew."""
+    """Chooses among the checkpoints of all tiers. Runs on one event loop; no call uses a cache."""
 
     def __init__(
         self,
@@ -153,16 +153,16 @@ class Selector:
     ) -> Newest:
         """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
 
-        Newest is the highest step number in the name, not above ``step_max``; uncommitted and incomplete ones are
-        passed over with a log line. A shared tier that does not answer is waited for, ``store_wait_seconds``.
+        The newest is the highest step number, at most ``step_max``; uncommitted and incomplete checkpoints are
+        skipped with a log line. Waits ``store_wait_seconds`` for a shared tier that does not answer.
 
         Args:
-            may_be_own: take this node's own newest step at once while the shared tier cannot be asked (N3).
-            windows: take a redo log (``layout.WINDOWS_DIR``) that is newer than every checkpoint, too.
+            may_be_own: take this node's own newest step at once if the shared tier does not answer (N3).
+            windows: consider redo logs (``layout.WINDOWS_DIR``) that are newer than every checkpoint.
 
         Raises:
-            StoreUnavailableError, PermissionDeniedError: nobody could look, so nobody knows what is newest (N1); or a
-                peer does not take this node for a member (N4).
+            StoreUnavailableError, PermissionDeniedError: the shared tier did not answer (N1); or a
+                peer refuses this node's secret (N4).
         """
         wait = _Wait(self._settings, self._store_at(location), location)
 
@@ -174,8 +174,8 @@ class Selector:
             if not (may_be_own and near.is_own and near.chosen is not None):
                 return None
             log.warning(
-                "%s: going on from %s, which this node saved and has not drained; whether shared storage has a newer "
-                "one could not be looked at: %s",
+                "%s: continuing from %s, which this node saved and has not drained; shared storage could not be "
+                "searched for a newer step: %s",
                 location.uri,
                 near.chosen.location.name,
                 error.message,
@@ -203,14 +203,14 @@ class Selector:
     # --- all tiers ----------------------------------------------------------------------------------------------
 
     async def _explicit(self, location: Location) -> Checkpoint:
-        """The checkpoint at ``location``. One that lies near as a whole needs no answer of the shared tier."""
+        """Return the checkpoint at ``location``. A complete near copy needs no answer of the shared tier."""
         found = await self.find(location)
         if found.unseen is not None and await catalog.lacking_near(found):
             raise found.unseen
         return found
 
     async def _whole_near(self, location: Location, error: StoreError) -> Checkpoint | None:
-        """What this node and its peers have whole of a checkpoint that was asked for by name."""
+        """Return the complete copies of a requested checkpoint on this node and its peers."""
         for found in await self.committed_near(location):
             if not await catalog.lacking_near(found):
                 text = "%s: going by the copy near, as shared storage does not say more: %s"
@@ -229,11 +229,11 @@ class Selector:
             found, gone = await self._first_usable(location, ordered, await self.noted_branch(location, names))
             if not ordered or (found is not None and found.location == location.child(ordered[0])):
                 return found
-            # What was passed over may have been removed since the listing, by a job that has committed newer steps.
+            # A skipped checkpoint may have been removed since the listing, by a job that has committed newer steps.
             before, names = names, await self._listed(location, windows, is_again=True)
             new = _newest_first(names - before, step_max)
             if self._cluster is not None and gone & {*await self._cluster.committed(location)}:
-                await asyncio.sleep(PEER_SECONDS)  # a peer lists what it has removed since, and not yet what is new
+                await asyncio.sleep(PEER_SECONDS)  # a peer drops removed steps from its list before it adds new ones
                 continue
             if found is not None and not any(age_of(name) > age_of(found.location.name) for name in new):
                 return found
@@ -250,7 +250,7 @@ class Selector:
         raise changing(location)
 
     async def _listed(self, location: Location, windows: bool, *, is_again: bool = False) -> set[str]:
-        """Names at ``location`` on all tiers. ``is_again``: peers are asked anew, too."""
+        """Return the names at ``location`` on all tiers. ``is_again``: without the cache of the peers' answers."""
         names = {*await self._names_near(location, is_again), *await self._store_at(location).list_dirs()}
         if windows and WINDOWS_DIR in names:
             names |= below(WINDOWS_DIR, await self._store_at(location).list_dirs(WINDOWS_DIR))
@@ -282,7 +282,7 @@ class Selector:
                 raise
             except (CheckpointError, IntegrityError, ObjectNotFoundError) as error:
                 is_damage = isinstance(error, IntegrityError)
-                (log.warning if is_damage else log.info)("latest: passing over %s: %s", name, error)
+                (log.warning if is_damage else log.info)("latest: skipping %s: %s", name, error)
                 gone |= {name} if isinstance(error, CheckpointNotFoundError) else set()
                 continue
             if checkpoint.unseen is not None and not await asyncio.to_thread(self._is_own, checkpoint):
@@ -290,11 +290,11 @@ class Selector:
             if branch is not None and not branch.holds(checkpoint.branch, checkpoint.step):
                 if checkpoint.branch.order > branch.order:
                     return await self._first_usable(location, names, checkpoint.branch)
-                log.info("latest: passing over %s: the job has gone back to an older step since", name)
+                log.info("latest: skipping %s: the job went back to an older step later", name)
                 continue
             if await catalog.is_complete(checkpoint):
                 return checkpoint, gone
-            log.warning("latest: passing over %s: some files have no copy", name)
+            log.warning("latest: skipping %s: some files have no copy", name)
         return None, gone
 
     # --- near ---------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Selector:
     async def names(self, location: Location) -> list[str]:
         """Names below ``location``, on this node and its peers alone when the shared tier does not answer.
 
-        Only for those who show or remove what is near: what is left out here may be newer than all of it.
+        Only for listings and removals of near copies: an omitted checkpoint may be newer than all of them.
         """
         return sorted(name for name in (await self.all_names(location))[0] if not name.startswith("."))
 
@@ -339,9 +339,9 @@ class Selector:
             return {*near}, True
 
     async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[Run], bool]:
-        """Return the runs in and below ``places``, by URI, and whether all directories there were looked into.
+        """Return the runs in and under ``places``, by URI, and whether the search covered all directories.
 
-        Breadth first, ``look_max`` directories at most. What may not be read is passed over with a log line.
+        Breadth first, at most ``look_max`` directories. Unreadable directories are skipped with a log line.
         """
         found: dict[Location, Run] = {}
         looked = 0
@@ -355,8 +355,8 @@ class Selector:
         return sorted(found.values(), key=lambda run: run.location.uri), not places
 
     async def _run_at(self, location: Location) -> tuple[Run | None, list[Location]]:
-        """The run at ``location``, or what that is a checkpoint of, and the directories to look into next. Where the
-        newest directory is a checkpoint, the others that end in a step are taken for steps unseen."""
+        """Return the run at ``location``, or the run of the checkpoint there, and the directories to search next. If
+        the newest directory is a checkpoint, others with a step number count as checkpoints without a look."""
         if location.scheme == "file" and Path(location.path).is_relative_to(self._settings.local_root):
             return None, []
 
@@ -438,13 +438,13 @@ class Selector:
 
 
 def is_origin(directory: Path, manifest: Manifest) -> bool:
-    """True when a rank of this node saved what stands in ``directory``, and it is not known to be drained (N3)."""
+    """Return True if a rank of this node saved ``directory`` and no mark says that it was drained (N3)."""
     is_copy = (directory / REPLICA).exists() and not manifest.tokens & marks.origins(directory)
     return not is_copy and not marks.is_drained(directory, manifest.attempt)
 
 
 def place_of(location: Location) -> tuple[str, str]:
-    """The store behind ``location``: what has been reached there, or refuses us, is all of it."""
+    """A view of the store of ``location``: an error or an answer of it holds for all requests of this search."""
     return location.scheme, location.authority
 
 
@@ -460,7 +460,7 @@ class _Wait:
         self._has_told = False
         self._denied_at: float | None = None
         self.advice = ""
-        """What the user may do with what is on this node."""
+        """Return the user's options with the checkpoints of this node."""
 
     async def until_seen(
         self,
@@ -483,7 +483,7 @@ class _Wait:
             await self._pause()
 
     async def _answer(self, work: Awaitable[T]) -> T:
-        """The outcome of ``work``. What hangs is given up, and not waited for even where it cannot be cancelled."""
+        """Return the outcome of ``work``. Hanging work is abandoned, even if it cannot be cancelled."""
         task = asyncio.ensure_future(work)
         end = max(self._end, time.monotonic() + LOOK_SECONDS_MIN)
         try:
@@ -538,7 +538,7 @@ class _Wait:
             message = f"which checkpoints {self._location.uri} has is not known: {error.message}"
             return EndpointError(message, hint=hint, **error.context)
         is_denied = isinstance(error, PermissionDeniedError)
-        todo = "the credentials and what they permit" if is_denied else "that the store is up and can be reached"
+        todo = "the credentials and their permissions" if is_denied else "that the store is up and can be reached"
         reason = f"{error.hint}. " if is_denied and error.hint else ""
         endpoint = error.context.get("endpoint") or _endpoint(self._location) or None
         return (PermissionDeniedError if is_denied else StoreUnavailableError)(
@@ -554,7 +554,7 @@ class _Wait:
 
 
 def _advice(near: _Near) -> str:
-    """How to accept what is near, where the user knows that it is the newest."""
+    """Describe how to accept a near checkpoint, for a user that knows that it is the newest."""
     offered = near.chosen
     if offered is None:
         return ""
@@ -565,8 +565,8 @@ def _advice(near: _Near) -> str:
     )
     where = "This node has" if Tier.LOCAL in offered.tiers else "Other nodes have"
     return (
-        f" {where} {offered.location.name} whole; others may have gone on from it, so it is not taken by itself: "
-        f"{how} accepts it"
+        f" {where} {offered.location.name} complete; other nodes may have continued from it, so it is not used without "
+        f"your consent: {how} accepts it"
     )
 
 
@@ -578,7 +578,7 @@ def _endpoint(location: Location) -> str:
 
 
 def age_of(name: str) -> tuple[bool, int]:
-    """Larger is newer: by step. What has no step in its name is older than all that have one."""
+    """Sort key: by step; names without a step are oldest."""
     step = step_of(name)
     return step is not None, step or 0
 

@@ -1,10 +1,10 @@
 """The commit on the shared tier, where there are no locks and no rename.
 
-    1. shards, the attempt's metadata and one part record per rank are put under names of their own
-    2. ``claim.json`` is put if absent, or in place of exactly the claim that was read: the arbiter between saves that
-       race for an id. An attempt may take over a claim only from the attempts it was told to replace
-    3. ``.metadata``, then ``manifest.json``, on the same conditions: now it is committed
-Every step is idempotent for one attempt, so whichever mover comes last, or comes back after a crash, repeats them.
+    1. shards, the attempt's metadata and one part record per rank are put under unique names
+    2. ``claim.json`` is put if absent, or in place of exactly the claim that was read: it decides between saves that
+       race for an id. An attempt may take over a claim only from attempts that it replaces
+    3. ``.metadata``, then ``manifest.json``, under the same conditions: now it is committed
+Every step is idempotent for one attempt, so the last mover, or a restarted one, repeats them.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ async def read_shared_manifest(store: Store) -> Manifest | None:
 
 
 async def replaced_by_claim(store: Store) -> frozenset[str]:
-    """Return the attempts that the holder of the claim was told to replace: an attempt among them is superseded."""
+    """Return the attempts that the holder of the claim replaces: each of them is superseded."""
     claim = await _read_claim(store)
     return frozenset(claim["replaces"]) if claim else frozenset()
 
 
 async def is_abandoned(store: Store, location: Location, manifest: Manifest) -> bool:
-    """True when an attempt owns this id whose job has abandoned ``manifest`` (branches.py, B5)."""
+    """Return True if the attempt that owns this id belongs to a job that abandoned ``manifest`` (branches.py, B5)."""
     branch, claim = branches.branch_of(manifest, location.name), await _read_claim(store)
     holder = branches.parse(claim.get(branches.NOTE)) if claim else None
     return holder is not None and holder.order > branch.order and not holder.holds(branch, step_of(location.name))
 
 
 async def read_claim(store: Store) -> str | None:
-    """Return the attempt that owns this id on the shared tier, None when nobody has claimed it.
+    """Return the attempt that owns this id on the shared tier, None without a claim.
 
-    Raises ManifestError when the claim is damaged: nobody may take it over for what it is not.
+    Raises ManifestError for a damaged claim: no attempt may take it over.
     """
     claim = await _read_claim(store)
     return str(claim["attempt"]) if claim else None
@@ -84,8 +84,8 @@ async def read_claim(store: Store) -> str | None:
 async def attempts_standing(store: Store) -> set[str]:
     """The attempts that own this id on the shared tier now: a save that begins may replace these and no others.
 
-    The holder of the claim is mostly also the one that is committed. Both are looked at, because either can be without
-    the other: a save between its claim and its commit, and a claim that was lost. A damaged one names nobody.
+    The holder of the claim usually is also the committed attempt. Both are checked, because either can exist without
+    the other: a save between its claim and its commit, and a lost claim. A damaged one counts as none.
     """
     found: set[str] = set()
     for read in (read_claim, _standing_attempt):
@@ -104,9 +104,9 @@ async def _standing_attempt(store: Store) -> str | None:
 
 
 async def _read_claim(store: Store) -> Json | None:
-    """A verdict against a save hangs on the claim, and it names no file whose digest would tell a wrong answer. So it
-    says where it belongs; one from elsewhere is asked for again, and believed when it comes again: the checkpoint was
-    copied here, or this mount has another name on the node that wrote it.
+    """A claim decides against a save, and no digest in it would reveal a wrong answer of the store. So a claim names
+    its URI. A claim of another URI is requested again, and believed if it comes again: the checkpoint was copied
+    here, or the node that wrote it has another name for this mount.
     """
     where = f"{store.uri}/{CLAIM}"
     from_elsewhere: Json | None = None
@@ -144,8 +144,8 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
 
     Returns the time of the commit (Unix seconds), None when an earlier call had made it.
 
-    What is put takes the place of exactly what was read before, and of that only what ``replaces`` names: an attempt
-    that was committed is never replaced by one that did not see it, whatever comes between.
+    Each put replaces exactly the version that was read before, and only one that ``replaces`` names: a committed
+    attempt is never replaced by one that has not read it.
 
     Raises:
         AlreadyCommittedError: another attempt owns this id and this one was not told to replace it.
@@ -170,7 +170,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
             await _restore_stock_metadata(store, manifest)
             raise already_committed(location, "that replaced this one", Tier.SHARED)
         if current is not None:
-            await store.put(removal_note(current.attempt), current.encode())  # for whoever cleans up after a crash
+            await store.put(removal_note(current.attempt), current.encode())  # for the cleanup after a crash
         await _put_manifest(store, location, manifest, etag)
         committed_at = time.time()
         log.debug("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
@@ -185,15 +185,15 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
 
 
 async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:
-    """The manifest that stands, and its etag, which comes first: newer bytes can then only fail a condition."""
+    """Return the committed manifest and its etag. The etag is read first: newer bytes then only fail a condition."""
     etag = await etag_of(store, MANIFEST)
     current = await read_shared_manifest(store)
     return current, etag if current is not None else None
 
 
 async def _put_manifest(store: Store, location: Location, manifest: Manifest, etag: str | None) -> None:
-    """Put the manifest in the place of the version ``etag``, or where none was (None): a save that overtook us must not
-    be covered. One that stood is gone when retention was faster: then it is the same as if none had stood."""
+    """Put the manifest in place of the version ``etag``, or of none (None): it must not overwrite a save that was
+    faster. If retention removed the replaced version meanwhile, that counts as none."""
     try:
         if etag is not None:
             try:
@@ -215,13 +215,13 @@ async def _put_manifest(store: Store, location: Location, manifest: Manifest, et
 
 
 async def _restore_stock_metadata(store: Store, loser: Manifest) -> None:
-    """``loser`` has put its stock metadata over that of an attempt that stands: let stock PyTorch read that again."""
+    """``loser`` overwrote the stock metadata of a committed attempt: restore it for stock PyTorch."""
     try:
         standing = await read_shared_manifest(store)
         for entry in standing.metadata if standing is not None and standing.attempt != loser.attempt else ():
             await store.put(entry.path, await store.get(entry.key))
     except (StoreError, ManifestError) as error:  # that it has lost is what its caller must hear
-        log.warning("%s: stock PyTorch may not read what stands there: %s", store.uri, error)
+        log.warning("%s: stock PyTorch may not be able to read the checkpoint: %s", store.uri, error)
 
 
 async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
@@ -247,7 +247,7 @@ async def remove(store: Store, key: str, etag: str | None) -> bool:
 
 
 async def _check_version(store: Store, key: str, etag: str | None) -> None:
-    """Look, where there are no conditions: what comes between this and the next request is not seen."""
+    """Check on a store without conditions: a write between this and the next request goes unnoticed."""
     try:
         now = (await store.head(key)).etag
     except BucketNotFoundError:
@@ -259,7 +259,7 @@ async def _check_version(store: Store, key: str, etag: str | None) -> None:
 
 
 async def etag_of(store: Store, key: str) -> str | None:
-    """The version of ``key`` that stands now, None without one (or without versions)."""
+    """Return the current version of ``key``, None without one (or without versions)."""
     try:
         return (await store.head(key)).etag
     except BucketNotFoundError:
@@ -269,9 +269,9 @@ async def etag_of(store: Store, key: str) -> str | None:
 
 
 async def _remove_replaced(store: Store, manifest: Manifest) -> None:
-    """Remove what the replaced attempts left, committed or not: a node that was lost cannot clean up after itself.
+    """Remove the files of the replaced attempts, committed or not: a lost node cannot clean up after itself.
 
-    Repeatable, because the manifest remembers whom it replaced. Only names that carry a replaced token are deleted.
+    Idempotent, because the manifest names the attempts it replaced. Only names with a replaced token are deleted.
     """
     tokens = set(manifest.replaces)
     last = []
@@ -292,7 +292,7 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
     async for info in store.list():
         if info.key in doomed or info.key.endswith(endings) or info.key.startswith(adopted):
             await store.delete(info.key)
-    for name in last:  # what says which files are left over goes when they have gone
+    for name in last:  # the list of leftover files is deleted after them
         await store.delete(name)
 
 
@@ -307,8 +307,8 @@ async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
 async def put_claim(store: Store, location: Location, manifest: Manifest) -> None:
     """Take the id for this attempt: from nobody, or from exactly the holder that was seen and is to be replaced.
 
-    An attempt that it was to replace and that retention has removed meanwhile is nobody: nothing that stands is lost.
-    Nor is one of an abandoned branch, that this one did not see (branches.py, B5).
+    A replaced attempt that retention has removed meanwhile does not count: no committed data is lost.
+    The same holds for one of an abandoned branch that this attempt did not see (branches.py, B5).
     """
     body = {"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri}
     if branches.NOTE in manifest.notes:
@@ -335,7 +335,7 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
             await replace(store, CLAIM, claim, etag)
             return
         except PreconditionFailedError:
-            continue  # another save, or a removal, was faster: look again at whose it is
+            continue  # another save, or a removal, was faster: read the claim again
     raise StoreUnavailableError(
         f"the claim of {location.uri} changes faster than it can be read",
         hint="Other saves to this id and removals of it are under way; it is tried again",
@@ -346,7 +346,7 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
 def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCommittedError:
     return AlreadyCommittedError(
         f"Checkpoint already exists: {location.uri} belongs to another save (attempt {winner})",
-        hint="Nothing of it was touched. Two saves ran for one id and this one lost, or overwrite=False "
+        hint="Its files are unchanged. Two saves ran for one id and this one lost, or overwrite=False "
         "refuses to replace it. Save to another id, or again with overwrite=True (the default) to replace it",
         tier=tier,
         winner=winner,

@@ -1,4 +1,4 @@
-"""Waits for configured nodes that do not say which checkpoints they have: one of them may have the newest."""
+"""Waits for configured nodes that do not answer: one of them may have the newest checkpoint."""
 
 from __future__ import annotations
 

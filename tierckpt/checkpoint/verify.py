@@ -27,7 +27,7 @@ log = logger("verify")
 CHECKS_BYTES_MAX = 1 << 16
 
 OnBytes: TypeAlias = Callable[[int], None]
-"""Is told of bytes that were read and checked. None: only presence and sizes are looked at."""
+"""Called with the bytes that were read and checked. None: only existence and sizes are checked."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class VerifyReport:
     read_data: bool = False
     problems: dict[tuple[Tier, str], str] = field(default_factory=dict)
     records: dict[tuple[Tier, str], str] = field(default_factory=dict)
-    """Damaged records of ours beside the files: manifest, claim, drained mark. The files may all be good."""
+    """Damaged records of ours: manifest, claim, drained mark. The files may all be good."""
     lost: list[str] = field(default_factory=list)
     """Files with no good copy on any tier."""
 
@@ -55,7 +55,7 @@ class VerifyReport:
 
 
 def record_check(local_root: Path, verb: str, document: Json) -> None:
-    """Note that ``verb``, verify or drill, has come to ``document`` now. Blocking. Losing a note costs the note."""
+    """Record the result ``document`` of ``verb``, verify or drill. Blocking. A lost record is harmless."""
     seen = {name: document[name] for name in ("uri", "good", "seconds") if name in document}
     try:
         body: Json = {**read_checks(local_root), verb: {**seen, "at_unix_seconds": time.time()}}
@@ -131,7 +131,7 @@ async def verify(
 
 
 async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[tuple[Tier, str], str]:
-    """Name each record of ours that is damaged, on whichever tier. A damaged one has been passed over by ``find``."""
+    """Name each damaged record of ours, on any tier. ``find`` has skipped a damaged one."""
     directory, store = checkpoint.directory, checkpoint.store
     committed = Tier.SHARED in checkpoint.tiers
     reads: dict[tuple[Tier, str], Callable[[], Awaitable[Any]]] = {

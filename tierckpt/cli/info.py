@@ -124,7 +124,7 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json], is_
         **({"for other tools": ", ".join(document["adopted_in"])} if document["adopted_in"] else {}),
         **{name: note for name, note in manifest.notes.items() if name != NOTE},
         **({"went back to": step_name(base)} if base is not None else {}),
-        **({"abandoned": "the job has gone back to an older step since"} if is_abandoned else {}),
+        **({"abandoned": "the job went back to an older step later"} if is_abandoned else {}),
     }
     lines = [
         (item["path"], item["rank"], human_bytes(item["size_bytes"]), "yes" if item["on_this_node"] else "no")
