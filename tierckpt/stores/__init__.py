@@ -1,4 +1,4 @@
-"""Stores: places that keep objects, behind one protocol (``base.Store``)."""
+"""Object stores behind one protocol (``base.Store``)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ REMOTE_SCHEMES = ("s3", "az", "gs")
 
 
 def open_store(location: Location, settings: Settings, retries: Retries | None = None) -> Store:
-    """Return the store whose root is ``location``. No request is made; the first verb finds out what is there.
+    """Return the store with the root ``location``. Makes no request.
 
     Args:
-        retries: the retry policy it shares with the other stores of one mover. None: one of its own.
+        retries: the retry policy shared by the stores of one mover. None: a new one.
 
     Raises:
-        ConfigError: no store knows the scheme; the message names those that are known.
+        ConfigError: unknown scheme; the message lists the known ones.
         MissingExtraError: the scheme needs a package that is not installed; the hint says which.
     """
     if location.scheme == "file":

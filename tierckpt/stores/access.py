@@ -40,12 +40,12 @@ class Access:
     provider: Callable[[], dict[str, Any]] | None = None
     keys: str = ""
     hosts: tuple[str, ...] = ()
-    """Where requests may lead (and to what is below these), because they carry what others could use. (): they carry
-    nothing that a client does not leave out by itself where it follows a redirect."""
+    """Hosts (with their subdomains) that requests may reach, because they carry credentials. (): the client drops all
+    credentials by itself when it follows a redirect."""
     trusted: str = field(default="", repr=False)
-    """PEM of the certificates that are trusted beside those of the system."""
+    """PEM certificates that are trusted in addition to the system's."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """For people: what each setting is and where it comes from. No secret."""
+    """For people: each setting with its source. No secret."""
 
     def is_newer_than(self, other: Access) -> bool:
         """True when requests that ``other`` was refused may pass with this one."""
@@ -78,7 +78,7 @@ def no_credentials(uri: str, endpoint: str, hint: str) -> PermissionDeniedError:
 
 
 def metadata_service_answers(scheme: str) -> bool:
-    """True on a cloud machine, whose role the client can then use. Elsewhere nothing listens at that address.
+    """Return True on a cloud machine with a role. Elsewhere that address does not answer.
 
     The role itself is requested of AWS: on a machine without one the client takes the service's 404 for the bucket's.
     """

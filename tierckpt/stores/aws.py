@@ -111,7 +111,7 @@ def s3_access(bucket: str) -> Access:
 
 
 def _configured_endpoint(profile: Profile) -> Found:
-    """Return the endpoint that variables or the profile name, '' for that of AWS. AWS documents the order."""
+    """Return the endpoint of the variables or the profile, '' for AWS's own, in the order that AWS documents."""
     ignored = variable("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
     if ignored.is_true:
         return Found()
@@ -417,7 +417,7 @@ def _without_botocore(profile: Profile) -> _Credentials | None:
 
 
 def _role_of_machine() -> _Credentials | None:
-    """The role of an EC2 machine, which the client asks for. botocore gives up after one second."""
+    """The role of an EC2 machine, requested by the client. botocore stops after one second."""
     if not metadata_service_answers("s3"):
         return None
     service = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT")

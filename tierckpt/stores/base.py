@@ -1,4 +1,4 @@
-"""The store protocol: what the mover needs of a place that keeps objects. Async only.
+"""The store protocol: the object operations that the mover needs. Async only.
 
 Contract, tested by one suite that every store subclasses (tests/contract/store_contract.py):
     S1  ``put`` and ``put_stream`` are all or nothing: a reader sees the old object, or the whole new one. An error or
@@ -60,7 +60,7 @@ class Store(Protocol):
         """Make ``source`` appear under ``key`` without copying, durable; False when this store cannot (then copy)."""
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Yield every object whose key starts with the directory ``prefix``, recursively, in no order."""
+        """Yield every object under the directory ``prefix``, recursively, unordered."""
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         """Return the names of the directories directly under ``prefix``, sorted, [] when there is none."""
@@ -77,16 +77,16 @@ class Store(Protocol):
 
 @runtime_checkable
 class Conditional(Protocol):
-    """What a store offers besides that can change an object on the condition that it is still the one that was seen."""
+    """Stores that can replace or delete an object on condition of its etag."""
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
-        """``put`` over the version ``etag`` and no other. Raises PreconditionFailedError, also when it is gone.
+        """``put`` over the version ``etag`` only. Raises PreconditionFailedError, also if the object is gone.
 
         A server that ignores conditions makes this a plain ``put``.
         """
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """``delete`` the version ``etag`` and no other; no error when the object is gone.
+        """``delete`` the version ``etag`` only; no error if the object is gone.
 
         Raises PreconditionFailedError. A server that ignores conditions makes this a plain ``delete``.
         """
@@ -94,7 +94,7 @@ class Conditional(Protocol):
 
 @runtime_checkable
 class Browsable(Protocol):
-    """What a store offers besides that a file system can be made of."""
+    """Stores that can back a file system."""
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         """Return the objects and the names of the directories directly under ``prefix``; None: no such directory.
@@ -105,12 +105,12 @@ class Browsable(Protocol):
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """What a store offers besides whose ranges can be received in memory of the caller's, for less processor time."""
+    """Stores that receive ranges in the caller's memory, for less processor time."""
 
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
-        """``get_range`` into the first bytes of ``into``, which nothing writes to any more once this has ended."""
+        """``get_range`` into the first bytes of ``into``. ``into`` is not written after it returns or raises."""
 
 
 class RangesIgnoredError(StoreError):
@@ -123,7 +123,7 @@ class OddKeyError(StoreError):
 
 @runtime_checkable
 class ReadsWhole(Protocol):
-    """What a store offers besides whose server may ignore ranges."""
+    """Stores whose server may ignore ranges."""
 
     def reading(
         self, key: str, *, if_match: str | None = None
@@ -136,7 +136,7 @@ class ReadsWhole(Protocol):
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """What a store behind a network offers besides: ways back after a failure that need not last."""
+    """Stores behind a network: recovery from failures that may pass."""
 
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do ``work``, made of verbs of this store, again while it fails in a way that may pass."""

@@ -47,7 +47,7 @@ _classes = Module("_store")
 class Bucket:
     """Clients and connections to one bucket. Safe to use from one event loop at a time.
 
-    Credentials are looked up when the first client is asked for, off the event loop, and by ``renewed``.
+    Credentials are read for the first client, off the event loop, and by ``renewed``.
     """
 
     def __init__(self, scheme: str, authority: str, counts: Counter[str]) -> None:
@@ -61,7 +61,7 @@ class Bucket:
         """True once a request has shown it."""
         self.ranges = Ranges()
         self.generation = 0
-        """Counts the credentials used so far, so that of many requests refused at once one looks for newer ones."""
+        """Number of credentials used so far: of many refused requests, only the first renews them."""
         self.is_proven = False
         """True when the server has taken the present credentials: only then can a refusal mean that they expired."""
         self._renewed_at = -RENEWAL_SECONDS_MIN
@@ -72,7 +72,7 @@ class Bucket:
         """By how many retries they make themselves, and their timeout."""
 
     async def client(self, part_retries: int, timeout_seconds: float) -> Client:
-        """A client whose requests are tried again ``part_retries`` times.
+        """Return a client that retries requests ``part_retries`` times.
 
         Raises:
             ConfigError: the environment makes no client.
@@ -121,8 +121,8 @@ class Bucket:
         return self._access.sources if self._access is not None else {}
 
     async def followed(self, generation: int, error: Exception) -> bool:
-        """Look for the region of the bucket when ``error`` may mean that it is in another one. True when a request may
-        be made again: in that region.
+        """Look up the region of the bucket if ``error`` may mean that it is in another one. True if a retry may
+        succeed: in that region.
 
         Asked once for each bucket, and remembered for the process.
         """
@@ -149,7 +149,7 @@ class Bucket:
         return True
 
     async def _signed_region(self) -> str:
-        """Make a request whose answer has a body: some servers name the region there only, and only if it is signed."""
+        """Send a request with a response body: some servers name the region only there, and only if it is signed."""
         for client in list(self._clients.values())[:1]:
             try:
                 await obstore.list_with_delimiter_async(client, None)
@@ -160,7 +160,7 @@ class Bucket:
     async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
         """Replace the credentials that a request of ``generation`` was refused with. True when there are newer ones.
 
-        Once per expiry: what was never accepted has not expired, and whoever comes second finds it done.
+        Once per expiry: credentials that were never accepted have not expired, and a second caller finds them renewed.
         """
         async with self._lock:
             if generation != self.generation:
@@ -207,8 +207,8 @@ def redirect_bounds(access: Access) -> dict[str, str]:
     Authorization header, and no more: S3's session token goes along (``x-amz-security-token``), and so does a URL that
     is signed (``Referer``). But it can send all but some hosts to a proxy, and nothing answers at that one.
 
-    On this machine each port is another server: there the endpoint itself is the proxy, so that it alone is ever asked.
-    Behind a proxy of the site's (HTTPS_PROXY) nothing can be said: that one has to know where requests may go.
+    On this machine each port is another server: there the endpoint itself is the proxy, and reaches no other.
+    A proxy of the site (HTTPS_PROXY) has to restrict hosts by itself.
 
     Raises ConfigError: the variable of the proxy does not name one.
     """

@@ -51,12 +51,12 @@ async def to_completion(work: Awaitable[T]) -> T:
         await ended(task)
         raise
     finally:
-        del task  # it holds its error, whose traceback holds this frame
+        del task  # breaks the reference cycle of its error, traceback and this frame
 
 
 async def ended(work: asyncio.Future[Any]) -> None:
-    """Return when ``work`` has ended, however often the caller is cancelled meanwhile: who cancels, and then closes
-    what it has cancelled, does so twice. Its error is looked at, so that asyncio does not log it."""
+    """Return when ``work`` has ended, even if the caller is cancelled repeatedly, as by cancel and then close.
+    Its error is retrieved, so that asyncio does not log it."""
     while not work.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([work])
@@ -90,7 +90,7 @@ def short_answer(uri: str, key: str, wanted: ByteRange, got_bytes: int | None) -
     got = "fewer" if got_bytes is None else str(got_bytes)
     return IntegrityError(
         f"bytes {wanted.start}-{wanted.stop} of {key} were asked for and {got} came back: the object is too short",
-        hint="`tierckpt verify` lists what is damaged",
+        hint="`tierckpt verify` lists damaged files",
         uri=uri,
     )
 
@@ -114,7 +114,7 @@ def part_size_bytes(size_bytes: int) -> int:
 
 
 def frozen_piece(piece: Buffer) -> Buffer:
-    """Return ``piece`` if nobody can change it, else a copy. See the module's docstring."""
+    """Return ``piece`` if it is immutable, else a copy. See the module's docstring."""
     owner = piece.obj if isinstance(piece, memoryview) else piece
     return piece if isinstance(owner, bytes) else bytes(piece)
 
@@ -125,9 +125,9 @@ PARTS_MAX = 10_000
 
 
 class FolderMarkers:
-    """Tells objects that stand for folders from others in a listing, which comes in any order.
+    """Tells folder markers from other objects in an unordered listing.
 
-    Consoles, Hadoop, blobfuse and s3fs make them: ``x/``, an empty ``x`` beside ``x/...``, and ``x_$folder$``.
+    Consoles, Hadoop, blobfuse and s3fs make them: ``x/``, an empty ``x`` next to ``x/...``, and ``x_$folder$``.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ def azure_access(container: str) -> Access:
     hosts = (host_of(endpoint) if endpoint else domain,) if kind == "sas_token" else ()
     return Access(
         str(endpoint),
-        # The kind is named, as the client reads its environment too and would take what it finds there first.
+        # Name the kind: the client reads its environment too and would prefer that.
         {"account_name": str(account), "endpoint": url, "credential_type": kind or "managed_identity", **found},
         keys=keys,
         hosts=hosts,
@@ -70,7 +70,7 @@ def azure_access(container: str) -> Access:
 def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str, Any], str]:
     """Return the kind of credential, the client's options for it and their source; the kind is '' when there is none.
 
-    The order is that of Azure's CLI: keys, signatures, then identities.
+    Same order as the Azure CLI: keys, signatures, then identities.
     """
     if variable("AZURE_SKIP_SIGNATURE").is_true:
         return "bearer_token", {"token": "anonymous", "skip_signature": "true"}, "none (AZURE_SKIP_SIGNATURE)"
@@ -145,7 +145,7 @@ def gcs_access(bucket: str) -> Access:
 
     Raises:
         PermissionDeniedError: no credentials anywhere.
-        ConfigError: a variable names a file that is missing, or whose credentials the client does not know.
+        ConfigError: a variable names a missing file, or credentials that the client does not support.
     """
     emulator = variable("STORAGE_EMULATOR_HOST")
     if emulator and "://" not in emulator:

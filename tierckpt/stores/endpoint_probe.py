@@ -20,7 +20,7 @@ _HTML = re.compile(r"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)", re.I
 
 
 def what_answers(endpoint: str) -> str:
-    """Return what is at ``endpoint`` instead of a store ("it sends an HTML page"); '' if nothing can be said. Blocking.
+    """Return what ``endpoint`` serves instead of a store ("it sends an HTML page"), '' if unknown. Blocking.
 
     Nothing secret is sent: the requests are not signed.
     """
@@ -42,7 +42,7 @@ def what_answers(endpoint: str) -> str:
 
 
 def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
-    """Return the status with which a proxy refuses a tunnel to the host of ``url``; None: it makes one. Blocking.
+    """Return the status of a proxy that refuses a tunnel to the host of ``url``; None if it makes one. Blocking.
 
     Raises OSError: it does not answer.
     """
@@ -62,7 +62,7 @@ def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
 
 
 def language_of(body: str) -> str:
-    """What the body of an answer is; '' for XML, and for nothing."""
+    """Return the kind of a response body; '' for XML or an empty body."""
     text = body.strip()
     if _HTML.match(text):
         title = _TITLE.search(text)
@@ -98,7 +98,7 @@ def _exchange(host: str, port: int, request: bytes) -> bytes:
 
 def _speaks_tls(host: str, port: int) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent by it
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # sends no data
     try:
         with (
             socket.create_connection((host, port), PROBE_SECONDS_MAX) as connection,

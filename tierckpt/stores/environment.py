@@ -81,8 +81,8 @@ def drop_empty() -> None:
     """Remove variables that are set and empty from the environment of this process.
 
     obstore, botocore and the libraries behind fsspec read the environment by themselves, and some take an empty
-    variable for a value. To remove a variable is safe beside threads: the C library only moves pointers in place. It
-    frees and reallocates memory where a variable is set, so nothing is ever set here.
+    variable for a value. Removing a variable is safe while threads run: the C library only moves pointers in place. It
+    reallocates memory when a variable is set, so this module never sets one.
     """
     for name in list(os.environ):
         if _is_read_by_libraries(name) and not os.environ.get(name, "").strip():
@@ -92,7 +92,7 @@ def drop_empty() -> None:
 def certificates(*bundles: Found) -> str:
     """Return the certificates (PEM) of the first of ``bundles`` that is set, and of SSL_CERT_FILE. '': the system's.
 
-    Every store adds them to those of the system.
+    Every store trusts them in addition to the system's.
 
     Raises:
         ConfigError: a file is missing or holds no certificate; the message names the file and its variable.

@@ -1,12 +1,12 @@
 """Any URL that fsspec opens: sftp://, hdfs://, smb://, webdav, memory:// and the rest.
 
-An fsspec file publishes what it holds when it is closed, and it is closed by ``with``, and by the garbage collector,
-after an error too: the classic way to a truncated object under a good name. So nothing is ever written under its own
-name. Pieces go to a temporary name, which is moved only when it is complete and has the right size; whatever a failed
-transfer leaves can only be there, where nobody looks.
+An fsspec file publishes its data on close, and it is closed by ``with``, and by the garbage collector, also after
+an error: a truncated object under the final name. So this store never writes under the final
+name. Pieces go to a temporary name, which is moved only when it is complete and has the right size; a failed
+transfer leaves data only there.
 
-Where fsspec has no rename (object stores) the move is a copy on the server; S3, Azure and GCS have their own store
-(obstore_store.py) and do not pay for it.
+Without a rename in the backend (object stores) the move is a copy on the server; S3, Azure and GCS have their own store
+(obstore_store.py) and do not need it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ T = TypeVar("T")
 BLOCK_SIZE_BYTES = 8 * MiB
 DELETES_AT_ONCE = 16
 
-# Errors of client libraries that are no OSError, by the name of their type, so that none of them is imported here.
+# Errors of client libraries that are no OSError, by type name, to avoid importing the libraries.
 SAID_MAX = 300
-"""Of what a backend says: one lists all the places in which it has looked for a library."""
+"""Maximum length of a backend's message: one lists every path at which it searched for a library."""
 _DENIED_TYPES = {
     "AuthenticationException",
     "BadHostKeyException",
@@ -75,7 +75,7 @@ _DENIED_TYPES = {
     "PartialCredentialsError",
     "SMBAuthenticationError",
 }
-# Where a backend reports the version of a file, in order of trust.
+# Keys under which backends report the version of a file, in order of trust.
 _VERSION_FIELDS = ("ETag", "etag", "checksum", "sha256", "blob_id", "oid")
 _TIME_FIELDS = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 
@@ -86,7 +86,7 @@ def open_universal(location: Location) -> UniversalStore:
 
 
 def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system for a URL, and the root in it. ``options`` are those of the file system.
+    """Return the fsspec file system for a URL, and its root path. ``options`` are options of the file system.
 
     Raises:
         ConfigError: fsspec knows no such scheme, or the URL does not suit it.
@@ -130,7 +130,7 @@ class UniversalStore:
     """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win.
 
     Args:
-        any_key: keys may be no paths (``a//b``), as those of object stores.
+        any_key: accept keys that are no paths (``a//b``), as object stores have them.
     """
 
     def __init__(self, fs: AbstractFileSystem, root: str, uri: str, *, any_key: bool = False) -> None:
@@ -178,7 +178,7 @@ class UniversalStore:
 
     def _get_range(self, key: str, byte_range: ByteRange, if_match: str | None) -> bytes:
         start, stop = byte_range.start, byte_range.stop
-        # Backends disagree about ranges past the end (short, empty, any error), so the size is asked for first.
+        # Backends disagree about ranges past the end (short, empty, any error), so request the size first.
         size_bytes = self._head(key).size_bytes
         if stop > size_bytes:
             raise short_answer(self.uri, key, byte_range, max(0, size_bytes - start))
@@ -239,12 +239,12 @@ class UniversalStore:
             return
         try:
             self.fs.mv(temporary, path)
-        except FileExistsError:  # a backend whose rename does not replace: the new bytes are safe under their name
+        except FileExistsError:  # the backend's rename does not replace: the new bytes are safe under that name
             self.fs.rm_file(path)
             self.fs.mv(temporary, path)
 
     def _abandon(self, opened: builtins.list[Any], temporary: str) -> None:
-        """Give up the temporary file. Never raises: the error that led here is what the caller must see."""
+        """Remove the temporary file. Never raises: the caller must see the first error."""
         for file in opened:
             with contextlib.suppress(Exception):
                 _discard(file)
@@ -362,7 +362,7 @@ class UniversalStore:
 
 
 def _discard(file: Any) -> None:
-    """Let go of a file without publishing what it holds, where the backend allows that."""
+    """Discard a file without publishing its data, if the backend can."""
     if not isinstance(file, AbstractBufferedFile):
         file.close()
         return
@@ -402,7 +402,7 @@ def errors_of(uri: str) -> Iterator[None]:
 
 
 def _translate(error: Exception, uri: str) -> TierckptError:
-    """Return the error of ours for what a backend raised: by type, or by errno."""
+    """Translate an exception of a backend into a typed error: by type, or by errno."""
     names = {kind.__name__ for kind in type(error).__mro__}
     said = str(error).partition("\n")[0].partition("\\n")[0][:SAID_MAX]
     context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}

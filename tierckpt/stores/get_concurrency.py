@@ -1,9 +1,9 @@
 """How many GETs one store gets at a time: half as many once a GET was too slow. (A 503 only waits: retry.py.)
 
-GETs share a path. On one that is narrow, or shared with many other nodes, many GETs move too little each, count as
-hung, are broken off, and are asked again: nothing arrives, for ever. So the number is halved when one was too slow,
-and grows by one each time as many as are allowed had much more than they need: not until one fails again, because what
-fails a few times is given up.
+On a narrow or shared path, many GETs at once each move too few bytes, count as hung, are cancelled and
+retried: no GET ever completes. So the limit is halved after a GET that was too slow, and grows by one each time as many
+GETs as allowed had much more than the minimum rate. It does not grow until the next failure: a GET fails for good after
+a few attempts.
 
 Source: additive increase, multiplicative decrease (RFC 5681, 3.1).
 """
@@ -31,7 +31,7 @@ GETS_MAX = 1 << 20
 """More than anybody asks for."""
 
 AMPLE = 2.0
-"""GETs become more where each moves this many times what it must."""
+"""The limit grows if each GET moves this multiple of the minimum rate."""
 
 CROWDED_MAX = 8
 """So many halvings lead from 256 GETs, more than any caller has, to one."""
@@ -51,12 +51,12 @@ class GetConcurrency:
         self._arrived_at = -math.inf
 
     async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
-        """Make one GET and return what came. First come, first served; whoever waits does so for others that end.
+        """Run one GET and return its result. First come, first served.
 
-        One that crept in a crowd of ours, or stood while others arrived, is made again once there are fewer, which is
-        neither its fault nor the store's: that costs no retry, at most ``CROWDED_MAX`` times. What crept alone, or
-        stood while nothing arrived, has failed. Its error says how long it waited for others before
-        (``crowded_seconds``), which is not to be counted against it either.
+        A GET that was slow among others, or got no data while others did, is repeated once there are fewer: not counted
+        as a retry, at most ``CROWDED_MAX`` times. A GET that was slow alone, or got no data while none did, has failed.
+        Its error has the seconds that it waited for its turn (``crowded_seconds``), which do not count against its
+        deadline.
         """
         asked_at = time.monotonic()
         for crept in range(CROWDED_MAX + 1):
@@ -85,7 +85,7 @@ class GetConcurrency:
         self._waiting.append(turn)
         self.wake()
         try:
-            await turn  # whoever set it has counted us in
+            await turn  # resolved after this GET has been counted
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._end()

@@ -1,12 +1,12 @@
-"""HTTP/1.1 requests whose answers are received straight in memory of the caller's: from S3, and from peers.
+"""HTTP/1.1 requests with the body received straight in the caller's memory: from S3, and from peers.
 
 The object-store library hands out new memory for every answer: that, and copying out of it, costs more processor time
 than all the rest of a GET (GiB for GiB, from a local S3 server: a bare socket 0.25 s, this 0.30 s, the library 0.71 s
 and with the copy 0.88 s, boto3 1.28 s). A request takes a thread, which waits without the interpreter lock: TLS is
 deciphered on as many cores as there are requests.
 
-Every wait has an end (``Call``), never more is received than was announced and allowed, and a connection on which
-something odd has come is not used again.
+Every wait has a deadline (``Call``), a response is never longer than announced and allowed, and a connection with an
+unexpected byte is not reused.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ IDLE_MAX: Final = 256
 HEAD_BYTES_MAX: Final = 16 << 10
 """A longer head of an answer ends the connection."""
 WAKE_BYTES: Final = 256 * 1024
-"""Measured, a GiB in GETs of 8 MiB from one server on this machine: flat out 0.42 to 0.34 CPU-s (a bare socket, without
-a watermark: 0.33), at 100 MB/s 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10; what must come in a
-window (``most_bytes``) is 240 KiB unless set otherwise."""
+"""Measured, a GiB in GETs of 8 MiB from one server on this machine: unlimited, 0.42 to 0.34 CPU-s (a bare socket,
+without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum per
+window (``most_bytes``) is 240 KiB by default."""
 
 _END: Final = b"\r\n\r\n"
 
@@ -88,7 +88,7 @@ class Call(ABC):
     """How long the head may take. Then the body has windows."""
     window_seconds: float
     enough_bytes: int
-    """What has to come in each window, or the connection counts as hung."""
+    """Minimum bytes per window; a slower connection counts as hung."""
 
     answer: Response
 
@@ -107,23 +107,23 @@ class Call(ABC):
 
     @abstractmethod
     def judge(self, answer: Response) -> memoryview:
-        """Memory for the body, as long as it must be. Raises what is wrong, before a byte of it is received."""
+        """Return memory for the body, of its exact size. Raises before a byte is received if the head is wrong."""
 
     @abstractmethod
     def check(self, answer: Response, body: memoryview) -> None:
-        """Raise what is wrong with an answer that has come whole, before its connection may be used again."""
+        """Raise if a complete response is wrong, before its connection is reused."""
 
     @abstractmethod
     def failure(self, error: HttpError) -> Exception:
         """Return ``error`` as the typed error that the caller gets."""
 
     def abort(self) -> bool:
-        """True when a thread may still be receiving; else nothing is going to be received any more."""
+        """Return True if a thread may still be receiving; False if no byte will be received any more."""
         with self._lock:
             self._is_aborted = True
             if self._socket is None:
                 return False
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # it is closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
             return True
 
@@ -138,15 +138,15 @@ class Connections:
     """Connections, by where they lead. Any thread may use it."""
 
     def __init__(self, threads: str, threads_max: int, idle_max: int) -> None:
-        """``threads``: whose threads are used, at most ``threads_max``, so many requests at a time; each host keeps
-        ``idle_max`` idle connections at most."""
+        """``threads``: name of the thread pool, with at most ``threads_max`` threads and so many requests at a time.
+        ``idle_max``: idle connections per host."""
         self._name, self._threads_max, self._idle_max = threads, threads_max, idle_max
         self._idle: dict[tuple[str, int], list[tuple[float, socket.socket]]] = {}
         self._lock = threading.Lock()
         self._calls: set[Call] = set()
 
     async def run(self, call: Call) -> memoryview:
-        """``exchange`` on a thread. Cancelled, it returns when nothing is written to memory of ``call`` any more."""
+        """Run ``exchange`` on a thread. If cancelled, returns when no thread writes to memory of ``call`` any more."""
         executor = _executor(self._name, self._threads_max)
         future = asyncio.get_running_loop().run_in_executor(executor, self.exchange, call)
         try:
@@ -158,7 +158,7 @@ class Connections:
                 future.add_done_callback(_look_at)
             raise
         finally:
-            del future  # it holds its error, whose traceback holds this frame
+            del future  # breaks the reference cycle of its error, traceback and this frame
 
     def exchange(self, call: Call) -> memoryview:
         """Make a request; return the body of its answer. Blocking. Raises what ``call`` makes of it."""
@@ -177,7 +177,7 @@ class Connections:
                 idle = None  # it had been closed before we asked: that is no failure
 
     def close(self) -> None:
-        """Close what is idle. Idempotent; it can be used on."""
+        """Close idle connections. Idempotent; the object stays usable."""
         with self._lock:
             left = [sock for idle in self._idle.values() for _, sock in idle]
             self._idle.clear()
@@ -185,7 +185,7 @@ class Connections:
             sock.close()
 
     def abort(self) -> None:
-        """End what is under way, and close all."""
+        """Abort running requests and close all connections."""
         with self._lock:
             calls = tuple(self._calls)
         for call in calls:
@@ -204,7 +204,7 @@ class Connections:
 
     @contextlib.contextmanager
     def _lent(self, sock: socket.socket, call: Call) -> Iterator[Reply]:
-        """Within it a request is made on ``sock``, which is kept when the answer was whole, closed when not."""
+        """Context for a request on ``sock``: the connection is kept after a complete response, and closed otherwise."""
         reply = Reply(call, sock)
         with self._lock:
             self._calls.add(call)
@@ -246,7 +246,7 @@ class Reply:
         sock.settimeout(call.head_seconds)
 
     def room(self) -> memoryview:
-        """Where the next bytes belong; nothing when all have come."""
+        """Return the memory for the next bytes; empty after the last."""
         if not self._has_answer:
             left = self._began + self._call.head_seconds - time.monotonic()
             if left <= 0:
@@ -311,10 +311,10 @@ class Reply:
 
 
 class Watermark:
-    """When the kernel calls a socket readable: once ``expect`` bytes have come, its end or an error at once.
+    """Sets when a socket becomes readable: once ``expect`` bytes have arrived; at once at its end or an error.
 
     A sender that is slower than this process wakes it for each packet. SO_RCVLOWAT (socket(7)) is honoured by poll and
-    epoll on Linux. Where TLS is in between, what comes has other lengths than what is read, so nothing is set.
+    epoll on Linux. Under TLS the lengths differ, so it is not set.
 
     Safe, since never more is waited for than must still come, nor more than must come for the link not to be too slow.
     """
@@ -322,13 +322,13 @@ class Watermark:
     __slots__ = ("_at", "_most", "_sock")
 
     def __init__(self, sock: socket.socket, most_bytes: int = WAKE_BYTES) -> None:
-        """``most_bytes``: what must come in a window of time, where slow links are given up; 0 where none is."""
+        """``most_bytes``: minimum bytes per window of a slow-link check; 0 without one."""
         self._sock = None if isinstance(sock, ssl.SSLSocket) else sock
         self._most = max(1, min(most_bytes, WAKE_BYTES))
         self._at = 1
 
     def expect(self, missing_bytes: int) -> None:
-        """``missing_bytes`` are still to come; 1 before anything whose length is not known."""
+        """``missing_bytes``: bytes still to come; 1 if the length is unknown."""
         at = max(1, min(missing_bytes, self._most))
         if self._sock is not None and at != self._at:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
@@ -356,14 +356,14 @@ def _close(sock: socket.socket | None) -> None:
 
 
 def _is_readable(sock: socket.socket) -> bool:
-    """True for an idle connection that was closed at the other end, or on which something comes unasked."""
+    """Return True for an idle connection that the peer closed, or that has unexpected data."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _waiting_bytes(sock: socket.socket) -> int:
-    """What has come and was not enough to be handed out; 0 where the connection is closed already."""
+    """Return the received bytes below the watermark; 0 on a closed connection."""
     found = bytearray(4)
     with contextlib.suppress(OSError):
         fcntl.ioctl(sock.fileno(), termios.FIONREAD, found)

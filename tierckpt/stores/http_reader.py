@@ -44,7 +44,7 @@ REDIRECTS_MAX: Final = 5
 
 Headers: TypeAlias = Mapping[str, str]
 IsVersion: TypeAlias = Callable[[Headers], bool]
-"""True when the headers of an answer, by names in lower case, are those of the version that is wanted."""
+"""Returns True if the headers of a response, by names in lower case, belong to the wanted version."""
 
 
 class HttpReader:
@@ -123,7 +123,7 @@ class HttpReader:
                 is_kept = True
                 raise _ranges_ignored(self.uri, host)
             if reply.status != 200 and not is_range(headers, byte_range):
-                raise NotThisWay(f"HTTP {reply.status}, and not the range that was asked for")
+                raise NotThisWay(f"HTTP {reply.status}, and not the requested range")
             await to_completion(asyncio.to_thread(_fill, self.uri, host, reply, into[: byte_range.size_bytes]))
         finally:
             if not is_kept:
@@ -153,7 +153,7 @@ class HttpReader:
 
         Raises, here and in the function:
             PreconditionFailedError, ObjectNotFoundError, PermissionDeniedError, StoreError.
-            StoreUnavailableError: no answer, or it ended early: it may be asked for once more, from the beginning.
+            StoreUnavailableError: no response, or it ended early: a retry from the beginning may succeed.
         """
         host = urlsplit(url).netloc
         reply = self._whole.pop(received_at or url, None)
@@ -260,7 +260,7 @@ def _unavailable(uri: str, host: str, reason: str, **context: object) -> StoreUn
 
 
 class _Paced(io.RawIOBase):
-    """What comes on a socket, until it falls behind ``BYTES_PER_SECOND_MIN``. Raises TimeoutError."""
+    """Yield data from a socket until it is slower than ``BYTES_PER_SECOND_MIN``. Raises TimeoutError."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw, self._sock = raw, sock

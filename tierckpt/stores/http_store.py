@@ -1,11 +1,11 @@
 """``http://`` and ``https://``: the files that a server shows on index pages, read only.
 
-fsspec finds the links of a page and asks for sizes; ranges and whole files are received here (``HttpReader``). What a
-page shows is a file or, with a ``/`` at its end, a directory; links with a query (to sort the page) and links that lead
-elsewhere are neither.
+fsspec finds the links of a page and the sizes; ranges and whole files are received here (``HttpReader``). A link
+is a file or, with a ``/`` at its end, a directory; links with a query (to sort the page) and links to other
+sites are ignored.
 
-A version is what the server says: the etag, else the time of the last change. Servers behind one address may disagree
-about etags. So no condition is sent, and an answer with another etag is still of the version that was listed when its
+The version is the etag, else the time of the last change. Servers behind one address may disagree
+about etags. So no condition is sent, and a response with another etag is still of the listed version if its
 ``Last-Modified`` is the same, and was a minute old when the file was listed (RFC 9110, 8.8.2.2: a strong validator).
 """
 
@@ -34,12 +34,12 @@ from .signed_requests import NotThisWay
 
 HEADS_AT_ONCE: Final = 16
 STRONG_SECONDS: Final = 60.0
-"""A second ``Last-Modified`` is that of one version only, when it is so old."""
+"""Age, in seconds, from which a ``Last-Modified`` with a resolution of one second identifies one version."""
 
 
 @dataclass(frozen=True)
 class _Version:
-    """What an answer to ``HEAD`` said: ``changed`` is ``Last-Modified``. ``is_strong``: no other version has it."""
+    """The result of a ``HEAD``: ``changed`` is ``Last-Modified``. ``is_strong``: it identifies one version."""
 
     url: str
     size_bytes: int
@@ -48,7 +48,7 @@ class _Version:
     is_strong: bool
 
     def is_that_of(self, headers: Mapping[str, str]) -> bool:
-        """True for the headers of an answer with the same version, or that say nothing of one."""
+        """Return True if the headers belong to this version, or name none."""
         etag, changed = headers.get("etag", ""), headers.get("last-modified", "")
         if etag and self.etag:
             return _weak(etag) == _weak(self.etag) or (self.is_strong and changed == self.changed)
@@ -205,7 +205,7 @@ class HttpStore(UniversalStore):
         return False
 
     def hasten(self) -> None:
-        """A server that is down is asked in its turn."""
+        """Wait for the turn of a server that is down."""
 
     async def close(self) -> None:
         self._reader.close()

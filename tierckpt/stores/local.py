@@ -42,18 +42,18 @@ from .common import check_key, check_prefix, check_range, check_size, closing, s
 MARK = f".{'0' * 8}.tmp"
 """Ends the name of a mark: digits that no random name has with this length."""
 LOCK_SECONDS = 10.0
-"""A holder that shows no other mark for so long has ended: each change takes milliseconds."""
+"""A holder without another mark for this long has ended: each change takes milliseconds."""
 TICK_NS = 2_000_000_000
 """The coarsest clock of a file system: vfat."""
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` against other changes, also of other hosts: a mark beside it, made by an exclusive create.
+    """Lock ``path`` against other changes, also from other hosts, by a mark file, made by an exclusive create.
 
     No flock: on NFS with ``nolock``, Lustre with ``localflock`` and most FUSE servers it holds within one host only.
-    The mark of a process of this machine that has ended is removed at once, another after ``LOCK_SECONDS`` by this
-    host's clock. Only then, and only when two remove it in the same instant, can two hold ``path``.
+    The mark of an ended process of this machine is removed at once, another after ``LOCK_SECONDS`` by this
+    host's clock. Two processes can hold ``path`` only if both remove a stale mark in the same instant.
 
     Raises StoreUnavailableError: others hold it all the time.
     """
@@ -89,7 +89,7 @@ def _mark_on(path: Path) -> Path:
 
 
 def _has_ended(holder: str) -> bool:
-    """True for what a mark says whose process, of this machine, has ended."""
+    """Return True for a mark whose process, of this machine, has ended."""
     return holder.startswith(f"{boot_id()} ") and is_abandoned(holder)
 
 
@@ -118,10 +118,10 @@ def _mark_of(mark: Path) -> str:
 
 
 def young_seconds(etags: Iterable[str | None]) -> float:
-    """Seconds until none of these etags of a ``LocalStore`` can be that of a later write as well: 0 mostly.
+    """Return the seconds until none of these etags of a ``LocalStore`` can recur for a later write: mostly 0.
 
     On a file system whose clock ticks in seconds (vfat, some NFS servers) a write within the tick of the one before,
-    and of the same size, gives the file the etag that it had.
+    and of the same size, gives the file the same etag.
     """
     times = (int(etag.partition("-")[0], 16) for etag in etags if etag)
     left = (time_ns + TICK_NS - time.time_ns() for time_ns in times if time_ns % 1_000_000_000 == 0)
@@ -136,7 +136,7 @@ def _modified_ns(path: Path) -> int:
 
 
 class LocalStore:
-    """Files under the directory ``root``. The root is made by the first put; reading a missing one finds nothing."""
+    """Files under the directory ``root``. The first put creates the root; a missing root reads as empty."""
 
     def __init__(self, root: Path, tier: Tier = Tier.SHARED) -> None:
         self.root = root
@@ -153,8 +153,8 @@ class LocalStore:
         return ObjectInfo(key, status.st_size, stat_version(status), status.st_mtime)
 
     def _stat(self, path: Path) -> os.stat_result:
-        """Raises ObjectNotFoundError. A mark on what is not there was left by a process that was killed in ``remove``:
-        whoever ends that removal looks here first."""
+        """Raises ObjectNotFoundError. A mark without its file belongs to a process that was killed in ``remove``:
+        the process that finishes that removal comes here first."""
         try:
             with translated(path, self.tier):
                 status = path.stat()
@@ -204,11 +204,11 @@ class LocalStore:
         self._write(path, data)
 
     def _write(self, path: Path, data: Buffer) -> None:
-        """Replace ``path``. It is later than what it replaces, also within one tick of a coarse clock: no two versions
-        have one etag."""
+        """Replace ``path`` with a later time than the old file's, also within one tick of a coarse clock: each version
+        has its own etag."""
         before = _modified_ns(path)
         durable_write(path, data, tier=self.tier)
-        with contextlib.suppress(OSError):  # a mount that sets no times is no vfat; what is gone has no version
+        with contextlib.suppress(OSError):  # a mount without times is no vfat; a removed file has no version
             if path.stat().st_mtime_ns <= before:
                 os.utime(path, ns=(before + TICK_NS, before + TICK_NS))
 
@@ -329,7 +329,7 @@ class LocalStore:
     def files(self) -> tuple[builtins.list[ObjectInfo], dict[str, str]]:
         """Return all files, those in linked directories too, and what other entries are, by key. Blocking.
 
-        ``list`` does not follow links: what it lists may be removed.
+        ``list`` does not follow links, because its results may be removed.
         """
         infos: builtins.list[ObjectInfo] = []
         others: dict[str, str] = {}
@@ -407,5 +407,5 @@ class LocalStore:
 
 
 def _what_else(path: Path) -> str:
-    """What an entry is that is neither a file nor a directory. Raises FileNotFoundError."""
+    """Return the kind of an entry that is neither a file nor a directory. Raises FileNotFoundError."""
     return f"is a link to {path.readlink()}, where no file is" if path.is_symlink() else f"is {kind_of(path)}"
