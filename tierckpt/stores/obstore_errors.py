@@ -2,10 +2,10 @@
 
 It raises one wide type for most failures and keeps the status in its text.
 
-This is the one place that reads that text, and only what a machine wrote there: the HTTP status, the error code of
-the server's answer, and the names of the errors that its TLS and HTTP clients raised.
+Only this module reads that text, and only its machine-written parts: the HTTP status, the error code of
+the server's response, and the names of errors of the TLS and HTTP clients.
 
-A failure that no later request mends (a certificate, a name, a proxy that refuses us) is ``EndpointError``. Where the
+A failure that no retry can fix (a certificate, a name, a proxy's refusal) is ``EndpointError``. If the
 store has answered this process before (``was_proven``), a name that does not resolve is an outage.
 docs/guide/errors.md lists causes, exit codes and hints.
 """
@@ -44,7 +44,7 @@ else:
 ENDPOINT_VARIABLES = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL"}
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-"""What S3 says, with status 400, of credentials whose time is over."""
+"""Error codes of S3, with status 400, for expired credentials."""
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
@@ -86,7 +86,7 @@ def translate(
     target = location.uri if key is None else f"{location.uri}/{key}"
     status, code = http_status(error), error_code(error)
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
-    if code == "NoSuchUpload":  # it was completed or aborted by a request whose answer was lost: a HEAD will tell
+    if code == "NoSuchUpload":  # completed or aborted by a request with a lost response: a HEAD will tell
         return StoreUnavailableError(f"the transfer of {target} is gone", hint="Try again", status=404, **context)
     if is_missing(error):
         return ObjectNotFoundError(f"{target} does not exist", **context)
@@ -131,7 +131,7 @@ def translate(
             return OddKeyError(f"{target}: {first_line(error)}", hint="Rename or remove that object", **context)
         return StoreError(f"{target}: {first_line(error)}", **context)
     if status == 416:
-        return IntegrityError(f"{target} is shorter than what was asked for", **context)
+        return IntegrityError(f"{target} is shorter than requested", **context)
     if status in _FINAL_5XX or (status is not None and 400 <= status < 500 and status not in {408, 425, 429}):
         return StoreError(
             f"{target}: the store refuses the request: HTTP {status}{_words(error, code)}",
@@ -246,7 +246,7 @@ def proxy_refused(location: Location, key: str | None, endpoint: str, status: in
 
 
 def tunnel_refused(location: Location, key: str | None, endpoint: str) -> TierckptError:
-    """The error for a proxy that makes no tunnel; it is asked why. Blocking."""
+    """Return the error for a proxy that refuses a tunnel; sends one request to learn why. Blocking."""
     url = endpoint or CLOUD_URLS.get(location.scheme, "")
     proxy = proxy_for(url)
     status = None
@@ -273,7 +273,7 @@ def is_tunnel_refused(error: Exception) -> bool:
 
 
 def foreign_body(error: Exception, endpoint: str) -> str:
-    """What the endpoint's answer with an error status is, when a store does not send it ("an HTML page"); else ''.
+    """Return the kind of an error response that no store sends ("an HTML page"); else ''.
 
     A service that issues credentials is not the endpoint.
     """
@@ -291,7 +291,7 @@ def _client_failure(error: Exception) -> str:
 
 
 def _words(error: Exception, code: str) -> str:
-    """What the server says of its refusal."""
+    """Return the server's own words about a refusal."""
     found = _MESSAGE.search(str(error).partition("\n\nDebug source")[0])
     said = ": ".join(word for word in (code, redact(found[1].strip()) if found else "") if word)
     return f" ({said})" if said else ""
@@ -318,12 +318,12 @@ _CREDENTIALS = {
 }
 _REFUSALS = {
     "InvalidAccessKeyId": "{endpoint} does not know the access key: check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
-    "SignatureDoesNotMatch": "The secret is not that of the access key: check AWS_SECRET_ACCESS_KEY",
+    "SignatureDoesNotMatch": "The secret does not belong to the access key: check AWS_SECRET_ACCESS_KEY",
     "InvalidToken": "The session token is malformed: check AWS_SESSION_TOKEN, and unset it for long-term keys",
-    "RequestTimeTooSkewed": "The clock of this node differs from that of {endpoint}: set it (`date -u`, NTP)",
-    "RequestExpired": "The clock of this node differs from that of {endpoint}: set it (`date -u`, NTP)",
-    "AccessDenied": "The credentials are known to {endpoint}, and have no right to do this on {bucket!r}: check its "
-    "policy and that of the user or role",
+    "RequestTimeTooSkewed": "The clock of this node differs from the clock of {endpoint}: set it (`date -u`, NTP)",
+    "RequestExpired": "The clock of this node differs from the clock of {endpoint}: set it (`date -u`, NTP)",
+    "AccessDenied": "{endpoint} accepts the credentials, but they do not permit this on {bucket!r}: check the policy "
+    "of the bucket and of the user or role",
     "AllAccessDisabled": "The bucket is disabled: ask its owner",
     "AccountProblem": "The account of the bucket is suspended: ask its owner",
     "AuthenticationFailed": "Check AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN (is it of this account, has it "
@@ -367,8 +367,8 @@ def is_expiry(refusal: PermissionDeniedError) -> bool:
 def still_refused(refusal: PermissionDeniedError) -> PermissionDeniedError:
     return PermissionDeniedError(
         f"{refusal.message}: the credentials were accepted before, and no newer ones that are were found",
-        hint="They have expired or were revoked: renew them where they come from (environment, profile, identity). "
-        "Local copies are kept, and `tierckpt drain` goes on with what is not drained",
+        hint="They have expired or were revoked: renew them at their source (environment, profile, identity). "
+        "Local copies are kept, and `tierckpt drain` sends the rest",
         **refusal.context,
     )
 
@@ -377,13 +377,13 @@ def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
     """The transfer is broken off, but it is worth beginning it again: there are newer credentials."""
     return StoreUnavailableError(
         f"{refusal.message}: the credentials expired during the transfer",
-        hint="They were looked up again; try again",
+        hint="They have been renewed; try again",
         **{**refusal.context, "status": 403},
     )
 
 
 def in_another_region(location: Location, key: str | None) -> StoreUnavailableError:
-    """The request has failed, and is worth making again: its bucket is known to be in another region now."""
+    """A failed request that may succeed on retry: the bucket is now known to be in another region."""
     context: dict[str, Any] = {"uri": location.uri, "key": key, "status": 409, "tier": Tier.SHARED}
     return StoreUnavailableError(f"{location.uri} is in another region", hint="Try again", **context)
 
@@ -398,10 +398,10 @@ def ignores_ranges(error: Exception) -> bool:
 
 
 def http_status(error: Exception) -> int | None:
-    """Return the HTTP status behind ``error``, None when there was no answer (refused, timeout, cut off).
+    """Return the HTTP status of ``error``, None without a response (refused, timeout, disconnected).
 
-    Only the first line is read: what follows repeats the server's own words. The name of the client's own refusal of
-    a range past the end stands for the 416 that Azurite does not send.
+    Reads the first line only: the others repeat the server's words. The client's own name for a range past the end
+    counts as the 416 that Azurite does not send.
     """
     if isinstance(error, obstore_errors.GenericError) and "source: InvalidRangeRequest" in str(error):
         return 416

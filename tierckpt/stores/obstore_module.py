@@ -1,9 +1,9 @@
-"""Imports obstore: a copy of it of its own for a forked child, whose parent has the threads.
+"""Imports obstore; a forked child gets a second copy of the library.
 
-Its threads begin with the first request and are one pool for the library's whole life. A forked child has their memory
-and not the threads: a request there would wait for ever, and its pool cannot be made a second time. So a child, and a
-process whose obstore somebody else has used before, takes a copy of the library for itself, with data and threads of
-its own: 0.1 s and 7 MiB at the first request, in each child that makes one.
+Its threads start with the first request and form one pool for the lifetime of the library. A forked child has the
+memory but not the threads: a request there would hang, and the pool cannot be made again. So a child, and a
+process whose obstore was used before by other code, loads a copy of the library with its own data and
+threads: 0.1 s and 7 MiB at the first request of each such child.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME: Final = "obstore._obstore"
 _lock = threading.Lock()
 _library: ModuleType | None = None
 _parents: list[ModuleType | None] = []
-"""Never freed: what is native may wait for threads that are not here."""
+"""Never freed: native code may wait for threads that do not exist here."""
 _needs_copy = _NAME in sys.modules
 """True where the threads of the library that is loaded may be another process's."""
 
@@ -72,7 +72,7 @@ def _copy_of(module: ModuleType) -> ModuleType:
             loader.exec_module(fresh)
     except (OSError, ImportError) as error:
         raise StoreError(
-            f"this process was forked by one that may have used object storage, and cannot load obstore anew: {error}",
+            f"this process was forked from one that may have used object storage, and cannot reload obstore: {error}",
             hint='Start it with the "spawn" or "forkserver" method (multiprocessing_context of a DataLoader)',
         ) from error
     finally:

@@ -1,14 +1,14 @@
 """S3, Azure Blob and GCS through obstore (obstore_module.py).
 
-Four habits of obstore shape this file:
-    - It sends buffers without copying them, even after ``write`` has returned: a piece that its producer may still
+Four properties of obstore shape this file:
+    - It sends buffers without a copy, even after ``write`` has returned: a piece that its producer may still
       change is copied first.
-    - A request that is cancelled half way leaves a multipart transfer behind: requests are always awaited to their
+    - A cancelled request leaves a multipart transfer on the server: requests are always awaited to their
       end, then aborted (``to_completion``).
-    - It raises one wide type for most failures: obstore_errors.py reads its text.
-    - Its retries know no budget: they are off, and stores/retry.py does it. Except for the parts of a large object,
-      which nobody outside can send again: each has ``PART_RETRIES_MAX`` inside, because the alternative is to send the
-      whole object again. A transfer is not begun while the store is down, so an outage sees them once.
+    - It raises one broad type for most failures: obstore_errors.py reads the text.
+    - Its retries have no budget: they are off, and stores/retry.py retries. Except for the parts of a large object,
+      whose bytes are gone by then: each has ``PART_RETRIES_MAX`` inside, because the alternative is to send the
+      whole object again. No transfer begins while the store is down, so an outage causes them once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 DELETE_BATCH = 1000
 BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
-"""Said of a bucket that was there before, too: a place that has gone is not an empty place."""
+"""Also of a bucket that existed before: a deleted bucket is not an empty one."""
 AZURE_MARKER = "hdi_isfolder"
 PART_RETRIES_MAX = 3
 DIRECT_BYTES_MIN = 256 << 10
@@ -124,7 +124,7 @@ class RemoteStore:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """What the client was configured with, and where from, as soon as there is one. No secret."""
+        """Return the client's configuration and its sources, once there is a client. No secret."""
         return self._bucket.sources
 
     async def _client(self, part_retries: int = 0) -> Client:
@@ -195,7 +195,7 @@ class RemoteStore:
         self._bucket.reconnect()
 
     async def available(self) -> bool:
-        """Wait, as long as it takes, until the store is up. False, at once, when it was not down."""
+        """Wait, without limit, until the store is up. Returns False at once if it was not down."""
         if not self._breaker.is_open:
             return False
         await self._breaker.passed(self._probe, patient=True)
@@ -327,15 +327,15 @@ class RemoteStore:
         await self._get_concurrency.run(partial(self._bucket.ranges.connections.run, get))
 
     async def _read(self, client: Client, key: str, options: GetOptions) -> Buffer:
-        """Return the body of one GET. Broken off when a window passes in which too little of it came."""
+        """Return the body of one GET. Cancels it after a window with too few bytes."""
         return await self._get_concurrency.run(lambda: self._watch(client, key, options))
 
     async def _watch(self, client: Client, key: str, options: GetOptions) -> Buffer:
         """Receive the body.
 
-        What is there within one window, all of it, is taken in one piece, for half of the CPU. The first time that it
-        is not, nobody knows whether it crept or stood: from then on bodies are watched piece by piece, until they are
-        quick again.
+        A body that arrives within one window is taken in one piece, for half of the CPU. The first body that does not
+        may have been slow or hung: from then on bodies are read piece by piece, until they are
+        fast again.
         """
         window, begun = self._limit_seconds(0), time.monotonic()
         enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
@@ -381,8 +381,8 @@ class RemoteStore:
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Write a small object in one request.
 
-        With ``if_absent``, a request whose answer was lost and that was tried again may find its own object: what is
-        there is read, and is a success when it is ``data`` byte for byte.
+        With ``if_absent``, a retry after a lost response may find its own object: the object is read, and equals
+        success if it is ``data`` byte for byte.
         """
         await self._put(key, data, "create" if if_absent else "overwrite")
 
@@ -427,8 +427,8 @@ class RemoteStore:
             raise PreconditionFailedError(f"{self.uri}/{key} is gone", uri=self.uri, key=key) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """``delete`` on that condition. It is looked at first, as servers that know no conditional DELETE ignore the
-        condition (Ceph RGW 16); on GCS, and where no DELETE can be signed, that look is all there is."""
+        """``delete`` on that condition. A HEAD comes first, because servers without a conditional DELETE ignore the
+        condition (Ceph RGW 16); on GCS, and without signed DELETEs, the HEAD is the only check."""
         check_key(key)
 
         async def call(client: Client) -> None:
@@ -473,11 +473,11 @@ class RemoteStore:
             return False
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        """Write a large object in parts. Aborted on any error: no object and, on S3 and GCS, no parts stay behind.
+        """Write a large object in parts. Aborted on any error: no object and, on S3 and GCS, no parts remain.
 
-        What fits one part is one request, tried again here. A larger object cannot be: its pieces are gone. Callers
-        that have them still use ``again``. Azure has no abort; parts that were never committed are invisible and go
-        away by themselves after a week.
+        An object of one part is one request, retried here. A larger object cannot be retried: its pieces are gone.
+        Callers that still have them use ``again``. Azure has no abort; uncommitted parts are invisible and deleted
+        by the service after a week.
         """
         check_key(key)
         async with closing(pieces):
@@ -519,7 +519,7 @@ class RemoteStore:
         try:
             await to_completion(writer.__aexit__(type(cause), cause, cause.__traceback__))
         except (obstore_errors.BaseError, OSError, ValueError) as error:
-            # The cause is what the caller must see. Parts that stay are invisible; a lifecycle rule removes them.
+            # The caller must see the cause. Remaining parts are invisible; a lifecycle rule removes them.
             log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, first_line(error))
 
     async def link(self, key: str, source: Path) -> bool:
@@ -527,7 +527,7 @@ class RemoteStore:
         return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Cost beside the listing: a request for each folder with empty objects that nothing is below; on Azure one for
+        """Additional cost: a request for each folder with empty objects and no others; on Azure one for
         each of these objects."""
         markers = FolderMarkers()
         async for info in self._listed(check_prefix(prefix)):
@@ -556,7 +556,7 @@ class RemoteStore:
         return str(attributes.get(AZURE_MARKER, "")).lower() == "true"
 
     async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yield what the server lists, each key once. A page that fails begins the listing again."""
+        """Yield the server's listing, each key once. After a failed page the listing starts again."""
         seen: set[str] = set()
         stream: Any = None
 
@@ -635,7 +635,7 @@ class RemoteStore:
             await self._delete_all(batch)
 
     async def _delete_all(self, keys: builtins.list[str]) -> None:
-        """Delete ``keys``; one that is gone already does not keep the others."""
+        """Delete ``keys``; a missing key does not stop the others."""
         try:
             names = [self._prefix + key for key in keys]
             await self._request(keys[0], lambda client: to_completion(obstore.delete_async(client, names)))
@@ -683,7 +683,7 @@ class RemoteStore:
         return ours
 
     async def _strange(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
-        """The error when something else than a store has answered, or a proxy refuses us; None: neither is known."""
+        """Return the error if the endpoint is not a store, or a proxy refuses; None if neither is known."""
         endpoint = self._bucket.endpoint
         if is_tunnel_refused(error):
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
@@ -754,10 +754,10 @@ class RemoteStore:
 
 
 def _names(answer: Any) -> list[str]:
-    """The directories of one level. A key that begins with a slash lies in one without a name: no URI leads there."""
+    """Return the directories of one level, without the nameless one of keys that begin with a slash."""
     return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]} - {""})
 
 
 def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:
-    """True for an empty object that stands for a "directory": this one, or one of ``names`` in it."""
+    """Return True for an empty object that stands for a "directory": this one, or one of ``names`` in it."""
     return not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)

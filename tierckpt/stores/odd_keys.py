@@ -1,4 +1,4 @@
-"""Objects of a bucket whose keys are no paths (``a//b``, ``../a``, control characters): fsspec lists and reads them.
+"""Objects of a bucket with keys that are no paths (``a//b``, ``../a``, control characters), through fsspec.
 
 obstore ends a listing at such a key, and cannot name it. Only keys that were listed are read or deleted so: a key from
 outside stays refused (S5 of ``base``).
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OddKeys:
-    """The keys of one store that are no paths, as far as they were listed. No request is made before a listing."""
+    """The listed keys of one store that are no paths. Makes no request before a listing."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -39,7 +39,7 @@ class OddKeys:
         return UniversalStore(filesystem, root, self._location.uri, any_key=True)
 
     async def list(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
-        """Return all objects below ``prefix``, whose listing ended with ``error``. Raises it where fsspec has none."""
+        """Return all objects under ``prefix`` after its listing failed with ``error``. Raises it if fsspec has none."""
         try:
             found = [info async for info in self.store.list(prefix) if info.key]
         except TierckptError as reason:

@@ -70,7 +70,7 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def is_direct(host: str, port: int | None) -> bool:
-    """True when ``NO_PROXY`` names a host, or it is one of ``METADATA``."""
+    """Return True if ``NO_PROXY`` names the host, or it is one of ``METADATA``."""
     return any(_matches(entry, host, port) for entry in (*METADATA, *_excluded()))
 
 
@@ -78,7 +78,7 @@ def client_options(endpoint: str) -> dict[str, str]:
     """Options that have an obstore client use the proxies of this module, and read no variable itself.
 
     Args:
-        endpoint: '' for that of the cloud. The client asks other hosts, too: those that issue credentials.
+        endpoint: '' for the cloud's own. The client also reaches the hosts that issue credentials.
     """
     scheme = endpoint.partition("://")[0] or "https"
     found = _configured(scheme) or _configured("https")
@@ -89,7 +89,7 @@ def client_options(endpoint: str) -> dict[str, str]:
     host = urlsplit(endpoint).hostname or ""
     excluded = [*METADATA, *names, *([host] if is_excluded else [])]
     if not is_this_machine(host):
-        excluded += ["localhost", "127.0.0.0/8", "::1"]  # a service for credentials beside this process
+        excluded += ["localhost", "127.0.0.0/8", "::1"]  # a credentials service on this machine
     return {"proxy_url": _checked(*found).url, "proxy_excludes": ",".join(excluded)}
 
 
@@ -120,7 +120,7 @@ def routed(request: urllib.request.Request) -> urllib.request.Request:
 def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
     """Return an opener that reads no variables of proxies, one for each context.
 
-    An opener and its handlers are a cycle: only a garbage collection would remove one that is made for each request.
+    An opener and its handlers form a reference cycle: one per request would need the garbage collector.
     """
     direct = urllib.request.ProxyHandler({})
     return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=tls), *handlers)

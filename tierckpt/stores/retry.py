@@ -4,16 +4,16 @@ Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). ``Ret
 random wait of up to 0.2, 0.4, ... 3.2 s, as long as the budget pays for it; a ``Retry-After`` is not read. It does not
 change how many requests run at a time: get_concurrency.py does, for slow GETs.
 
-One ``Retries`` belongs to one mover and spans all its stores. It keeps two promises to the servers:
-    R1  Retries are at most a share of the requests that went well, plus a small floor (``RetryBudget``). A store that
-        fails half of the time is not asked twice as much.
-    R2  A store that does not answer at all is asked by one probe at a time, ever more rarely (store_breaker.py).
+One ``Retries`` belongs to one mover and spans all its stores. It guarantees to the servers:
+    R1  Retries are at most a share of the successful requests, plus a small floor (``RetryBudget``). A store that
+        fails half of the time does not get twice the requests.
+    R2  A store that does not answer at all gets one probe at a time, with growing pauses (store_breaker.py).
 
-Each layer has one owner of retries. The retries of the store clients are switched off, but for the parts of a large
-object (obstore_store.py): the counts here are those of the servers.
+Each layer has one owner of retries. The retries of the store clients are off, except for the parts of a large
+object (obstore_store.py): the counts here are the servers' counts.
     stores  ``Retries.again``, for requests and for whole streams, which cannot be rewound (drain/file_transfer.py,
             save/direct_put.py). verified_read.py pays here for a new connection after a damaged answer.
-    drain   drain/drainer.py: as long as the store is away. Not paid.
+    drain   drain/drainer.py: until the store is back. Not paid from the budget.
     agent   agent/agent_server.py: a schedule of journal entries whose drain failed, and no loop.
 
 Sources: Brooker, "Exponential Backoff And Jitter" and "Fixing retries with token buckets and circuit breakers".
@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 FLOOR_RETRIES = 10.0
 FLOOR_RETRIES_PER_SECOND = 1.0
-"""The floor of the budget: what a mover that has not sent much yet may retry."""
+"""Floor of the budget: retries of a mover with few requests so far."""
 BUDGET_RETRIES_MAX = 100.0
-"""What a long good time can save up for a bad one."""
+"""Maximum savings of the budget."""
 
 RETRY_SHARE_MAX = 0.15
-"""Of the requests that went well: what a mover may retry. An outage is not answered with a flood (R1)."""
+"""Share of the successful requests that may be retried. An outage does not cause a flood (R1)."""
 
 RETRIES_MAX = 5
 """Retries of one request."""
@@ -88,7 +88,7 @@ class RetryBudget:
         return True
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """Pay for one retry as soon as there is something to pay with; False when there is not in time."""
+        """Pay for one retry once the budget allows it; False if it does not in time."""
         async for _ in Poll(timeout_seconds):
             if self.take():
                 return True
@@ -128,7 +128,7 @@ class Retries:
         error.is_logged = True
 
     def is_refused(self, run: str) -> bool:
-        """True from the record of a refusal to that of its end."""
+        """Return True from the log record of a refusal to the record of its end."""
         return run in self._refusals
 
     def accepted(self, run: str, operation: str) -> None:
@@ -143,12 +143,12 @@ class Retries:
         return [trouble for breaker in self._breakers.values() if (trouble := breaker.trouble) is not None]
 
     def get_concurrency(self, name: str) -> GetConcurrency:
-        """How many GETs the store ``name`` is asked at a time: one number for all checkpoints in it."""
+        """Return the limit of concurrent GETs of the store ``name``: one for all checkpoints in it."""
         return self._get_concurrency.setdefault(name, GetConcurrency(name, get_concurrency.BYTES_PER_SECOND_MIN))
 
     def bucket(self, scheme: str, authority: str) -> Bucket:
-        """What a bucket or container is reached through: one for all checkpoints in it."""
-        from .bucket import Bucket  # late: where nothing but directories is used, nothing of it is needed
+        """Return the shared connection state of a bucket or container: one for all checkpoints in it."""
+        from .bucket import Bucket  # late: not needed for directories
 
         if (scheme, authority) not in self._buckets:
             self._buckets[scheme, authority] = Bucket(scheme, authority, self.counts)
@@ -161,9 +161,9 @@ class Retries:
 
     @contextlib.asynccontextmanager
     async def asking(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
-        """Within it one request is made, once the store is up; how it ends counts for ``breaker`` and the budget.
+        """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
 
-        Raises StoreUnavailableError, and asks for nothing, while the store is known to be down.
+        Raises StoreUnavailableError, without a request, while the store is known to be down.
         """
         await breaker.passed(probe)
         self.counts["requests"] += 1
@@ -189,8 +189,8 @@ class Retries:
         """Do ``work``, which makes its requests by ``asking``, again while it fails in a way that may pass.
 
         At most ``RETRIES_MAX`` retries, within a time, each paid from the budget after its pause. The time that a GET
-        waited for others beside it (``crowded_seconds``, get_concurrency.py) is not counted. A failure that went
-        through here before, further down, is not tried again: retries do not multiply.
+        waited for its turn (``crowded_seconds``, get_concurrency.py) does not count. A failure that a nested call
+        has retried already is not retried again: retries do not multiply.
         """
         from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential  # late, as in ``bucket``
 

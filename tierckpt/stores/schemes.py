@@ -18,7 +18,7 @@ def check_location(location: Location) -> Location:
     """Return ``location`` when a store exists for its scheme.
 
     Raises:
-        ConfigError: no store knows the scheme; the message names those that are known.
+        ConfigError: unknown scheme; the message lists the known ones.
     """
     if location.scheme in OWN_SCHEMES or location.scheme in fsspec_schemes():
         return location
@@ -48,8 +48,8 @@ def check_object_name(location: Location) -> None:
 
 
 def check_target(location: Location, local_root: Path) -> None:
-    """Raise ConfigError when nothing can be saved to ``location``: HTTP and a Hub are for reading, journals hold text,
-    names have an end, and inside the local root the local tier would shadow it."""
+    """Raise ConfigError for a location that cannot be saved to: HTTP and a Hub are read-only, names must be UTF-8 and
+    not too long, and inside the local root the local tier would shadow it."""
     if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
             f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "
@@ -59,7 +59,7 @@ def check_target(location: Location, local_root: Path) -> None:
     try:
         location.uri.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{location.uri!r} is no UTF-8", hint="Save to a place whose name is text") from None
+        raise ConfigError(f"{location.uri!r} is not UTF-8", hint="Save under a name that is text") from None
     check_object_name(location)
     if location.scheme not in OWN_SCHEMES:
         _check_fsspec_name(location)
@@ -73,7 +73,7 @@ def check_target(location: Location, local_root: Path) -> None:
 
 
 def check_mirrored_target(location: Location, local_root: Path) -> None:
-    """``check_target`` for a checkpoint, whose name the local tier mirrors: it must fit there, too."""
+    """``check_target`` for a checkpoint: its name must also fit in the local tier."""
     check_target(location, local_root)
     check_names(local_dir(local_root, location))
 

@@ -1,10 +1,10 @@
 """Requests to S3 by URLs that the object-store library has signed: ranges over plain HTTP, and the conditional DELETE.
 
 ``delete_if`` is here because obstore has conditions for puts and gets, and none for deletes. ``Get`` receives a large
-range in place (http_client.py). Of a range only what went as it should is done here: 206 with exactly the range,
-of the version that was asked for. A failure that may pass is ``StoreUnavailableError``, for the caller's retries;
-whatever else the server says is ``NotThisWay``, and the caller asks again through the library, which knows what it
-means.
+range in place (http_client.py). It handles only the good case: 206 with exactly the requested range
+and version. A failure that may pass is ``StoreUnavailableError``, for the caller's retries;
+any other response is ``NotThisWay``, and the caller repeats the request through the library, which can interpret
+it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Get(Call):
         size_bytes: int | None = None,
         is_version: Callable[[Mapping[str, str]], bool] | None = None,
     ) -> None:
-        """``uri``: what it is about, for messages; the URL itself holds a signature.
+        """``uri``: the object's name for messages; the URL itself holds a signature.
 
         Args:
             size_bytes: of the object, where the server may answer with 200 and all of it.
@@ -122,7 +122,7 @@ class Get(Call):
         elif status != 206:
             raise NotThisWay(f"HTTP {status}")
         elif not is_range(headers, at) or answer.length != at.size_bytes:
-            raise NotThisWay("another range than was asked for")
+            raise NotThisWay("not the requested range")
         if headers.get("content-encoding", "identity") not in ("identity", "", "aws-chunked"):
             raise NotThisWay("an encoded answer")
         etag = headers.get("etag")
@@ -169,7 +169,7 @@ class Ranges:
 
     @property
     def tls(self) -> ssl.SSLContext:
-        """Trusts the certificates of the system, and those of ``trust``."""
+        """Trusts the system's certificates, and ``trust``."""
         if self._tls is None:
             self._tls = tls_context(self._trusted)
         return self._tls
@@ -201,7 +201,7 @@ def is_behind_proxy(url: str) -> bool:
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
-    """Delete the object behind ``url`` while its version is ``etag``; no error when it is gone. Blocking.
+    """Delete the object at ``url`` if its version is ``etag``; no error if it is gone. Blocking.
 
     Args:
         target: its name for messages; the URL holds a signature.

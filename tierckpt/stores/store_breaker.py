@@ -1,4 +1,4 @@
-"""A circuit breaker for each store: one that does not answer is asked by one probe at a time, ever more rarely (R2).
+"""A circuit breaker for each store: a store that does not answer gets one probe at a time, with growing pauses (R2).
 
 Everybody else waits for that probe, for a while, and goes on the moment it gets an answer. The breaker also logs the
 outage for its process: one WARNING at the begin and one INFO at the end. Retries of single requests are in retry.py.
@@ -64,7 +64,7 @@ class StoreBreaker:
         self._turn = asyncio.Lock()
 
     def succeeded(self) -> None:
-        """A request was answered. Closes the breaker, whoever made the request."""
+        """Record a response, to any request. Closes the breaker."""
         if not self._ends_with_drain:
             self._end()
         self.is_open = False
@@ -73,7 +73,7 @@ class StoreBreaker:
         self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
 
     def drained(self) -> None:
-        """A drain to the store has ended."""
+        """Record the end of a drain to the store."""
         self._end()
 
     def _end(self) -> None:
@@ -83,7 +83,7 @@ class StoreBreaker:
 
     @property
     def trouble(self) -> Json | None:
-        """What the store does not serve requests for, since its last answer; None while it answers."""
+        """Return the reason why the store has not served requests since its last response; None while it answers."""
         if not self._failing_since_unix_seconds:
             return None
         return {
@@ -109,7 +109,7 @@ class StoreBreaker:
 
     @property
     def is_reported(self) -> bool:
-        """True from the log record of an outage to that of its end."""
+        """Return True from the log record of an outage to the record of its end."""
         return self._reported_at > 0
 
     def report(self, cause: str, remedy: str, since_unix_seconds: float, *, ends_with_drain: bool = False) -> None:
@@ -140,7 +140,7 @@ class StoreBreaker:
         )
 
     def hasten(self) -> None:
-        """Let the next caller send a probe at once, for one who waits and asks about once a second (R2)."""
+        """Let the next caller send a probe at once, for a waiter that asks about once a second (R2)."""
         self._next_probe_at = 0.0
 
     def _plan_probe(self) -> None:
@@ -148,13 +148,13 @@ class StoreBreaker:
         self._pause_seconds = min(2 * self._pause_seconds, self._pause_seconds_max)
 
     async def passed(self, probe: Probe, *, patient: bool = False) -> None:
-        """Return when the store may be asked. At once while it is up.
+        """Return when a request may be sent: at once while the store is up.
 
         While it is down the callers form a line. The first of them sends the probe when one is due; when that is
         answered, all go on at once.
 
         Args:
-            patient: wait as long as it takes, not only ``patience_seconds`` from when the store went down.
+            patient: wait without limit, not only ``patience_seconds`` from the beginning of the outage.
 
         Raises:
             StoreUnavailableError: it is down, and has been for longer than that.
@@ -180,7 +180,7 @@ class StoreBreaker:
                 return  # a request that was under way has been answered meanwhile
             self._plan_probe()  # before the probe: one that is cancelled counts as well
             if await probe():
-                # Half closed: the first failure opens it again, and the pauses stay as long as they had become.
+                # Half closed: the first failure opens it again, and the pauses keep their length.
                 self.is_open = False
                 self._failures = FAILURES_TO_OPEN - 1
             elif time.monotonic() > self._down_since + self.patience_seconds:

@@ -2,8 +2,8 @@
 
 Stores that have a network below them help.
 
-What is counted, paid for and waited for is in stores/retry.py; a store without these verbs (a directory) is asked once:
-what a disk gives back does not get better by asking again.
+stores/retry.py counts, pays and waits for retries. A store without these verbs (a directory) is read once:
+a second read of a disk returns the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logger("retry")
 T = TypeVar("T")
 
 READS_MAX = 3
-"""Times that damaged bytes are asked for before they count as damaged where they lie."""
+"""Reads of damaged bytes before the object itself counts as damaged."""
 
 
 async def again(store: Store, work: Callable[[], Awaitable[T]]) -> T:
@@ -38,8 +38,8 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
     """Return what ``read`` gives, which asks ``store`` for bytes and checks them. Damaged: again, on a new connection.
 
     Raises:
-        IntegrityError: damaged every time, so it is not the way but what lies there; or the retry budget is spent.
-    Cost: nothing while the bytes are good; up to ``READS_MAX`` reads of what is damaged in the store.
+        IntegrityError: damaged in every read, so the object itself is damaged; or the retry budget is spent.
+    Cost: nothing for good bytes; up to ``READS_MAX`` reads of a damaged object.
     """
     reads = 0
     while True:
@@ -52,7 +52,7 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
 
 
 async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool:
-    """Take a new connection to ``store`` after ``reads`` damaged answers. False when it is not to be asked again."""
+    """Take a new connection to ``store`` after ``reads`` damaged responses. False if no read is left."""
     if reads >= READS_MAX or not isinstance(store, Recoverable):
         return False
     log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
@@ -61,15 +61,15 @@ async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool
 
 
 async def available(store: Store) -> bool:
-    """Wait, as long as it takes, until ``store`` is up. False, at once, when nobody knows it to be down."""
+    """Wait, without limit, until ``store`` is up. Returns False at once if it is not known to be down."""
     return await store.available() if isinstance(store, Recoverable) else False
 
 
 async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
-    """Return one chunk of ``entry`` that has ``digest``. A damaged answer is asked for again on a new connection.
+    """Return one chunk of ``entry`` that has ``digest``. A damaged response is requested again on a new connection.
 
     Raises:
-        IntegrityError: what lies there is damaged.
+        IntegrityError: the object is damaged.
     """
 
     async def read() -> Buffer:
@@ -90,7 +90,7 @@ class LocalFiles:
         self._directory = directory
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return what is there of the range: less, where the file is too short."""
+        """Return the bytes of the range; fewer if the file is too short."""
         return await asyncio.to_thread(self._read, self._directory / key, byte_range)
 
     def _read(self, path: Path, byte_range: ByteRange) -> bytes:

@@ -1,10 +1,10 @@
-"""The HTTP API of a Hugging Face Hub, as far as reading a repository needs it: revision, tree, resolver.
+"""The HTTP API of a Hugging Face Hub that reading a repository needs: revision, tree, resolver.
 
 Promises:
-    A1  The token goes to the Hub's own host and to no other, and to nothing that is printed.
-    A2  A limit on requests (429) is waited for as long as the Hub says, by all requests together, within a deadline.
-    A3  Nothing is asked while ``HF_HUB_OFFLINE`` is set.
-    A4  A Hub that drips holds no thread: an answer that falls behind ``BYTES_PER_SECOND_MIN`` is broken off.
+    A1  The token is sent to the Hub's own host and to no other, and is never printed.
+    A2  After a rate limit (429) all requests wait as long as the Hub says, within a deadline.
+    A3  No request is sent while ``HF_HUB_OFFLINE`` is set.
+    A4  A slow Hub does not block a thread: a response slower than ``BYTES_PER_SECOND_MIN`` is cancelled.
 
 Environment, as huggingface_hub reads it: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_TOKEN_PATH``, ``HF_HOME``,
 ``HF_HUB_OFFLINE``, ``HF_HUB_DISABLE_IMPLICIT_TOKEN``, and the older names of them. A variable that is set and empty is
@@ -63,7 +63,7 @@ BODY_BYTES_MAX: Final = 64 << 20
 PAGES_MAX: Final = 10_000
 """Of a listing: ten million files."""
 TREES_MAX: Final = 4
-"""Commits whose listings are kept: each directory of a repository is a store of its own, and asks for them."""
+"""Commits with cached listings: each directory of a repository is a store of its own and needs them."""
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """The Hub counts requests in windows of five minutes: two of them."""
 RATE_LIMIT_SECONDS: Final = 30.0
@@ -139,11 +139,11 @@ class Answer:
     url: str
     """Whose answer it is."""
     is_more: bool = False
-    """A range was asked for, and more is sent: none of it was read."""
+    """The server sends more than the requested range: none of it was read."""
 
     @property
     def reason(self) -> str:
-        """What the Hub says of a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
+        """Return the Hub's words about a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
         said: Any = self.headers.get("x-error-message", "")
         if not said:
             with contextlib.suppress(ValueError, RecursionError):
@@ -166,16 +166,16 @@ class Hub:
         scheme = ""
         with contextlib.suppress(ValueError):  # brackets that do not close
             scheme, self.host = urlsplit(self.endpoint)[:2]
-        if scheme not in ("http", "https") or not self.host or "@" in self.host:  # a password would be told
+        if scheme not in ("http", "https") or not self.host or "@" in self.host:  # a password would be printed
             raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
         self._free_at = 0.0
-        """When (monotonic) the Hub may be asked again (A2)."""
+        """Return when (monotonic) the next request may be sent (A2)."""
         self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
         self._listing = asyncio.Lock()
 
-    # --- what it is asked ----------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     async def commit(self, repository: Repository) -> str:
         """Return the commit that a revision is now. One request, none for a commit.
@@ -245,7 +245,7 @@ class Hub:
         return f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
 
     async def answer(self, path: str, form: bytes | None = None) -> Answer:
-        """Return what the Hub says to a GET of a path of its own, or to a POST of ``form``; refusals too."""
+        """Return the response to a GET of a path of the Hub, or to a POST of ``form``; also a refusal."""
         headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
         return await self._ask(f"{self.endpoint}{path}", headers, form)
 
@@ -254,7 +254,7 @@ class Hub:
     async def _api(
         self, url: str, repository: Repository, headers: Mapping[str, str] | None = None, path: str = ""
     ) -> Answer:
-        """Ask the Hub; follow it on its own host. Returns what is no refusal: 2xx, or 3xx to another host."""
+        """Send a request and follow redirects on the Hub's own host. Returns a 2xx, or a 3xx to another host."""
         url = urljoin(f"{self.endpoint}/", url.lstrip("/")) if url.startswith("/") else url
         for _ in range(REDIRECTS_MAX):
             answer = await self._ask(url, headers or {})
@@ -272,7 +272,7 @@ class Hub:
         if _is_true(_environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
             raise HubOfflineError(
                 f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
-                hint="`tierckpt cache ls` lists what is on this node; unset it to fetch more",
+                hint="`tierckpt cache ls` lists the models on this node; unset it to fetch more",
                 tier=Tier.SHARED,
                 attempts=0,
             )
@@ -294,7 +294,7 @@ class Hub:
         return await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
     def _put_off(self, answer: Answer, deadline: float) -> None:
-        """Note until when the Hub is not to be asked. Raises StoreUnavailableError: beyond ``deadline``."""
+        """Record until when no request may be sent. Raises StoreUnavailableError: after ``deadline``."""
         seconds = max(1.0, _seconds_to_wait(answer.headers))  # at once would be ten minutes without a pause
         if time.monotonic() + seconds > deadline:
             raise StoreUnavailableError(
@@ -492,7 +492,7 @@ def _answer(reply: Any, url: str, asked: Mapping[str, str]) -> Answer:
 def no_object(where: str, path: str) -> ObjectNotFoundError:
     return ObjectNotFoundError(
         f"{where} lists {path}, and has no object for it",
-        hint="Its pointer was committed and its bytes were not: tell whoever owns the repository",
+        hint="Its pointer was committed and its bytes were not: inform the owner of the repository",
         tier=Tier.SHARED,
         file=path,
     )
@@ -536,7 +536,7 @@ def _path(value: str) -> Path:
 
 
 def hf_home() -> Path:
-    """Return where huggingface_hub keeps what it has."""
+    """Return the cache directory of huggingface_hub."""
     home = _environ("HF_HOME")
     return _path(home) if home else cache_home() / "huggingface"
 
@@ -548,7 +548,7 @@ def hub_cache() -> Path:
 
 
 def hub_token() -> str:
-    """The token without what a copied one brings along: no header may hold the end of a line.
+    """Return the token without the white space of a copied one: no header may contain a line end.
 
     '' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here gives a token explicitly.
     """

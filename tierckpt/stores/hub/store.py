@@ -1,13 +1,13 @@
 """``hf://org/name[@revision]`` as a store: one commit of a repository of a Hugging Face Hub.
 
 Invariants:
-    H1  A revision is resolved to a commit once, when it is listed; what was listed is read at that commit, whatever the
-        revision becomes meanwhile.
-    H2  Requests to the Hub: one for the revision, one for each 1000 files listed (once for all directories of a
-        repository), one for each file read. Ranges are read from the URL that the resolver gives, on
-        connections of our own (``HttpReader``); it is renewed when it has expired.
-    H3  A file is identified by its content: ``sha256:...`` where LFS has it, else its git blob. ``cache`` compares it
-        with the bytes of each file that has landed whole.
+    H1  A listing resolves a revision to a commit once; its files are read at that commit, even if the
+        revision moves on.
+    H2  Requests to the Hub: one for the revision, one for each 1000 listed files (once for all directories of a
+        repository), one for each file read. Ranges are read from the URL of the resolver, on
+        connections of our own (``HttpReader``); the URL is renewed after it expires.
+    H3  A file is identified by its content: ``sha256:...`` for LFS, else its git blob. ``cache`` compares it
+        with the bytes of each complete file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 LISTED_SECONDS: Final = 10.0
 """A listing is as good as new for so long: the verbs that freeze a model share one."""
 URLS_MAX: Final = 3
-"""Times that a URL is asked for before its file counts as not to be had."""
+"""Attempts for one URL before its file counts as unavailable."""
 DIRECT: Final = "direct"
 _POINTER = b"version https://git-lfs"
 
@@ -61,13 +61,13 @@ class HubStore:
         self._repository = repository_of(location)
         self._settings = settings
         self._is_whole_only = False
-        """The server has sent a whole file for a range: no other range is asked for."""
+        """The server has sent a whole file for a range: no other range is requested."""
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
         self._commit = ""
         self._listing = asyncio.Lock()
         self._commits: dict[tuple[str, str], tuple[str, HubFile]] = {}
-        """Of each file, by key and etag, the commit in which it was listed (H1)."""
+        """The commit in which each file was listed (H1), by key and etag."""
         self._urls: dict[tuple[str, str], str] = {}
         self._locating: dict[str, asyncio.Lock] = {}
 
@@ -139,7 +139,7 @@ class HubStore:
         Raises:
             ObjectNotFoundError: the file is listed, and has no object.
             IntegrityError: the Hub sends other bytes than it lists.
-            RangesIgnoredError: a mirror, or what it leads to, gives whole files only (``reading``).
+            RangesIgnoredError: a mirror, or its redirect target, sends whole files only (``reading``).
         """
         commit, file = await self._file(key, if_match)
         size_bytes = check_range(byte_range).size_bytes
@@ -202,7 +202,7 @@ class HubStore:
             what = "a pointer without its object" if found.body.startswith(_POINTER) else f"{sent} bytes"
             raise IntegrityError(
                 f"{self.uri} lists {file.path} with {file.size_bytes} bytes, and sends {what}",
-                hint="The repository is damaged: tell whoever owns it",
+                hint="The repository is damaged: inform its owner",
                 file=file.path,
                 tier=Tier.SHARED,
             )
@@ -238,7 +238,7 @@ class HubStore:
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         if self._repository is None:
-            return None  # an organisation is no place that lists what it has
+            return None  # an organisation has no listing
         below = f"{check_prefix(prefix)}/" if prefix else ""
         files, names = [], set()
         for key, file in (await self._files()).items():
@@ -249,7 +249,7 @@ class HubStore:
                 files.append(ObjectInfo(key, file.size_bytes, file.etag))
         return (files, sorted(names)) if files or names or not prefix else None
 
-    # --- ways back, and what it is not for -----------------------------------------------------------------------
+    # --- recovery, and unsupported verbs --------------------------------------------------------------------------
 
     async def again(self, work: Callable[[], Awaitable[T]]) -> T:
         return await self.retries.again(work)
@@ -264,7 +264,7 @@ class HubStore:
         return False
 
     def hasten(self) -> None:
-        """A Hub that is down is asked in its turn."""
+        """Wait for the turn of a Hub that is down."""
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self._refuse()
