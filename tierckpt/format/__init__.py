@@ -1,1 +1,1 @@
-"""The format: where every object of a checkpoint lies, and what each byte of it means. Pure: no I/O, no torch."""
+"""The format: location and meaning of every object of a checkpoint. Pure: no I/O, no torch."""

@@ -1,44 +1,45 @@
 """Where each thing lives under a checkpoint URI and under the local root. Pure functions over strings.
 
-A checkpoint directory looks the same on every tier, so what is true of the bucket is true of the SSD::
+A checkpoint directory has the same layout on every tier::
 
     <checkpoint>/.metadata                          DCP's own metadata: stock PyTorch reads the checkpoint through it
     <checkpoint>/__0_0-<token>.distcp               shards; the token is new for every rank and save (P3)
-    <checkpoint>/files-<token>/...                  a directory that somebody else wrote, as it was when it was adopted
+    <checkpoint>/files-<token>/...                  an adopted directory, as another program wrote it
     <checkpoint>/.tierckpt/manifest.json            the commit: written last, names every file with size and digests
     <checkpoint>/.tierckpt/claim.json               which attempt owns this id (shared tier only)
-    <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes that belong to the manifest's attempt
+    <checkpoint>/.tierckpt/metadata/<attempt>       the metadata bytes of the manifest's attempt
     <checkpoint>/.tierckpt/blocks/<token>           digests of the blocks of one rank's shards
-    <checkpoint>/.tierckpt/pending/<attempt>.json   the manifest to be, until every rank has drained (shared tier only)
+    <checkpoint>/.tierckpt/pending/<attempt>.json   the future manifest, until every rank has drained (shared tier only)
     <checkpoint>/.tierckpt/parts/<token>.json       one rank has drained its shards (shared tier only)
-    <checkpoint>/.tierckpt/handoff/<save>-<rank>.json what a dead rank had written of a save (shared tier only)
-    <checkpoint>/.tierckpt/removed/<attempt>.json   a removal that is under way: what is still to be deleted
+    <checkpoint>/.tierckpt/handoff/<save>-<rank>.json the shards that a dead rank had written (shared tier only)
+    <checkpoint>/.tierckpt/removed/<attempt>.json   an unfinished removal, with the files still to delete
     <checkpoint>/.tierckpt/origin/<token>           a rank of this node makes this save (local tier, with peers)
-    <checkpoint>/.tierckpt/replica.json             whose saves are copied here (local tier, with peers)
-    <checkpoint>/.tierckpt/incoming/                files on their way here from peers (local tier)
-    <checkpoint>/.tierckpt/superseded.json          local-only, and newer ones stand here (local tier)
+    <checkpoint>/.tierckpt/replica.json             saves of other nodes that are copied here (local tier, with peers)
+    <checkpoint>/.tierckpt/incoming/                files being received from peers (local tier)
+    <checkpoint>/.tierckpt/superseded.json          local-only, and this node has newer checkpoints (local tier)
 
-A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl`` and ``*.commits``: what `tierckpt
-report` reads. And
-``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), laid out and committed as a
-checkpoint is. Nobody takes it for a checkpoint of step n before it was replayed. A run whose job went back to an older
-step has ``<run>/.tierckpt-branches/<order>-<id>.json``, of each branch (checkpoint/branches.py). On the local tier
-alone ``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps behind its checkpoints (save/log_segments.py).
+A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl`` and ``*.commits``, read by `tierckpt
+report`, and
+``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), with the layout and commit of a
+checkpoint. It becomes the checkpoint of step n by replay, and is not listed as one before. A run with a job that went
+back to an older step has ``<run>/.tierckpt-branches/<order>-<id>.json`` for each branch (checkpoint/branches.py). The
+local tier also has ``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps after its checkpoints
+(save/log_segments.py).
 
 The local root holds::
 
     <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
-    <local_root>/journal/<token>.json                            what a mover still has to drain
+    <local_root>/journal/<token>.json                            files still to be drained
     <local_root>/written/<token>                                 a single file that is still to be drained
-    <local_root>/retention/<token>.json                          a run to prune, since a drain into it has ended
-    <local_root>/control.json                                    what people ask of this node's movers: rate, pause
-    <local_root>/read-modes.json                                  how each device of the node is read best
+    <local_root>/retention/<token>.json                          a run to prune, because a drain into it has ended
+    <local_root>/control.json                                    rate limit and pause for this node's movers
+    <local_root>/read-modes.json                                 the fastest read mode of each device
     <local_root>/model-read-modes.json                            the same for model files
-    <local_root>/flush.mark                                      locked (shared) by whoever writes a checkpoint
+    <local_root>/flush.mark                                      locked (shared) during the flush of a checkpoint
     <local_root>/cache/                                          the node cache: models and data files (cache/pool.py)
-    <local_root>/leases/                                         flocks of those who read a checkpoint
-    <local_root>/epochs/                                         of each run, which start of its job may commit
-    <local_root>/quarantine/                                     what was of another kind than belongs in its place
+    <local_root>/leases/                                         flocks of the readers of a checkpoint
+    <local_root>/epochs/                                         the start of each run's job that may commit
+    <local_root>/quarantine/                                     files of an unexpected kind
     <local_root>/agent/                                          the agent's socket, lock and log
 """
 
@@ -67,22 +68,22 @@ REPLICATED = ".tierckpt/replicated.json"
 INCOMING_DIR = ".tierckpt/incoming"
 """Local tier only: files on their way here, each in a directory of its own."""
 SUPERSEDED = ".tierckpt/superseded.json"
-"""Local tier only: this attempt was not drained and newer ones stand here, so the local copy may be evicted."""
+"""Local tier only: this attempt was not drained and this node has newer ones, so the local copy may be evicted."""
 DRAINED = ".tierckpt/drained.json"
 """Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
 
 GRADIENTS_DIR = ".tierckpt-gradients"
-"""Of a run, on the local tier: the steps behind its checkpoints, one directory a rank (training/every_step)."""
+"""Of a run, on the local tier: the steps after its checkpoints, one directory per rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
-"""Of a run, beside its checkpoints: what its processes have done with their time, one small file for each start; and
-when checkpoints reached other tiers, one ``COMMITS_SUFFIX`` file for each node."""
+"""Of a run, next to its checkpoints: records of the time of its processes, one small file for each start; and
+the times of commits on other tiers, one ``COMMITS_SUFFIX`` file for each node."""
 COMMITS_SUFFIX = ".commits"
 
 BRANCHES_DIR = ".tierckpt-branches"
 """Of a run: which steps were abandoned when a job went back to an older one (checkpoint/branches.py)."""
 
 WINDOWS_DIR = ".tierckpt-windows"
-"""Of a run: redo logs by step, each of which becomes a checkpoint of that step when it is replayed."""
+"""Of a run: redo logs by step, each of which becomes a checkpoint of that step by replay."""
 
 SHARD_SUFFIX = ".distcp"
 
@@ -160,7 +161,7 @@ def origin_file(token: str) -> str:
 
 
 def private_files(token: str) -> tuple[str, ...]:
-    """What a rank's save writes beside its shards."""
+    """Return the private files of a rank's save, besides its shards."""
     return attempt_metadata(token), blocks_file(token), origin_file(token)
 
 
@@ -198,7 +199,7 @@ def step_name(step: int) -> str:
 
 
 REMOVED_DIR = f"{PRIVATE_DIR}/removed"
-"""Notes of removals under way, on either tier: the manifest that stood there, which says what is still to go."""
+"""Notes of unfinished removals, on either tier: the removed manifest, with the files still to delete."""
 
 
 def removal_note(attempt: str) -> str:

@@ -2,10 +2,10 @@
 
 Invariants (tests cite them):
     M1  A manifest that decodes is safe to act on: no path leaves the checkpoint directory, no file is named twice,
-        every size is possible and has exactly the digests its chunks need. Refused before anything is allocated.
+        every size is possible and has exactly the digests its chunks need. Checked before any allocation.
     M2  Encoding is canonical: equal manifests are equal bytes, so two movers that commit one attempt write one object.
-    M3  ``self_digest`` covers everything else, and the bytes are the canonical ones to the last: a damaged manifest is
-        refused, never half-believed. The same holds for the small records beside it (``seal``, ``unseal``).
+    M3  ``self_digest`` covers everything else, and the bytes are exactly the canonical ones: a damaged manifest is
+        refused completely. The same holds for the small records next to it (``seal``, ``unseal``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..types import Buffer, ByteRange
 FORMAT = "tierckpt-manifest"
 VERSION = 2
 DIGEST = "xxh3-128"
-"""Digests of whole chunks. What this release reads, and writes while no chunk has more than one block."""
+"""Digests of whole chunks. Read by this release, and written while no chunk has more than one block."""
 TREE_DIGEST = "xxh3-128-blocks"
 """Digests of larger chunks are of the digests of their blocks (docs/adr/0011-digests-of-blocks.md)."""
 DIGEST_BLOCK_BYTES = 256 * 1024
-"""What one block digest covers: the least that a partial read must read to be sure of a byte."""
+"""Bytes per block digest: the minimum that a partial read must read to verify a byte."""
 BLOCK_DIGEST_BYTES = 16
 BASE_NOTE = "gradient log"
 """Among the notes: what gradient logs call this checkpoint, which lead on from it."""
@@ -48,10 +48,10 @@ _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
 def digest_of(data: Buffer) -> str:
     """The digest of a chunk: XXH3-128, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
 
-    Of a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the digests of its blocks, one after
-    another, so that who has those can tell a good block without the rest of the chunk.
+    For a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the concatenated digests of its
+    blocks, so a block can be verified without the rest of the chunk.
 
-    It finds damage, not malice: other bytes with the same digest can be made on purpose, and are not met by accident.
+    It detects damage, not malice: other bytes with the same digest can be made on purpose.
     docs/adr/0006-digest-xxh3.md says why that is enough, docs/adr/0011-digests-of-blocks.md why blocks.
 
     Cost: 0.04 CPU-seconds per GiB. Data of more than 64 KiB is digested without the GIL, less than that with it
@@ -61,7 +61,7 @@ def digest_of(data: Buffer) -> str:
 
 
 class ChunkDigest(str):
-    """What ``digest_of`` returns: the digest, and the digests of the blocks that it is of, for whoever keeps them."""
+    """The result of ``digest_of``, with the digests of the blocks."""
 
     __slots__ = ("blocks",)
     blocks: bytes
@@ -74,7 +74,7 @@ class ChunkDigest(str):
 
 
 class BlockDigests:
-    """The digests of the blocks of one chunk, whose bytes come in order, in pieces of any size."""
+    """Computes the block digests of one chunk from its bytes, in order, in pieces of any size."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -102,7 +102,7 @@ class BlockDigests:
 def blocks_of(*pieces: Buffer) -> bytes:
     """The digests of the blocks of one chunk, one after another: ``BLOCK_DIGEST_BYTES`` each. The cost of a digest.
 
-    ``pieces``: the chunk, or what makes it up, in order; nothing is copied.
+    ``pieces``: the chunk, or its parts in order; nothing is copied.
     """
     digests = BlockDigests()
     for piece in pieces:
@@ -118,7 +118,7 @@ def block_digest(data: Buffer) -> bytes:
 
 
 def digest_of_blocks(blocks: bytes) -> str:
-    """The digest of the chunk whose blocks have these digests. A chunk of one block is not digested twice."""
+    """Return the digest of the chunk with these block digests. A chunk of one block is not digested twice."""
     return blocks.hex() if len(blocks) == BLOCK_DIGEST_BYTES else f"t{xxh3_128(blocks).hexdigest()}"
 
 
@@ -141,7 +141,7 @@ def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
 
 
 def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
-    """How many blocks a file has. They are counted anew in each chunk, so that none lies in two."""
+    """Return the number of blocks of a file. Each chunk starts a new block, so no block spans two chunks."""
     chunks, rest = divmod(size_bytes, chunk_size_bytes)
     return chunks * chunk_count(chunk_size_bytes, DIGEST_BLOCK_BYTES) + chunk_count(rest, DIGEST_BLOCK_BYTES)
 
@@ -188,10 +188,10 @@ class Manifest:
     metadata: tuple[FileEntry, ...]
     files: tuple[FileEntry, ...]
     replaces: tuple[str, ...] = ()
-    """Attempts that this one may replace: those that stood under the id when the save began."""
+    """Attempts that this one may replace: those under the id when the save began."""
     created_unix_seconds: float = 0.0
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """What its writer says about it, for people: how its steps were made again, and whether bit for bit."""
+    """Notes of the writer, for people: how its steps were replayed, and whether bit for bit."""
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -203,7 +203,7 @@ class Manifest:
 
     @property
     def adopted_dirs(self) -> frozenset[str]:
-        """The directories of this attempt that hold what it has adopted; none for what tierckpt has saved itself."""
+        """Return the directories of this attempt with adopted files; none for a save of tierckpt."""
         return frozenset(entry.source.partition("/")[0] for entry in self.files if entry.source)
 
     @property
@@ -242,7 +242,7 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
         other = files.setdefault(entry.path, entry)  # ranks that see one directory have adopted the same files
         if (other.size_bytes, other.digests) != (entry.size_bytes, entry.digests):
             raise ManifestError(
-                f"{entry.path} of rank {entry.rank} is another file than that of rank {other.rank}",
+                f"{entry.path} of rank {entry.rank} differs from the file of rank {other.rank}",
                 hint="Ranks that adopt into one checkpoint give each file one name, or have the same file under it",
                 attempt=first.attempt,
             )
@@ -299,7 +299,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     if len(set(paths)) != len(paths):
         bad("a file is named twice")
     if not metadata and not any(entry.source for entry in files):
-        bad("no metadata file")  # what was adopted has none of its own
+        bad("no metadata file")  # an adopted directory has none of its own
     if digest != _algorithm(metadata + files):
         bad(f"it has other digests than {digest!r}")
     notes = body.get("notes", {})
@@ -323,15 +323,15 @@ def unseal(
 ) -> dict[str, Any]:
     """Decode a small record that ``seal`` made: exactly ``fields``, and any of ``newer``. Values are not checked.
 
-    A record without a ``self_digest`` is one of release 0.1 and is taken as it is, if its fields are exactly these: so
-    damage to the name of the digest does not pass for age.
+    A record without a ``self_digest`` is of release 0.1 and is accepted if its fields are exactly these: so
+    a damaged digest name does not pass for an old record.
 
     Raises:
         ManifestError: not JSON, larger than ``size_bytes_max``, other fields, or damaged.
     """
 
     def bad(reason: str) -> NoReturn:
-        raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
+        raise ManifestError(f"{where}: {reason}", hint="The record is damaged and is ignored")
 
     body = _parse(data, size_bytes_max, bad)
     if not isinstance(body, dict) or body.keys() - {"self_digest"} - newer != fields:
@@ -444,7 +444,7 @@ def _no_constants(name: str) -> NoReturn:
 
 
 def is_token(value: Any) -> TypeGuard[str]:
-    """True for what may name an attempt or a rank's save."""
+    """Return True for a valid name of an attempt or a rank's save."""
     return isinstance(value, str) and bool(_TOKEN.match(value))
 
 
@@ -461,7 +461,7 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
-    """Files of ``old`` that ``new`` does not name. Only what a manifest of ours names is ever deleted."""
+    """Return the files of ``old`` that ``new`` does not name. Only files of a manifest of ours are ever deleted."""
     kept = {entry.key for entry in new.entries}
     return [entry for entry in old.entries if entry.key not in kept]
 

@@ -1,17 +1,17 @@
 """A machine for the part of the pickle language that ``.metadata`` is written in. It is not an unpickler.
 
-It makes numbers, strings, containers, the few constants its caller names, and inert records: objects that only remember
-a class name and a state. There is no way in its language to import, to call anything but the caller's functions (which
-may make objects of their own), or to set an attribute of anything. CPython's unpickler is not involved, so what is
-checked is what is built.
+It makes numbers, strings, containers, the few constants of its caller's table, and inert records: objects with
+a class name and a state. Its language has no way to import, to call anything but the caller's functions (which
+may make objects of their own), or to set an attribute. CPython's unpickler is not involved, so the
+checked data and the built data are the same.
 
 Invariants (tests cite them):
-    S1  Only globals in the caller's exact table are known. Everything else is refused by name.
-    S2  Nothing is allocated for a length that the data does not have; memory and time are linear in its length
-        (at worst 75 bytes for each byte; what DCP writes takes about 10). What is written once and referred to often
-        costs as little each time as a reference takes to write.
-    S3  No hash, comparison or recursion ever meets a nested value: keys of dicts are strings, integers, records, or
-        what functions of the caller made to be keys.
+    S1  Only globals in the caller's exact table are known. All others are refused by name.
+    S2  No allocation exceeds the length of the data; memory and time are linear in it
+        (at worst 75 bytes for each byte; what DCP writes takes about 10). A repeated reference to one object
+        costs as little as it takes to write.
+    S3  No hash, comparison or recursion reaches a nested value: dict keys are strings, integers, records, or
+        objects that the caller's functions made as keys.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Class(Function):
 
 
 class Record:
-    """An instance as the data describes it: of which class, with which state (None: none given)."""
+    """An instance as data: the name of its class, and its state (None: no state)."""
 
     __slots__ = ("kind", "state")
 
@@ -98,7 +98,7 @@ def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
     except Refused:
         raise
     except (IndexError, struct.error):
-        raise Refused("it ends in the middle, or takes what was never put") from None
+        raise Refused("it is truncated, or uses a value that was never stored") from None
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
 
@@ -133,7 +133,7 @@ class PickleMachine:
             elif op == TUPLE3:
                 last, middle = stack.pop(), stack.pop()
                 arguments = (stack[-1], middle, last)
-                if data[at : at + 3] == CALL:  # what is made of three arguments: four opcodes as one
+                if data[at : at + 3] == CALL:  # four opcodes as one: a call with three arguments
                     del stack[-1]
                     made = _call(stack[-1], arguments)
                     memo += (arguments, made)
@@ -253,7 +253,7 @@ class PickleMachine:
         return at
 
     def _long(self, stack: list[Any], at: int) -> int:
-        """64 bits and no more: sizes need no more, and wider integers could all be made to share one hash."""
+        """Accept at most 64 bits: sizes need no more, and wider integers could all be made to share one hash."""
         count = self.data[at]
         if count > 8:
             raise Refused(f"an integer of {count} bytes at byte {at}")
@@ -282,7 +282,7 @@ class PickleMachine:
         return at + 4 + count
 
     def _frame(self, stack: list[Any], at: int) -> int:
-        """A hint for those who read streams."""
+        """A hint for stream readers."""
         count = _unpack_long(self.data, at)[0]
         if count > len(self.data) - at - 8:
             raise Refused(f"a frame of {count} bytes at byte {at} is longer than the file")
@@ -295,7 +295,7 @@ class PickleMachine:
         return self.put_at(stack, _unpack_unsigned(self.data, at)[0], at + 4)
 
     def put_at(self, stack: list[Any], index: int, at: int) -> int:
-        """Picklers number what they remember one by one. Any other index would only make the memo large."""
+        """Picklers number memo entries consecutively. Another index would only make the memo large."""
         if index != len(self.memo):
             raise Refused(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
         self.memo.append(stack[-1])

@@ -19,7 +19,7 @@ TIER_FORMS = (
     "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
 )
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")
-"""What no URL and no key of a bucket may hold: the lists of object stores are XML, which has none of them."""
+"""Characters that no URL and no key of a bucket may hold: listings are XML, which cannot represent them."""
 
 _NOT_OF_A_BUCKET = re.compile(r"[^A-Za-z0-9_.:$\-]")
 """A colon: ``example.com:bucket`` of GCS, ``tenant:bucket`` of Ceph, ``arn:...`` of an access point."""
@@ -79,7 +79,7 @@ def parse_uri(uri: object) -> Location:
     """Normalise a URI, bare path or ``os.PathLike``.
 
     ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
-    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these behind ``tierckpt://``.
+    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these after ``tierckpt://``.
 
     Raises:
         ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
@@ -123,8 +123,8 @@ def scheme_of(text: str) -> str:
     """The scheme of the URL ``text``, in small letters; '' for a path.
 
     Raises:
-        ConfigError: it is neither: a URL with a slash too few, with spaces before it, or one of several chained; the
-            hint spells it.
+        ConfigError: it is neither: a URL with a missing slash, with leading spaces, or a chained URL; the
+            hint corrects it.
     """
     trimmed = text.lstrip()
     if _CHAINED.search(trimmed) and re.match(r"[A-Za-z][\w+.\-]*:[:/]", trimmed):
@@ -207,7 +207,7 @@ def _refuse_misspelt(text: str) -> None:
 
 
 def _behind(text: str) -> tuple[str, str]:
-    """Scheme and text of the URI behind ``tierckpt://`` (docs/guide/fsspec.md); the reader adds the node cache."""
+    """Return scheme and text of the URI inside ``tierckpt://`` (docs/guide/fsspec.md)."""
     scheme, _, rest = text.partition("://")[2].partition("/")
     if not _SCHEME.fullmatch(f"{scheme}://") or scheme.lower() == "tierckpt":
         raise ConfigError(f"{redact(text)} names no store", hint=f"Write {TIER_FORMS}", uri=text)

@@ -19,10 +19,10 @@ from ..types import Buffer, ByteRange
 
 
 class CachedView:
-    """What a URI holds, through the node cache, for synchronous callers. ``open_cached`` makes it; close it.
+    """The files of a URI through the node cache, for synchronous callers. ``open_cached`` makes it; close it.
 
-    Bytes are of the version that was there when it was opened, or an error. What this node has is read from its files;
-    what it lacks is fetched, once per node, and kept. Any thread may use it.
+    Bytes are of the version at the time of opening, or an error. Cached bytes are read from the files;
+    missing ones are fetched, once per node, and kept. Any thread may use it.
     """
 
     def __init__(self, client: Client, cached: CacheEntry) -> None:
@@ -41,7 +41,7 @@ class CachedView:
 
     @property
     def chunk_size_bytes(self) -> int:
-        """What is fetched at a time: a read costs whole chunks."""
+        """Chunk size, in bytes: reads fetch whole chunks."""
         return self._cached.chunk_size_bytes
 
     @property
@@ -50,7 +50,7 @@ class CachedView:
         return self._cached.directory
 
     def path(self, path: str) -> Path:
-        """Where a file lies now, whole or with holes. The name may change once, when all becomes whole."""
+        """Return the current path of a file, complete or sparse. It may change once, when the entry is complete."""
         return self._cached.path(path)
 
     def landed(self, path: str, start: int = 0, stop: int | None = None) -> bool:
@@ -68,17 +68,17 @@ class CachedView:
         """Fill ``into``, which is writable, with the bytes from ``start`` on."""
         view = memoryview(into).cast("B")
         wanted = ByteRange(start, start + len(view))
-        if not self._cached.read_available(path, wanted, view):  # what has landed needs no event loop
+        if not self._cached.read_available(path, wanted, view):  # cached bytes need no event loop
             self._client.run(self._cached.read_into(path, wanted, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:
-        """True when ``data``, read from ``path(path)`` at ``start``, is what landed there; ``read_into`` mends what is
-        not."""
+        """Return True if ``data``, read from ``path(path)`` at ``start``, has the recorded digests; else ``read_into``
+        repairs it."""
         view = memoryview(data).cast("B")
         return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
 
     def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
-        """Return when the bytes have landed, whoever fetches them. Raises OperationTimeoutError."""
+        """Return when the bytes are in the cache, fetched by any process. Raises OperationTimeoutError."""
         wanted = self._range(path, start, stop)
         self._client.run(self._cached.wait(path, wanted, timeout_seconds))
 
@@ -87,12 +87,12 @@ class CachedView:
         self._client.run(self._cached.fill(paths))
 
     def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
-        """Begin to fetch all of ``paths`` and return at once; reads take what has landed. ``close`` ends it."""
+        """Start to fetch all of ``paths`` in the background; reads use the fetched chunks. ``close`` stops it."""
         if self._filling is None:
             self._filling = self._client.start(self._cached.fill(paths))
 
     def close(self) -> None:
-        """Give up the lease; end what fills in the background. What has landed stays. Idempotent."""
+        """Release the lease and stop the background fetch. Fetched chunks stay. Idempotent."""
         if not self._client.is_ours:
             return
         if self._filling is not None:

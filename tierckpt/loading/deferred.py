@@ -1,8 +1,8 @@
-"""Tensors of a model that are read when they are used, and of which only the part is read that is used.
+"""Tensors of a model that are read on first use, and only the part in use.
 
-An engine that is given whole tensors cuts its rank's part out of each, or drops it: rows of a layer that several ranks
-share, layers of another stage of a pipeline, experts of another rank. Only its own code knows which. It is given
-``DeferredTensor`` instead: a view of one costs nothing, and whatever needs numbers reads those of the view.
+An engine takes whole tensors and cuts its rank's part out of each, or drops it: rows of a layer that several ranks
+share, layers of another pipeline stage, experts of another rank. Only its own code knows which. It gets a
+``DeferredTensor`` instead: views of it cost nothing, and an operation that needs values reads the values of the view.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _VIEWS = {
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A tensor of a file, and what was made of it."""
+    """A tensor of a file, and its views."""
 
     want: Want
     device: torch.device
     made: list[weakref.ref[DeferredTensor]]
-    """All that were made of the tensors of this load."""
+    """All views made of the tensors of this load."""
     whole: Tensor | None = None
 
     def read(self, view: Tensor) -> Tensor:
-        """Return the numbers that ``view``, a view of a tensor on the device meta, stands for."""
+        """Return the values of ``view``, a view of a tensor on the meta device."""
         bounds = None if self.whole is not None else _bounds_of(view, self.want.shape)
         if bounds is None or bounds == self.want.bounds:
             return self.read_all().as_strided(view.shape, view.stride(), view.storage_offset())
@@ -67,11 +67,11 @@ class _Source:
         return self.whole
 
     def share(self) -> None:
-        """Have every view be one of the same memory: what is written to one of them, the others have too."""
+        """Let all views share one memory: a write to one of them is visible in the others."""
         self.read_all()
         for reference in self.made:
             if (one := reference()) is not None and one._source is self:
-                one._read = None  # a part of its own, that nobody has written to
+                one._read = None  # a private copy without writes
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -94,11 +94,11 @@ def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
 
 
 class DeferredTensor(Tensor):
-    """A tensor, or a view of one, whose numbers are read when something needs them, once. It has no storage.
+    """A tensor, or a view of one, that reads its values once, when they are needed. It has no storage.
 
-    Operations that are known to need none (``shape``, ``narrow``, ``chunk``, an index) read nothing; every other one,
-    in Python or in C++, is given an ordinary tensor of this shape. An operation in place reads the tensor whole: views
-    have what is written to each other, as those of any tensor.
+    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; every other one,
+    in Python or in C++, gets an ordinary tensor of this shape. An in-place operation reads the whole tensor: its views
+    share writes, as of any tensor.
     """
 
     _source: _Source
@@ -143,7 +143,7 @@ class DeferredTensor(Tensor):
             views = first._views(func, *args[1:], **kwargs)
             if views is not None:
                 return views
-        if func is Tensor.copy_ and first.is_meta and isinstance(args[1], cls):  # somebody counts what is to be copied
+        if func is Tensor.copy_ and first.is_meta and isinstance(args[1], cls):  # the caller counts bytes to copy
             return func(first, args[1]._view, *args[2:], **kwargs)
         if isinstance(first, cls) and _writes(getattr(func, "__name__", "")):
             first._source.share()
@@ -168,7 +168,7 @@ def _has_tensors(tree: Any) -> bool:
 class Deferral:
     """Makes the deferred tensors of one load, of those that have ``bytes_min`` or more.
 
-    ``settle`` it before what they are read from is closed.
+    ``settle`` it before its source is closed.
     """
 
     def __init__(self, bytes_min: int = DEFERRED_BYTES_MIN) -> None:

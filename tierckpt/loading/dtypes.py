@@ -1,4 +1,4 @@
-"""The dtypes of safetensors and those of torch."""
+"""The dtypes of safetensors and their torch dtypes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What an export wrote. ``skipped`` counts entries of the checkpoint that were not asked for or are no tensors."""
+    """The result of an export. ``skipped`` counts entries that were not selected or are no tensors."""
 
     uri: str
     directory: Path
@@ -101,9 +101,9 @@ def export_safetensors(
         uri: a checkpoint, or a run: then its newest usable checkpoint.
         to: a directory that does not exist or is empty.
         dtype: convert floating-point tensors to ``bf16``, ``fp16`` or ``fp32``; None keeps every bit.
-        shard_size_bytes_max: a file is closed when the next tensor would pass this.
-        only: export the tensors below this name (``"model"``: those of ``model.*``), and drop it from their names.
-        trust_pickle: as of ``TierStorageReader``.
+        shard_size_bytes_max: maximum size of a file; a larger tensor gets a file of its own.
+        only: export the tensors under this name (``"model"``: ``model.*``), and drop it from their names.
+        trust_pickle: see ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
         listener: called with a ``Progress`` as bytes are written.
 
@@ -251,7 +251,7 @@ def _check_target(target: Path) -> None:
         raise ConfigError(f"{target} exists and is not an empty directory", hint="Give a new directory", path=target)
     if target.is_mount():
         raise ConfigError(
-            f"{target} is a mount point, where nothing can appear all at once",
+            f"{target} is a mount point, and cannot appear atomically",
             hint="Give a new directory below it",
             path=target,
         )
@@ -259,10 +259,10 @@ def _check_target(target: Path) -> None:
 
 @contextlib.contextmanager
 def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
-    """Yield a directory beside ``target`` that takes its name when the block ends well, and goes when it does not.
+    """Yield a temporary directory next to ``target``; rename it to ``target`` on success, remove it on failure.
 
-    One process of a node exports to a target at a time; of several nodes each has a directory of its own, and the first
-    one wins. What a killed export left is removed by the next one of its node.
+    One process of a node exports to a target at a time; with several nodes each has its own directory, and the first
+    to finish wins. The next export on the same node removes the directory of a killed one.
     """
     stem = f"{target.name}.exporting"
     directory = target.with_name(temporary_of_this_process(stem))
@@ -279,7 +279,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
             try:
                 yield directory
                 fsync_dir(directory)
-                publish(directory, target)  # over an empty directory too; refused if somebody has filled it meanwhile
+                publish(directory, target)  # also over an empty directory; refused if it was filled meanwhile
             except BaseException:
                 remove_tree(directory, ignore_errors=True)
                 raise

@@ -33,7 +33,7 @@ from ..resources import ThreadPool
 from .dtypes import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB
-"""What is read at a time, with what a conversion reads it into. Two windows are in memory."""
+"""Bytes per window, including the buffers of a conversion. Two windows are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Block:
 
     @property
     def memory_bytes(self) -> int:
-        """The block, and what a conversion reads it into."""
+        """Return the block, and the buffers of its conversion."""
         converted_bytes = self.numel * self.item.dtype.itemsize if self.item.dtype != self.item.written else 0
         return self.size_bytes + converted_bytes
 
@@ -207,7 +207,7 @@ def _read(reader: TierStorageReader, window: list[Block], view: memoryview, begi
 def _reads(block: Block) -> list[ReadItem]:
     chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
     found = create_read_items_for_chunk_list(block.item.key, block.item.stored, [chunk])
-    if sum(math.prod(item.lengths) for item in found) != block.numel:  # the memory is that of another window
+    if sum(math.prod(item.lengths) for item in found) != block.numel:  # memory of an earlier window
         raise IntegrityError(
             f"the shards of {block.item.key} do not cover it, each element once", tensor=block.item.key
         )

@@ -1,12 +1,12 @@
 """Bytes of files into tensors, in large reads, in parallel, with as few copies as the layout allows.
 
-A tensor that is wanted whole, or by rows, is one run of bytes. Runs that touch are one *extent*, and a large extent is
-read straight into the memory that its tensors then have, placed so that file offset and address agree within a page,
-which is what O_DIRECT asks for; nothing is copied. Or it is read into a buffer so small that it stays in the
-processor's caches, and copied on, where that is faster (``disk/io_tuner.py``). Its pages are put in place while the
-disk is busy with what comes before, by threads of their own, and are huge where those come no slower
+A tensor that is wanted whole, or by rows, is one run of bytes. Adjacent runs form an *extent*. A large extent is
+read straight into the memory of its tensors, which is placed so that file offset and address agree within a page,
+as O_DIRECT requires; nothing is copied. Or it is read into a buffer that stays in the
+processor's caches, and copied, if that is faster (``disk/io_tuner.py``). Its pages are allocated while the
+disk is busy with earlier extents, by threads of their own, and are huge pages if those are not slower
 (``arena/page_choice.py``).
-All else (small extents, columns, devices) goes through the read buffers of the process, and from there to its place.
+All other bytes (small extents, columns, devices) go through the read buffers of the process.
 
 No thread holds the interpreter lock while it reads or copies.
 """
@@ -47,7 +47,7 @@ READS_A_BUFFER = 4
 """A load of little takes few buffers: not as much memory again as it fills, so that many processes fit on a node."""
 
 THROUGH_BYTES = 512 << 10
-"""Of a buffer that bytes only pass through. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB;
+"""Size of a bounce buffer. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB;
 through twelve of 1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x."""
 
 DIRECT_BYTES_MIN = 1 << 20
@@ -66,7 +66,7 @@ FILLERS_MAX = 2
 by one thread ahead of them 2.2, by two 1.45."""
 
 AHEAD_MAX = 8
-"""Jobs whose pages are put in place ahead of the readers. Few: jobs before them decide which kind of pages they get."""
+"""Jobs with pages allocated ahead of the readers. Few: earlier jobs decide between huge and small pages."""
 
 FILES_AT_ONCE = 64
 """So many files have descriptors at a time."""
@@ -77,7 +77,7 @@ RUN_BYTES_MIN = 1 << 20
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """One tensor to read: which part of it, and what that is in torch."""
+    """One tensor to read: the wanted part, and its torch dtype and shape."""
 
     name: str
     file: ModelFile
@@ -115,7 +115,7 @@ class Want:
 
 @dataclass(slots=True)
 class Run:
-    """``rows`` rows that lie one after the other in the file, of which ``bounds`` are wanted (None: all of each).
+    """``rows`` consecutive rows of the file, with ``bounds`` as the wanted part of each (None: all of it).
 
     Attributes:
         start: of the first row, in the file.
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """From where to where in a row lies what is wanted of it; all of the row where that is not one piece."""
+        """Return the wanted range of a row; the whole row if that is not one range."""
         (start, stop), *others = self.bounds or ((0, self.shape[0]),)
         if any(bound != (0, size) for bound, size in zip(others, self.shape[1:], strict=True)):
             return 0, self.row_bytes
@@ -160,7 +160,7 @@ class Run:
         return start * unit, stop * unit
 
     def put(self, source: Tensor, target: Tensor) -> None:
-        """Copy what is wanted from ``source``, the bytes of these rows, to ``target``, the bytes of the tensor."""
+        """Copy the wanted part of ``source``, the bytes of these rows, to ``target``, the bytes of the tensor."""
         if self.bounds is None:
             target[self.into : self.into + len(source)].copy_(source, non_blocking=True)
             return
@@ -247,7 +247,7 @@ class FileFill:
         self._extents = self._lay_out()
 
     def _lay_out(self) -> list[list[tuple[Want, Run]]]:
-        """Find the extents that are read straight into place; what they leave goes the other way."""
+        """Find the extents to read straight into place; the others go through buffers."""
         extents: list[list[tuple[Want, Run]]] = []
         for want, run in self._direct:
             if extents and extents[-1][-1][1].stop == run.start:
@@ -260,7 +260,7 @@ class FileFill:
 
     @property
     def size_bytes(self) -> int:
-        """What the extents take: whole blocks of the file, then whole huge pages."""
+        """Return the memory for the extents: whole blocks of the file, then whole huge pages."""
         blocks = sum(round_up(extent[-1][1].stop) - _block(extent[0][1].start) for extent in self._extents)
         gathered = sum(round_up(want.size_bytes) for want, _ in self._other if self._is_large(want))
         return round_up(blocks + gathered, HUGE_PAGE_BYTES)
@@ -448,7 +448,7 @@ class _Reading(ReadThreads):
             self._ready.put(None)
 
     def _through(self) -> list[memoryview | None]:
-        """One for each reader. They have no pages before somebody reads through them."""
+        """Make a buffer for each reader. Its pages are allocated on first use."""
         if not self._fillers:
             return [None] * self._readers
         size_bytes = round_up(self._readers * THROUGH_BYTES, HUGE_PAGE_BYTES)
@@ -474,7 +474,7 @@ class _Reading(ReadThreads):
                 put_pages(job)
                 yield job
             return
-        while (ready := self._ready.get()) is not None and self.error is None:  # else what is ready is left
+        while (ready := self._ready.get()) is not None and self.error is None:  # on an error, pending jobs are dropped
             self._room.release()
             yield ready
 
@@ -511,8 +511,8 @@ class _Reading(ReadThreads):
 def put_pages(job: Job) -> None:
     """Give ``job.memory`` the pages that are to be read into.
 
-    What is in the page cache gets them while it is copied: filled in before, each would pass through the processor's
-    caches twice (a fifth slower).
+    Extents in the page cache get their pages while they are copied: allocated before, each page would pass through the
+    processor's caches twice (a fifth slower).
     """
     if job.memory is None or job.into is None:
         return
@@ -551,7 +551,7 @@ class _PinnedBuffer(_Buffer):
         super().__init__(memory)
         pin(memory)  # where it cannot be had, the copies are slower and not asynchronous, and right all the same
         self._stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(after)  # the targets are its memory: what it still does to them comes first
+        self._stream.wait_stream(after)  # the targets are memory of that stream: its pending work comes first
 
     def put(self, job: Job) -> None:
         with torch.cuda.stream(self._stream):

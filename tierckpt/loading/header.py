@@ -1,13 +1,13 @@
-"""The header of a safetensors file, read and checked before anything is allocated for what it describes.
+"""The header of a safetensors file, checked before any allocation for its tensors.
 
     8 bytes         length of the JSON that follows, little-endian
     JSON            {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
     the rest        the tensors, one after the other, without holes
 
-A header is bytes from a stranger. What is believed of it is what the file can hold: every tensor lies inside the file,
-has as many bytes as its dtype and shape say, overlaps no other, and together they are the file.
+A header is untrusted. A header is accepted if every tensor is inside the file,
+has as many bytes as its dtype and shape require, overlaps no other, and together they cover the file.
 
-Source: the format of https://github.com/huggingface/safetensors, whose own reader checks the same.
+Source: the format of https://github.com/huggingface/safetensors; its reader checks the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..types import Buffer, ByteRange
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
-"""Of the JSON: what the format's own reader accepts."""
+"""Maximum length of the JSON: the limit of the format's own reader."""
 
 _SHOWN = 80
 _BEGIN_BYTES = 64
@@ -36,13 +36,13 @@ _TORCH_SAVE = (
 _KINDS = (
     (b"PK\x03\x04", *_TORCH_SAVE),
     *((b"\x80" + bytes([protocol]), *_TORCH_SAVE) for protocol in range(2, 6)),
-    (b"version https://git-lfs", "it is a Git LFS pointer", "`git lfs pull` fetches the file that it stands for"),
+    (b"version https://git-lfs", "it is a Git LFS pointer", "`git lfs pull` fetches the real file"),
     (b"GGUF", "it is a GGUF file", "llama.cpp and the package gguf read it"),
     (b"\x89HDF\r\n", "it is an HDF5 file", "h5py reads it"),
     (b"<", "it is a page of HTML or XML", "A fetch that was refused leaves such a file: fetch it again"),
 )
 _AGAIN = "It was cut short: fetch it again"
-_DAMAGED = "Compare its digest with that of the source, and fetch it again if they differ"
+_DAMAGED = "Compare its digest with the source's, and fetch it again if they differ"
 _TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
 
 DTYPE_BITS = {
@@ -88,7 +88,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds: its tensors in the order of their bytes, and its free text."""
+    """The contents of a file: its tensors in the order of their bytes, and its metadata."""
 
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
@@ -111,8 +111,8 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
         read: returns a range of its bytes.
 
     Raises:
-        IntegrityError: it is no safetensors file, is cut short, or does not hold what it says; names file and tensor.
-    Cost: two reads, the header only; memory for a few times the header's length, which the file's size bounds.
+        IntegrityError: not a safetensors file, truncated, or inconsistent; names file and tensor.
+    Cost: two reads, the header only; memory for a few times the length of the header, which the file's size limits.
     """
     try:
         return parse_header(_text(size_bytes, read), size_bytes)
@@ -127,7 +127,7 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
 
 
 def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
-    """What a file is that is no safetensors file, by how it begins, and what to do; '' where that is unknown.
+    """Identify a file that is not safetensors by its first bytes; return its kind and a hint, '' if unknown.
 
     The length of a header that may be read fits four bytes of eight, so in a damaged safetensors file the others are 0.
     """
@@ -159,8 +159,8 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
 def parse_header(text: bytes, size_bytes: int) -> Header:
     """Return the tensors and metadata in ``text``, the JSON of a file of ``size_bytes``. Raises ``Malformed``.
 
-    Accepts and refuses the JSON that the reader of safetensors 0.8 does: a tensor that is named twice is the last one,
-    fields with other names are ignored, and an array may stand for the three fields of a tensor.
+    Accepts and refuses the same JSON as the reader of safetensors 0.8: the last of two tensors with one name wins,
+    unknown fields are ignored, and an array may replace the three fields of a tensor.
     """
     fields = _json(text)
     if not isinstance(fields, _Object):
@@ -177,7 +177,7 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
 _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _DEPTH_MAX = 125
-"""Of the values of unknown fields, in which the format's own reader nests 127 containers with those around them."""
+"""Maximum nesting of unknown fields: the format's own reader allows 127 containers in all."""
 _COUNT_MAX = 1 << 64
 """Where the format's own reader sees an overflow, factor by factor."""
 _SIZE_MAX = (1 << 63) - 1
@@ -205,7 +205,7 @@ def _json(text: bytes) -> Any:
 
 def _number(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value):  # NaN is none of JSON either
+    if not math.isfinite(value):  # JSON has no NaN either
         raise ValueError(f"{text[:20]} is no number of JSON")
     return value
 
@@ -273,7 +273,7 @@ class _Fields:
 
 
 def parse_entry(fields: _Fields, begin: int) -> Entry:
-    """Return the tensor of ``fields``, whose data is as long as its dtype and shape require."""
+    """Return the tensor of ``fields``; checks that its data has the length of its dtype and shape."""
     name, dtype, shape, (start, stop) = fields.name, fields.dtype, fields.shape, fields.offsets
     bits = 1
     for factor in (*shape, DTYPE_BITS[dtype]):
@@ -286,7 +286,7 @@ def parse_entry(fields: _Fields, begin: int) -> Entry:
 
 
 def _are_counts(value: Any) -> bool:
-    """True for an array of whole numbers from 0 (of which ``True`` is none) that fit 64 bits."""
+    """Return True for an array of integers from 0 (``True`` is not one) that fit 64 bits."""
     is_array = isinstance(value, list) and not isinstance(value, _Object)
     return is_array and all(type(item) is int and 0 <= item < _COUNT_MAX for item in value)
 
@@ -302,7 +302,7 @@ def _depth(value: list[Any]) -> int:
 
 
 def check_cover(entries: list[Entry], begin: int, size_bytes: int) -> None:
-    """Every byte of the file belongs to one tensor: what is in no tensor, or in two, is no safetensors file."""
+    """Check that every byte of the file belongs to exactly one tensor."""
     position = begin
     for entry in entries:
         if entry.start != position:

@@ -53,7 +53,7 @@ class Place(Protocol):
         """Return size and version of a file; None when it is not there."""
 
     def open(self, name: str) -> Copy:
-        """Return a reader of its own for whoever asks, who closes it."""
+        """Return a new reader; the caller closes it."""
 
     def begin(self, names: list[str]) -> None:
         """Say that all of these files will be read, in this order."""
@@ -123,7 +123,7 @@ class ModelFile:
         return self.place.open(self.name)
 
     def check_unchanged(self) -> None:
-        """Raise IntegrityError when the file is not the one any more whose header was read: its bytes are others."""
+        """Raise IntegrityError if the file was replaced after its header was read."""
         if self.place.info(self.name) != self.info:
             raise IntegrityError(
                 f"{self.where} was changed while it was read", hint="Load the model again", file=self.name
@@ -132,7 +132,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Where each tensor of a model lies, by name: in the order of the index, else of the files."""
+    """The location of each tensor of a model, by name: in the order of the index, else of the files."""
 
     where: str
     place: Place
@@ -192,7 +192,7 @@ def _opened(place: Place, names: Iterable[str]) -> list[ModelFile]:
 
 
 class _Head:
-    """Reads the beginning of a file once, past the page cache, whose readahead would read far more than a header."""
+    """Reads the beginning of a file past the page cache: its readahead would read far more than a header."""
 
     def __init__(self, copy: Copy, size_bytes: int) -> None:
         self._copy, self._size_bytes = copy, size_bytes

@@ -90,7 +90,7 @@ def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tupl
 
 
 class CachedPlace:
-    """What a URI holds, one frozen version of it: read from the node cache where it is there, else from the store."""
+    """One frozen version of the files of a URI: read from the node cache, and missing chunks from the store."""
 
     def __init__(self, uri: str, view: CachedView, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> None:
         self.where = uri
@@ -126,11 +126,11 @@ class CachedPlace:
 class _CachedCopy:
     """One file of a ``CachedPlace``. Chunks on this node are read as any file is, the others are fetched.
 
-    It is no ``LocalCopy``, as files of a prefetched directory are: while bytes come from a store, how long reads take
-    says nothing of the disk, so no way to read it is tried on them (``read/read_benchmark.py``).
+    It is no ``LocalCopy``, unlike a file of a prefetched directory: read times that include a store
+    say nothing about the disk, so no read mode is tried on it (``read/read_benchmark.py``).
     """
 
-    tier = Tier.LOCAL  # what comes from the store is counted as such where it comes in
+    tier = Tier.LOCAL  # bytes from the store are counted where they are received
 
     def __init__(self, view: CachedView, name: str, where: str, tuner: ReadTuner) -> None:
         self.where = f"{where}/{name}"

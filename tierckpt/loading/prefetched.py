@@ -22,9 +22,9 @@ log = logger("load")
 
 
 class PrefetchedDirectory(Directory):
-    """``Directory`` whose files are verified while they are read, if ``receipt`` has their digests.
+    """``Directory`` that verifies its files during reads, if ``receipt`` has their digests.
 
-    What it names lies below ``root``. Damaged bytes of the node cache are mended.
+    The files of the receipt are under ``root``. Damaged bytes of the node cache are repaired.
     """
 
     def __init__(self, path: Path, tuner: ReadTuner, root: Path, receipt: Receipt, settings: Settings) -> None:
@@ -59,10 +59,10 @@ class PrefetchedDirectory(Directory):
         return self._checker.is_good(index, byte_range, data)
 
     def mend(self, index: int, byte_range: ByteRange, into: memoryview, cause: StoreError | None = None) -> None:
-        """Fill ``into`` with the right bytes, of which this node has wrong ones, or none that it can read (``cause``).
+        """Fill ``into`` with good bytes, after this node's were damaged, or unreadable (``cause``).
 
         Raises:
-            IntegrityError: they are nowhere to be had, or the directory is the user's, who may have meant it.
+            IntegrityError: no good copy, or the directory belongs to the user, who may have changed it on purpose.
         """
         path = self._receipt.frozen.files[index].path
         if self._root.parent != (self._settings.local_root / "cache").resolve():
@@ -86,8 +86,8 @@ class PrefetchedDirectory(Directory):
         uri = self._receipt.frozen.uri
         return IntegrityError(
             f"{what} that were prefetched",
-            hint=f"It is damaged, or somebody has changed it. Remove it and run `tierckpt prefetch {uri}` as before; "
-            f"if it was changed on purpose, remove {self._root / RECEIPT}, which says what was prefetched",
+            hint=f"It is damaged, or was changed. Remove it and run `tierckpt prefetch {uri}` again; "
+            f"if it was changed on purpose, remove {self._root / RECEIPT}, the list of prefetched files",
             file=self._receipt.frozen.files[index].path,
             entry=self._root,
             tier=Tier.LOCAL,
@@ -95,9 +95,9 @@ class PrefetchedDirectory(Directory):
 
 
 def open_directory(directory: Path, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> Directory:
-    """``directory``, its files verified where it, or one above it, was prefetched and the digests are known.
+    """Return ``directory``, with verification if it, or a parent, was prefetched and the digests are known.
 
-    Raises IntegrityError while a prefetch replaces its files by those of another version.
+    Raises IntegrityError while a prefetch replaces its files by another version.
     """
     tuner, place = read_tuner_for(settings, ways), directory.resolve()
     for root in (place, *place.parents):
@@ -116,7 +116,7 @@ def open_directory(directory: Path, settings: Settings, ways: tuple[ReadMode, ..
 def _half_replaced(root: Path) -> IntegrityError:
     return IntegrityError(
         f"{root} holds files of two versions: a prefetch replaces them just now, or was interrupted",
-        hint="Load it when the prefetch has ended; if none runs, run the same `tierckpt prefetch` again",
+        hint="Load it after the prefetch has ended; if none runs, run the same `tierckpt prefetch` again",
         entry=root,
         tier=Tier.LOCAL,
     )
@@ -141,7 +141,7 @@ class _CheckedCopy(LocalCopy):
             self._prefetched.mend(self._index, byte_range, wanted, error)
             return wanted
         if len(data) < len(wanted):
-            return data  # whoever asked says that it is cut short
+            return data  # the caller reports the truncation
         if not self._prefetched.is_good(self._index, byte_range, wanted):
             self._prefetched.mend(self._index, byte_range, wanted)
         return wanted

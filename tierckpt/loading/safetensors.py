@@ -1,4 +1,4 @@
-"""Safetensors files to tensors: all at once, one by one as they are asked for, or as a stream."""
+"""Safetensors files to tensors: all at once, lazily, or as a stream."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def load_safetensors(
 ) -> dict[str, Tensor] | LazyTensors:
     """Return every tensor of a model, by name: all of them, or an error that says which is missing.
 
-    Each has the dtype and the shape (or the part of it that was asked for) that its file gives it.
+    Each has the dtype and the shape (or the requested part of it) of its file.
 
     Headers are checked before anything is allocated. Bytes are read once, past the page cache unless they are in it,
     and straight into the memory of the tensors. The tensors are ordinary ones: writable, each with a storage of its
@@ -98,14 +98,14 @@ def load_safetensors(
 
     Args:
         uri_or_dir: a directory of safetensors files, one such file, or the URI of either.
-        device: where the tensors go.
-        lazy: return a mapping that reads each tensor when it is asked for, every time.
-        names: only these tensors, or those it says True for.
-        prefix: only tensors whose names begin with this; they keep their names.
+        device: device of the tensors.
+        lazy: return a mapping that reads a tensor at each access.
+        names: only these tensors, or those for which the function returns True.
+        prefix: only tensors with this prefix; they keep their names.
         shard: ``(rank, world, dim)``: of each tensor that has the dimension, the part that ``torch.chunk`` would give
-            this rank (the last ranks have less, or nothing, where it does not divide). Only rows that are in it are
-            read where ``dim`` is 0; for other dimensions whole rows are.
-        plan: what is wanted of each tensor, a mapping or a function of its name: ``(rank, world, dim)``, a slice or a
+            this rank (the last ranks have less, or nothing, if it does not divide). For ``dim`` 0 only its rows are
+            read; for other dimensions whole rows are.
+        plan: the part of each tensor, a mapping or a function of its name: ``(rank, world, dim)``, a slice or a
             tuple of slices, or None for all of it.
         variant: the weights of this variant, such as "fp16" (``model.fp16.safetensors``).
         subfolder: the weights in this directory of the model, such as "unet".
@@ -113,14 +113,14 @@ def load_safetensors(
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises:
-        IntegrityError: a file that the index names is missing, there are several sets of weights and none is the usual
-            one, a file is damaged or cut short, two files hold one name, or a file changed while it was read.
+        IntegrityError: a file of the index is missing, there are several sets of weights and none is the usual
+            one, a file is damaged or truncated, two files hold one name, or a file changed during the read.
         CheckpointNotFoundError, ObjectNotFoundError: no such place, variant or index, or no safetensors file in it.
-        StateMismatchError: a tensor that was asked for is not there, has no such dimension, or torch has none such.
+        StateMismatchError: a requested tensor is missing, or has no such dimension, or torch lacks its dtype.
         CapacityError: the tensors do not fit in memory; nothing was read.
-        ConfigError, StoreError: a bad argument, or a store that cannot be read.
-    Cost: a request for each 8 MiB, as many at a time as the device likes best (``disk/io_tuner.py``); memory for the
-        tensors, and a buffer of 8 MiB for each where a tensor is cut by columns or goes to a device.
+        ConfigError, StoreError: a bad argument, or an unreadable store.
+    Cost: a request for each 8 MiB, with the concurrency that suits the device (``disk/io_tuner.py``); memory for the
+        tensors, and a buffer of 8 MiB per request for tensors that are cut by columns or go to a device.
 
     Example:
         >>> save_file({"layer.weight": torch.ones(4, 2), "layer.bias": torch.zeros(4)}, "model.safetensors")
@@ -157,10 +157,9 @@ def stream_safetensors(
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Yield every tensor of a model and its name, file by file in the order of their bytes.
 
-    While the caller has the tensors of one window, the next is read. What was read and not yet handed out never takes
-    more than ``bytes_in_flight_max``, or one tensor that is larger; so a model larger than memory goes through. The
-    tensors of a window (half of that) share memory: keep a clone of those you keep, or all of them. The other arguments
-    are those of ``load_safetensors``.
+    The next window is read while the caller uses the tensors of one. Tensors that are read and not yet yielded take at
+    most ``bytes_in_flight_max``, or one larger tensor; so a model larger than memory can be streamed. The tensors of a
+    window (half of that) share memory: clone the few that you keep. For the other arguments see ``load_safetensors``.
 
     Args:
         bytes_in_flight_max: see above; at least one tensor is read at a time.
@@ -190,9 +189,9 @@ def stream_safetensors(
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a model, each read when it is asked for, every time. Any thread may ask.
+    """The tensors of a model, read at each access. Thread-safe.
 
-    No file is kept open. The version behind a URI stays in the node cache until ``close``, or the end of
+    No file stays open. The version of a URI stays in the node cache until ``close``, or the end of
     the process.
     """
 
@@ -201,7 +200,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self._wants = {want.name: want for want in wanted.wants}
 
     def close(self) -> None:
-        """Release the model; nothing can be read any more. Idempotent."""
+        """Release the model; later reads fail. Idempotent."""
         self._wants, self._names = {}, []
         self._wanted.close()
 
@@ -224,7 +223,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return name in self._wants
 
     def meta(self, name: str) -> Tensor:
-        """Return what reading ``name`` would: dtype and shape, on the device ``meta``. Nothing is read."""
+        """Return dtype and shape of ``name`` as a tensor on the device ``meta``. Reads no data."""
         want = self._wants[name]
         return torch.empty(math.prod(want.shape), dtype=want.dtype, device="meta").reshape(want.shape)
 
@@ -233,7 +232,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class WantedTensors:
-    """The tensors of a model that were asked for."""
+    """The selected tensors of a model."""
 
     def __init__(
         self,
@@ -260,7 +259,7 @@ class WantedTensors:
             raise
 
     def begin(self) -> None:
-        """All of it is about to be read. (Of a few tensors, what is read is fetched, and no more.)"""
+        """Announce that all tensors will be read. (For a few tensors, only their chunks are fetched.)"""
         if self._is_all:
             self._model.place.begin(list(dict.fromkeys(want.file.name for want in self.wants)))
 
@@ -290,7 +289,7 @@ class WantedTensors:
                         yield ready.popleft()
                     reading = reading or begin(window)
             finally:
-                stop.set()  # whoever stops early does not wait for more than the requests under way
+                stop.set()  # an early stop waits only for running requests
 
     def close(self) -> None:
         self._model.place.close()
@@ -314,7 +313,7 @@ def _device(device: str | torch.device) -> torch.device:
 def _select(model: Model, names: Names | None, prefix: str) -> list[str]:
     chosen = [name for name in model.tensors if name.startswith(prefix)]
     if prefix and not chosen:
-        raise StateMismatchError(f"{model.where} holds no tensor whose name begins with {prefix!r}")
+        raise StateMismatchError(f"{model.where} holds no tensor with the prefix {prefix!r}")
     if names is None:
         return chosen
     if callable(names):

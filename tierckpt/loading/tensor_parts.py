@@ -11,7 +11,7 @@ Shard: TypeAlias = tuple[int, int, int]
 """``(rank, world, dim)``."""
 
 Part: TypeAlias = Shard | slice | tuple[slice, ...] | None
-"""What a plan says of one tensor: a rank's share, slices of its first dimensions, or None for all of it."""
+"""Plan of one tensor: a rank's share, slices of its first dimensions, or None for all of it."""
 
 Plan: TypeAlias = Mapping[str, Part] | Callable[[str], Part]
 
@@ -20,7 +20,7 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Parts:
-    """What is wanted of the tensors of a model.
+    """The wanted parts of the tensors of a model.
 
     ``shard`` cuts as ``torch.chunk`` and DTensor's ``Shard`` do: ``ceil(size / world)`` for each rank, the last ranks
     having less or nothing where it does not divide. A tensor that has no such dimension comes whole.
@@ -40,7 +40,7 @@ class Parts:
         )
 
     def of(self, name: str, shape: tuple[int, ...]) -> Bounds:
-        """Return what is wanted of the tensor ``name``.
+        """Return the wanted part of the tensor ``name``.
 
         Raises:
             ConfigError: the plan says what nobody understands.

@@ -61,7 +61,7 @@ class _Set:
         if len(counts) > 1:
             raise IntegrityError(
                 f"{where} holds shards of {' and of '.join(map(str, counts))} files, and no index",
-                hint="Remove those of the other version, or fetch the model again: `tierckpt prefetch`",
+                hint="Remove the files of the other version, or fetch the model again: `tierckpt prefetch`",
                 file=", ".join(self.names),
             )
         [count] = counts
@@ -89,7 +89,7 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
 
     Raises:
         IntegrityError: several sets, and none is preferred; or shards are missing.
-        CheckpointNotFoundError: no such variant or index, or no safetensors file at all.
+        CheckpointNotFoundError: no such variant or index, or no safetensors file.
     """
     sets, others, other_indexes = _sets(names)
     if index:

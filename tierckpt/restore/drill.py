@@ -1,8 +1,8 @@
 """The drill: does the shared tier alone bring a checkpoint back? Found out before a node is lost, not after.
 
-A committed step is chosen at random (the seed says which, so that a finding can be repeated), fetched into scratch with
-nothing of this node's copies, and read back from there: every byte is compared with its digest twice, as it came and
-as it lies on the disk. Nothing of the checkpoint is loaded, so nothing in it can run (P9).
+It picks a committed step at random (with a reported seed, to repeat a finding), fetches it into a scratch directory
+without this node's copies, and compares every byte with its digest twice: as received, and
+as read back from the disk. It does not load the checkpoint, so no code in it can run (P9).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFIX = "drill-"
 
 @dataclass
 class DrillReport:
-    """What a drill found. ``problems`` maps a file to what is wrong with it; none means that it all came back."""
+    """The result of a drill. ``problems`` maps each bad file to its problem; empty if all files are good."""
 
     location: Location
     seed: int
@@ -74,8 +74,8 @@ async def drill(
 ) -> DrillReport:
     """Restore ``manifest`` from ``store`` to a new directory under ``parent``, compare it, remove it; fill ``report``.
 
-    Damaged and missing files are findings and end up in ``problems``. The directory goes whatever happens; that of a
-    drill that was killed goes with the next drill there.
+    Damaged and missing files are reported in ``problems``. The directory is always removed; the next drill there
+    removes the directory of a killed one.
 
     Raises:
         CapacityError: it does not fit; nothing was fetched.
@@ -129,7 +129,7 @@ class _Job:
                 self._note(entry.path, error)
 
     async def _expect_size(self, entry: FileEntry) -> None:
-        """Fetching by ranges would not see what was added at the end."""
+        """Check the size: a fetch by ranges would not notice bytes added at the end."""
         found_bytes = (await self.store.head(entry.key)).size_bytes
         if found_bytes != entry.size_bytes:
             raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
@@ -176,7 +176,7 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove what a killed drill left: its lock went with it."""
+    """Remove the directories of killed drills: their locks ended with them."""
     for left in parent.glob(f"{PREFIX}*"):
         if left.is_dir() and _lock_of(left).exists():  # without a lock file it is not known to be ours
             with try_lock(_lock_of(left), remove=True) as dead:

@@ -37,8 +37,8 @@ async def bring(
 ) -> None:
     """Bring one file of ``checkpoint`` to the local tier; it appears whole, verified and durable, or not at all.
 
-    With ``sharing``, nodes that bring the same file read each byte of it from the shared tier once, all together, and
-    what one has the others have from it. One process of a node brings a file; others wait, and find it there.
+    With ``sharing``, nodes that fetch the same file read each byte of it from the shared tier once, together, and
+    pass it on. One process of a node fetches a file; others wait, and find it in place.
 
     Raises:
         IntegrityError, StoreError, CapacityError: it cannot be had, or not kept.
@@ -54,7 +54,7 @@ async def bring(
             on_bytes(entry.size_bytes)
             return
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
-        # A version of its own (peer/chunk_files.py, Single), so that only those share a file who want it.
+        # A version of its own (peer/chunk_files.py, Single): only nodes that want the file share it.
         frozen = FileSet(checkpoint.location.uri, (wanted_of(entry),), chunk)
         place = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
@@ -68,7 +68,7 @@ async def bring(
 
 
 class _Counted:
-    """Turns the progress of one fill into bytes that have come."""
+    """Turns the progress of one fill into received bytes."""
 
     def __init__(self, on_bytes: OnBytes) -> None:
         self._on_bytes, self._done_bytes = on_bytes, 0
@@ -86,10 +86,9 @@ def _put(place: Path, entry: FileEntry, path: Path) -> None:
 
 
 async def adopt(checkpoint: Checkpoint) -> None:
-    """Note on this node a commit that was found elsewhere: what was brought here is known to retention and eviction,
-    and peers find it here.
+    """Record on this node a commit that was found elsewhere: then retention, eviction and peers know the files.
 
-    Best effort: what it costs is told, and nothing that was brought is lost.
+    Best effort: a failure is logged, and no fetched file is lost.
     """
     manifest, directory = checkpoint.manifest, checkpoint.directory
     if manifest is None:

@@ -1,6 +1,6 @@
 """Restore: a committed checkpoint as a plain directory, each chunk from the nearest copy that passes its digest.
 
-It is a prefetch (cache/prefetch.py: reserve, resume, publish at once) whose source looks on this node first.
+It is a prefetch (cache/prefetch.py: reserve, resume, publish atomically) whose source reads this node's copies first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logger("restore")
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What a restore wrote. Bytes that an earlier, killed try had left count on neither tier."""
+    """The result of a restore. Bytes left by an earlier, killed attempt count on no tier."""
 
     location: Location
     directory: Path
@@ -63,10 +63,10 @@ async def restore(
         chunk_size_bytes: bytes moved at a time where the checkpoint has no manifest that says so (stock DCP).
 
     Raises:
-        IntegrityError: some file has no good copy on any tier; names each. Nothing was published.
-        ConfigError: ``directory`` is where one of the copies lies.
+        IntegrityError: a file has no good copy on any tier; names each. Nothing was published.
+        ConfigError: ``directory`` holds one of the copies.
         PartialTransferError, CapacityError, StoreError: as prefetch.
-    Cost: every byte read, digested and written once; nothing is read from the shared tier that is good here.
+    Cost: every byte read, digested and written once; good local bytes are not read from the shared tier.
     """
     if directory in (checkpoint.directory, Path(checkpoint.location.path)):
         raise ConfigError(f"{directory} is both source and target of the restore", hint="Give another --to")
@@ -103,14 +103,14 @@ async def restore(
 class RestoreSource:
     """A ``RangeSource`` of one checkpoint: this node's chunks where the digest is right, else the nearest others'.
 
-    Digests are compared here and not only by who asks: the error of a restore names every copy, and what is wrong.
+    Digests are compared here, not only by the caller: the error of a restore names every copy and its damage.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self.uri = checkpoint.location.uri
         self.local_bytes = 0
         self.lost: dict[str, str] = {}
-        """Files without a good copy, and what is wrong with each copy."""
+        """Files without a good copy, and the damage of each copy."""
         self._local = LocalFiles(checkpoint.directory)
         self._chunk_size_bytes = manifest.chunk_size_bytes
         self._entries = {entry.key: entry for entry in manifest.entries}
