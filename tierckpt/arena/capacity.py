@@ -4,9 +4,9 @@ Two kinds of limit are read: the machine (``MemAvailable``), and every memory cg
 as a container or a Slurm job sets it. Memory files (memfd, tmpfs) are charged to both like private memory. Page cache
 counts as free in both: the kernel drops it before it kills.
 
-Each limit keeps a margin for everybody else. The numbers are a photograph: all ranks of a node allocate at the same
-time and see the same free bytes. So a large buffer is filled in pieces, asking again before each, and no piece takes
-more than a small part of what is left (``piece_bytes``): many processes at once meet the error, not the limit.
+Each limit keeps a margin for other processes. The numbers are a snapshot: all ranks of a node allocate at the same
+time and see the same free bytes. So a large buffer is filled in pieces, with a check before each, and no piece takes
+more than a small part of the rest (``piece_bytes``): many processes at once get the error before the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest page count for "no li
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One thing that bounds memory: its name, its size, what is free of it, and what raises it."""
+    """One memory limit: its name, its size, its free bytes, and the way to raise it."""
 
     name: str
     total_bytes: int
@@ -40,7 +40,7 @@ class Limit:
 
 
 def margin_bytes(total_bytes: int) -> int:
-    """Return what is left to others: one twentieth, at most 1 GiB."""
+    """Return the margin for other processes: one twentieth, at most 1 GiB."""
     return min(MARGIN_BYTES_MAX, total_bytes // 20)
 
 
@@ -53,7 +53,7 @@ def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
     """Return if ``more_bytes`` fit under every limit.
 
     Raises:
-        CapacityError: they do not; it says how much was asked for in all, what is free, and what to change.
+        CapacityError: they do not fit; includes the total request, the free bytes, and what to change.
     """
     tight = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
     if not tight:
@@ -73,7 +73,7 @@ def piece_bytes(*, asked_bytes: int, root: Path = ROOT) -> int:
     """Return how much of a buffer of ``asked_bytes`` to fill before asking again.
 
     Raises:
-        CapacityError: nothing is left.
+        CapacityError: no memory is left.
     """
     usable_bytes = min((limit.usable_bytes for limit in limits(root)), default=_PIECE_BYTES_MAX * _SHARERS)
     if usable_bytes < _PIECE_BYTES_MIN:

@@ -4,13 +4,13 @@
     HUGETLB   a memory file out of the pool of huge pages (vm.nr_hugepages)
     SHM       a memory file; huge pages where the kernel makes them on request (Linux 6.1) or shmem_enabled allows
 
-Nothing here has a name in a file system, so nothing is left behind: however a process ends, the kernel frees the pages
-with the last mapping and the last descriptor. The two shared kinds are opened by other processes of the same user
+No mapping has a name in a file system, so a crash leaves no files: the kernel frees the pages
+with the last mapping and the last descriptor. Other processes of the same user open the two shared kinds
 through ``/proc/PID/fd/N``, or by descriptor over a Unix socket.
 
-A mapping is made in two steps: a stretch of addresses is reserved as an ordinary ``mmap`` object, 2 MiB longer than
-needed, and the memory is put at the first 2 MiB boundary in it. So a huge page can back every part, and Python owns the
-addresses: they are given back when the last view is gone, never under a reader's feet.
+A mapping is made in two steps: an ordinary ``mmap`` object reserves addresses, 2 MiB more than
+needed, and the memory is mapped at the first 2 MiB boundary in it. So a huge page can back every part, and Python owns
+the addresses: they are released with the last view, never during a read.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class Kind(enum.StrEnum):
 
 
 class Memory:
-    """A stretch of memory whose pages are there from the start, 2 MiB aligned, zero-filled. ``close`` releases it.
+    """A range of memory with its pages allocated, 2 MiB aligned, zero-filled. ``close`` releases it.
 
     After ``fork`` the child of a PRIVATE owner sees zeros and takes no memory; shared kinds stay shared. Either way the
     parent's pages are never copied nor made copy-on-write.
 
     Attributes:
-        address: Where it starts.
-        size_bytes: What was asked for, rounded up to 2 MiB.
-        kind: What backs it.
+        address: Start address.
+        size_bytes: Size in bytes, rounded up to 2 MiB.
+        kind: Kind of its pages.
         fd: The descriptor of a shared kind; None for PRIVATE, and after ``close``.
-        view: All of it, writable.
+        view: The whole range, writable.
     """
 
     address: int
@@ -150,7 +150,7 @@ class Memory:
 
     @classmethod
     def reserve(cls, size_bytes: int) -> Memory:
-        """Return new shared memory (SHM) whose pages come with their first use, by whichever process that is.
+        """Return new shared memory (SHM); its pages are allocated on first use, by any process.
 
         Raises:
             CapacityError: the node has not got that much to give now.
@@ -167,20 +167,20 @@ class Memory:
             fill: have all its pages in place at once. False: they come with their first use.
 
         Raises:
-            ConfigError: there is none by this name: its owner has ended or closed it, or the name was never one.
+            ConfigError: no memory of this name: its owner has ended or closed it, or the name is invalid.
         """
         if _NAME.fullmatch(name) is None:
             raise ConfigError(f"{name!r} does not name an arena", hint="Use Memory.name of the process that owns it")
         try:
             fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            hint = "Its owner has ended, or belongs to another user; descriptors can also be passed over a socket"
+            hint = "Its owner has ended, or belongs to another user; descriptors can also be sent over a socket"
             raise ConfigError(f"arena {name} cannot be opened: {error.strerror}", hint=hint) from error
         return cls._adopt(fd, _kind_of(fd), fill=fill)
 
     @classmethod
     def from_fd(cls, fd: int, kind: Kind, *, fill: bool = True) -> Memory:
-        """Return the shared memory behind ``fd``, received from another process. ``fd`` stays the caller's.
+        """Map the shared memory of ``fd``, received from another process. The caller keeps ``fd``.
 
         Args:
             fill: as of ``open``.
@@ -196,7 +196,7 @@ class Memory:
         if kind is None or size_bytes == 0 or size_bytes % HUGE_PAGE_BYTES or _kind_of(fd) is not kind:
             what = _target_of(fd)
             os.close(fd)
-            hint = "Its owner may have ended and its number been given to another process"
+            hint = "Its owner may have ended and its pid may have been reused"
             raise ConfigError(f"{what} is not {'an' if kind is None else f'a {kind}'} arena", hint=hint)
         memory = cls(size_bytes, kind, fd)
         if not fill:
@@ -225,29 +225,29 @@ class Memory:
         return self._huge
 
     def keep_on_fork(self) -> None:
-        """From now on a forked child sees what is in here, copied on write, as it does of any other memory.
+        """Let forked children see the contents, copied on write, like any other memory.
 
-        For memory that has become somebody's data: nothing may read into it directly any more.
+        For memory handed to the user: nothing may read into it directly any more.
         """
         self._advise(_MADV_KEEPONFORK)
 
     def make_huge(self, offset: int, size_bytes: int) -> None:
-        """Have huge pages back what is not in place yet of this part, where the kernel makes them of shared memory."""
+        """Use huge pages for the unallocated rest of this part, if the kernel has them for shared memory."""
         if self.kind is Kind.SHM and offset % HUGE_PAGE_BYTES == 0:
             _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
     def allow_huge_pages(self) -> None:
-        """Take back ``use_small_pages`` for what comes later."""
+        """Undo ``use_small_pages`` for later allocations."""
         self._advise(_MADV_HUGEPAGE)
 
     def use_small_pages(self, part: memoryview) -> None:
-        """Have 4 KiB pages back what is not in place yet of ``part`` of the view. It begins and ends with a page."""
+        """Use 4 KiB pages for the unallocated rest of ``part`` of the view, which is page-aligned."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if _libc.madvise(start, len(part), _MADV_NOHUGEPAGE) != 0:
             log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
 
     def fill_in(self, part: memoryview) -> None:
-        """Put the pages of ``part`` of the view in place. What the kernel cannot do here, it does at the first use."""
+        """Allocate the pages of ``part`` of the view. Pages that the kernel refuses are allocated on first use."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if code := populate(start, len(part)):
             log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
@@ -263,8 +263,8 @@ class Memory:
     def close(self) -> None:
         """Release the memory. Closing twice is fine.
 
-        The descriptor is closed now, so that nobody can open the memory any more. What others still hold of ``view``
-        (slices, arrays, tensors) stays valid, and the pages are freed with the last of it: here, if there is none.
+        The descriptor is closed now, so that no process can open the memory any more. Slices, arrays and tensors
+        of ``view`` stay valid, and the pages are freed with the last of them: here, if there is none.
         Any later use of ``view`` itself is a ValueError.
         """
         while self._before_close:
@@ -317,10 +317,10 @@ class Memory:
     def _map_file(self, fd: int) -> None:
         """Put the file in place of the reserved addresses.
 
-        A fixed mapping that fails may leave a hole where it should have been, and whatever another thread maps there
-        would go with the reservation. So the mapping is tried elsewhere first: what can refuse it (the pool of huge
-        pages above all, which then holds the pages for this file) refuses it there. Should the fixed one fail all the
-        same, the reservation is never given back: it costs addresses, not memory.
+        A failed MAP_FIXED may leave a hole in the reservation; another thread may map memory there, and releasing the
+        reservation would unmap it. So the mapping is tried elsewhere first: a refusal (mostly by the pool of huge
+        pages, which then holds the pages for this file) happens there. If MAP_FIXED fails all the
+        same, the reservation is never released: it costs addresses, not memory.
         """
         access = mmap.PROT_READ | mmap.PROT_WRITE
         elsewhere = _libc.mmap(None, self.size_bytes, access, mmap.MAP_SHARED, fd, 0)
@@ -413,7 +413,7 @@ def _create(kind: Kind, size_bytes: int) -> int | None:
         raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
     try:
         os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)  # nobody can truncate it under us: that would be a SIGBUS
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)  # no process can truncate it: access would be a SIGBUS
     except OSError as error:
         os.close(fd)
         raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
@@ -435,7 +435,7 @@ def _target_of(fd: int) -> str:
 
 
 def _kind_of(fd: int) -> Kind | None:
-    """Return what is behind a descriptor of ours: the kernel keeps the name that ``_memory_file`` gave it."""
+    """Return the kind of a descriptor of ours: the kernel keeps the name from ``_memory_file``."""
     target = _target_of(fd)
     return next((kind for kind in (Kind.HUGETLB, Kind.SHM) if target == f"/memfd:tierckpt-{kind}"), None)
 
@@ -452,9 +452,9 @@ def populate(start: int, size_bytes: int) -> int:
 def _collapse(start: int, size_bytes: int) -> None:
     """Have huge pages back this part of a memory file, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux 6.1).
 
-    The kernel makes a huge page of the small pages that are there, and there must be one. With exactly one in each
-    2 MiB it costs what filling in a private huge page does, with all of them three times that or more. What the kernel
-    cannot do, for want of memory in one piece, is left for ``populate`` to fill in with small pages.
+    The kernel makes a huge page out of existing small pages, and needs at least one. With exactly one in each
+    2 MiB it costs as much as filling a private huge page, with all of them three times that or more. If the kernel
+    has no contiguous memory, ``populate`` fills the rest with small pages.
     """
     for page in range(start, start + size_bytes, HUGE_PAGE_BYTES):
         if populate(page, mmap.PAGESIZE):

@@ -1,12 +1,12 @@
-"""Which NUMA node a buffer lies on: in the order of a list, front to back.
+"""NUMA nodes of a buffer: in the order of a list, from the start of the buffer to its end.
 
-A memory tier on CXL appears in Linux as a NUMA node without processors. ``nodes=[0, 2]`` therefore reads: local memory
-first, and what does not fit there on node 2. Low addresses lie on the first node, so whoever fills slots from the front
-uses the fast memory first.
+A memory tier on CXL appears in Linux as a NUMA node without processors. ``nodes=[0, 2]`` therefore means: local memory
+first, and the rest on node 2. Low addresses are on the first node, so slots that are filled from the start
+use the fast memory first.
 
-The policy is MPOL_PREFERRED for each stretch, not MPOL_BIND: the stretches are cut by what is free now, and where that
-changes before the pages are there, a bound stretch makes the kernel kill a process although other nodes have room. A
-preferred one falls over to the nearest node; ``placement`` tells where the pages really are.
+The policy is MPOL_PREFERRED for each range, not MPOL_BIND: ranges are sized by the free memory of now. If that
+changes before the pages are allocated, MPOL_BIND makes the kernel kill a process although other nodes have room.
+MPOL_PREFERRED uses the nearest node instead; ``placement`` returns the actual nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def existing_nodes(root: Path = ROOT) -> list[int]:
 
 
 def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
-    """Return if every node exists and none is named twice.
+    """Check that every node exists and none is named twice.
 
     Raises:
         ConfigError: names the nodes there are.
@@ -58,7 +58,7 @@ def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
 
 
 def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = ROOT) -> dict[int, int]:
-    """Return what may be taken of each node: free memory and clean cache less a margin, or its pool of huge pages."""
+    """Return the available memory of each node: free memory and clean cache less a margin, or its huge page pool."""
     free: dict[int, int] = {}
     for node in nodes:
         directory = root / _NODES / f"node{node}"
@@ -75,7 +75,7 @@ def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[S
     """Return how many bytes go to each node, in the order of ``free``, each a multiple of ``granule_bytes``.
 
     Raises:
-        CapacityError: all of them together have not enough; it says what each has.
+        CapacityError: they do not have enough together; lists the free memory of each.
     """
     stretches: list[Stretch] = []
     left = size_bytes

@@ -1,10 +1,10 @@
 """Chooses huge or small pages for memory that is filled once: whichever the kernel lately gave faster.
 
-Huge pages are the better ones nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a virtual
-machine may give free memory back to its host (free page reporting), which takes huge pages only. Each used after that
-comes anew from there, at up to 2 s a GiB, where small pages that the guest still has cost a quarter. No switch says so
-and it changes with what the machine has done before, so it is measured while memory is filled in: all but a few pages
-are of the kind that is cheaper.
+Huge pages are faster nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a virtual
+machine may return free memory to its host (free page reporting), in huge pages only. Each such page is requested
+again on use, at up to 2 s a GiB, while small pages that the guest still has cost a quarter. No switch reports this
+and it changes with the history of the machine, so both kinds are measured while memory is filled: all but a few pages
+are of the faster kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Paging:
 
     @property
     def is_huge(self) -> bool:
-        """What is taken when nothing is tried."""
+        """Return the kind to use without a measurement."""
         huge, small = self._seconds_per_byte.get(True), self._seconds_per_byte.get(False)
         return huge is None or small is None or small > GAIN_MIN * huge
 

@@ -18,7 +18,7 @@ _HUGE_FIELDS = {"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_H
 
 @dataclass(frozen=True, slots=True)
 class HugePool:
-    """The pool of 2 MiB pages: what is free in it, and how much more the kernel may add to it on demand."""
+    """The pool of 2 MiB pages: free pages, and how many the kernel may add on demand."""
 
     free_bytes: int
     growth_bytes: int
@@ -110,7 +110,7 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = 
         shared_bytes: The size that shared staging memory will have.
         collapses: The kernel makes huge pages of memory files on request (``memory.collapses``).
     """
-    why = "O_DIRECT from 4 KiB pages takes up to 3 times as long as from huge pages"
+    why = "O_DIRECT from 4 KiB pages takes up to 3 times longer than from huge pages"
     said = []
     thp = root / _THP
     if chosen(thp / "enabled") and not private_is_huge(root):
@@ -121,7 +121,7 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = 
         if chosen(own) not in ("", "inherit") and chosen(switch) != "deny":
             switch = own
         said.append(
-            f"shared staging memory has no huge pages ({why}). As root, one of these: echo advise > {switch}; "
+            f"shared staging memory has no huge pages ({why}). As root, run one of: echo advise > {switch}; "
             f"sysctl -w vm.nr_overcommit_hugepages={-(-shared_bytes // HUGE_PAGE_BYTES)}"
         )
     return said

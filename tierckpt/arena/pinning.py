@@ -1,6 +1,6 @@
 """Page-locking staging memory for the GPU, so that copies from the device run by themselves. The only torch in here.
 
-Pinning makes copies faster and asynchronous; nothing depends on it. Where it cannot be had, staging works unpinned.
+Pinning makes copies faster and asynchronous. It is optional: without it, staging works unpinned.
 """
 
 from __future__ import annotations

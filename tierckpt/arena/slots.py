@@ -1,9 +1,9 @@
 """The arena: staging memory in slots, each for one checkpoint until it is on the SSD, then for the next. What if full.
 
 A slot holds one checkpoint of one rank. There are at most ``slots_max`` of them and they never take more than
-``size_bytes_max`` together; both bounds hold whatever is asked (P7). A slot is made when it is first needed, grows only
-when the state has grown, and is used again for as long as the process lives: after the first saves nothing is allocated
-and nothing is faulted in.
+``size_bytes_max`` together, for any sequence of requests (P7). A slot is made on first use, grows only
+with the state, and is reused for the lifetime of the process: after the first saves there are no allocations
+and no page faults.
 
 Life of a lease:  free -> staged (a state dict refers to it) -> flushing -> written, or not -> free
 After its flush a lease may be taken for the next checkpoint even while somebody still holds its tensors: its bytes are
@@ -41,12 +41,12 @@ MiB = 1 << 20
 
 
 def whole_huge_pages(size_bytes: int) -> int:
-    """What a slot of ``size_bytes`` takes."""
+    """Return the memory for a slot of ``size_bytes``."""
     return round_up(size_bytes, HUGE_PAGE_BYTES)
 
 
 def gave_its_place() -> CheckpointSkippedError:
-    """The error of a save whose staged copy was dropped for a newer checkpoint."""
+    """Return the error of a save whose staged copy was dropped for a newer checkpoint."""
     return CheckpointSkippedError(
         "the staged copy has given its place to a newer checkpoint",
         hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
@@ -89,17 +89,17 @@ class Lease:
     number: int
     state: State = State.STAGED
     in_use: Callable[[], bool] = lambda: True
-    """False when no tensor refers to the memory any more. Set by whoever made tensors of it."""
+    """Returns False once no tensor refers to the memory. Set by the code that makes the tensors."""
     storage: int = 0
     """Identity of the storage those tensors share, which tells stale ones from the current ones; 0 for unknown."""
     took_place: bool = False
     """The memory belonged to a checkpoint that was dropped for this one."""
     tensors: int | None = None
-    """How many tensors with data were put there; None for unknown. Set by whoever made them."""
+    """Number of tensors with data in it; None if unknown. Set by the code that makes the tensors."""
     ahead: AheadOfFlush | None = None
     """What writes the data before its flush begins, if anything does."""
     in_place: bool = False
-    """Whether its flush wrote the files from where the data was staged. Set by whoever flushed it."""
+    """Whether its flush wrote the files from the staged data. Set by the flush."""
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _may_drop: Callable[[], bool] = lambda: True
@@ -124,8 +124,8 @@ class Lease:
         """Hold the memory while it is written.
 
         Raises:
-            CheckpointSkippedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``), or took it after
-                this one was written: what lies there now is another checkpoint.
+            CheckpointSkippedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``), possibly
+                after this one was written: the slot then holds the newer one.
         """
         with self._lock:
             if self.state is State.DROPPED:
@@ -141,12 +141,12 @@ class Lease:
                 self.give_up_ahead()
 
     def give_up_ahead(self) -> None:
-        """What was written ahead and is not taken by now is not wanted."""
+        """Discard data that was written ahead and not used."""
         if self.ahead is not None:
             self.ahead.discard()
 
     def try_reclaim(self, *, drop: bool = False) -> bool:
-        """Take the memory back if nobody can need it any more (or, with ``drop``, if it was only staged)."""
+        """Take the memory back if no reference is left (or, with ``drop``, if it was only staged)."""
         with self._lock:
             if self.state is State.FLUSHING:
                 return False
@@ -227,7 +227,7 @@ class Arena:
             if requests.is_ill:
                 raise ill_disk("the local root")
             if not collected and time.monotonic() - begun > min(COLLECT_SECONDS, self.timeout_seconds / 2):
-                # The error of a failed save may keep its tensors in a cycle, and who waits makes no garbage.
+                # The error of a failed save may keep its tensors in a reference cycle, and a waiting thread runs no GC.
                 collected = True
                 gc.collect()
         raise OperationTimeoutError(
@@ -272,14 +272,14 @@ class Arena:
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
-        # Oldest first: what is safe on the SSD, or lost, though somebody still refers to it. Before a new slot is made:
+        # Oldest first: a checkpoint that is on the SSD, or lost, even if still referenced. Before making a new slot:
         # a thread that has just ended a save releases its tensors a moment after it reports the end.
         for lease in tuple(self._leases):
             if self._fits(size_bytes):
                 return False
             if lease.state in (State.WRITTEN, State.FAILED) and lease.try_reclaim():
                 self._give_back(lease)
-        # Where another process reads, the oldest is waited for.
+        # If another process reads the oldest, wait for it.
         for lease in tuple(self._leases) if drop and not self.read_elsewhere else ():
             if self._fits(size_bytes) or self._has_room(size_bytes):
                 break
@@ -344,8 +344,8 @@ class BounceBufferPool:
 
     @contextlib.contextmanager
     def take(self, count: int, size_bytes: int, timeout_seconds: float) -> Iterator[list[Memory]]:
-        """Yield up to ``count`` pieces of ``size_bytes``: as many as there are and the node has memory for, but one
-        at least.
+        """Yield up to ``count`` pieces of ``size_bytes``: as many as exist and fit in memory, but at least
+        one.
 
         Raises:
             OperationTimeoutError: other flushes have used all of them for ``timeout_seconds``.
@@ -356,7 +356,7 @@ class BounceBufferPool:
         try:
             yield taken
         except (OperationTimeoutError, KeyboardInterrupt):
-            usable = []  # a thread that hangs may still use them: they go with it, and others are made
+            usable = []  # a hanging thread may still use them: drop them and make new ones
             raise
         finally:
             with self._changed:

@@ -24,9 +24,9 @@ class TierState:
     """The states of one ``Accelerator``, saved as ``uri/NAME``. Every rank makes the same calls.
 
     Args:
-        directory: where Accelerate writes; on the file system of ``local_root`` it costs no copy. Default: its
-            ``project_dir``, else ``./checkpoints``. What was adopted is removed there, but for checkpoints that
-            Accelerate names (``automatic_checkpoint_naming``): those are its ``total_limit``'s.
+        directory: output directory of Accelerate; on the file system of ``local_root`` no copy is made. Default: its
+            ``project_dir``, else ``./checkpoints``. Adopted files are removed there, except for checkpoints that
+            Accelerate names (``automatic_checkpoint_naming``): ``total_limit`` removes those.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TierState:
         if name is not None and (step_of(name) is None or Path(name).name != name):
             raise ConfigError(f"{name!r} is no name of a checkpoint", hint="Say save(f'step-{step}'): no path, a step")
         place = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
-        begun = beside(self.directory.parent / place.name, "-begun")  # Accelerate takes what lies beside it for its own
+        begun = beside(self.directory.parent / place.name, "-begun")  # not inside: Accelerate would take it for its own
         if self.accelerator.is_local_main_process:
             if not self._names or begun.exists():
                 remove_tree(place, ignore_errors=True)  # of a save that was cut short

@@ -1,4 +1,4 @@
-"""DeepSpeed: a checkpoint engine whose commit adopts what every rank has written.
+"""DeepSpeed: a checkpoint engine whose commit adopts the files of every rank.
 
 engine.checkpoint_engine = TierCheckpointEngine("s3://bucket/run")
 engine.load_checkpoint("out", tag=engine.checkpoint_engine.restore("out"))
@@ -26,7 +26,7 @@ class TierCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self.run = Directories(uri, settings, **overrides)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file anew: it may be that of a tag that is used again, and adopted by a link."""
+        """Replace a file instead of writing into it: an earlier checkpoint of this tag may be adopted by a link."""
         Path(path).unlink(missing_ok=True)
         super().save(state_dict, path)
 

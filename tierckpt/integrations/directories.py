@@ -43,7 +43,7 @@ class Directories:
         self.location = check_location(parse_uri(uri))
         self.settings = Settings.load(settings, **overrides)
         self._saved: dict[str, Path] = {}
-        """Directories by the URI that they were adopted to, while nothing was said of them."""
+        """Directories by the URI of their adoption, until a warning about them."""
 
     @short_traceback
     def save(
@@ -65,12 +65,12 @@ class Directories:
         return adopted
 
     def forget(self, adopted: Adoption) -> None:
-        """Say nothing when the directory of ``adopted`` goes: whoever calls this removes it, and no retention does."""
+        """Do not warn when the directory of ``adopted`` disappears: the caller removes it."""
         with _lock:
             self._saved.pop(adopted.uri, None)
 
     def _say_what_was_removed(self) -> None:
-        """The host's retention goes by its own directories; what is not drained yet stays, and that is said."""
+        """The host's retention counts its own directories; an undrained one stays here, and a warning says so."""
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
         gone = [uri for uri, place in self._saved.items() if not place.exists()]
         for uri in gone:
@@ -100,7 +100,7 @@ class Directories:
 
         found = rank_0_finds(self.location.uri, find)
         if not seen:  # rank 0 has looked
-            with contextlib.suppress(StoreError):  # it has seen the store, and what is restored is waited for
+            with contextlib.suppress(StoreError):  # the store answered a moment ago, and the restore waits for it
                 find()
             if seen and age_of(seen[0]) > age_of(found):
                 raise CheckpointError(
@@ -123,7 +123,7 @@ class Directories:
         if rank_0_finds(location.uri, find) and not (local_path(into, "into") / name).is_dir():
             try:
                 self.restore_checkpoint(location, into)
-            except IntegrityError as error:  # of all its copies; what the job goes on from is another one
+            except IntegrityError as error:  # of all copies; the job continues from another checkpoint
                 log.warning("%s is not restored: %s", location.uri, error)
 
     @short_traceback
@@ -141,7 +141,7 @@ class Directories:
 def make_way(directory: Path) -> None:
     """Unlink the files of ``directory`` that were adopted by links: a host that writes in place would write into them.
 
-    Only what has another name goes. Before any rank writes there.
+    Only directories of other names are removed. Call it before any rank writes there.
     """
     for above, _, names in os.walk(directory):
         for path in (Path(above, name) for name in names):

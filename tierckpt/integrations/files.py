@@ -37,14 +37,14 @@ from ..types import Buffer, ByteRange, ObjectInfo
 log = logger("fsspec")
 
 BUFFER_BYTES = 256 << 10
-"""What is read at once for reads that are smaller."""
+"""Minimum bytes per read from the cache."""
 _CLOSING_FRAMES = 4
 _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
 """Whose ``with`` closes its files also when an exception leaves it."""
 
 
 class _CachedFile(RangeFile):
-    """A file through the node cache. A forked child opens it anew, in the same version. Any thread may read into."""
+    """A file through the node cache. A forked child reopens it in the same version. Any thread may read."""
 
     def __init__(self, thing: Thing, settings: Settings) -> None:
         super().__init__(thing.size_bytes)
@@ -95,7 +95,7 @@ class _LocalFile(VerifiedFile):
         super().__init__(ReplicatedFile(entry, chunk, copies))
 
     def _read_farther(self, byte_range: ByteRange) -> Buffer:
-        """What the local tier has is damaged: read the shared tier's, through the node cache."""
+        """Read the shared tier's copy, through the node cache, because the local one is damaged."""
         if self._farther is None:
             self._farther = _CachedFile(self._thing, self._settings)
             self._holding.callback(self._farther.close)
@@ -151,7 +151,7 @@ def open_raw(thing: Thing, settings: Settings) -> RangeFile:
     if thing.written is not None:
         try:
             return _WrittenFile(thing.written, settings)
-        except ObjectNotFoundError:  # drained since it was looked at
+        except ObjectNotFoundError:  # drained meanwhile
             client = get_client(settings)
             return open_raw(client.run(client.mover.browser.look(thing.location)), settings)
     if thing.checkpoint is not None and thing.entry is not None:
@@ -177,7 +177,7 @@ class Reader(io.BufferedReader):
         return self.details
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Opened anew where it is unpickled (a spawned worker), at this place, in the version that stands then."""
+        """Reopen in the process that unpickles it (a spawned worker): same position, current version."""
         return _opened_anew, (self.fs, self.path, self.tell())
 
 
@@ -190,7 +190,7 @@ def _opened_anew(fs: Any, path: str, at: int) -> Any:
 class Writer(io.BufferedIOBase):
     """A file open for writing: it appears when it is closed, whole, or not at all.
 
-    Left by an exception, or never closed, nothing is written. ``commit`` and ``discard`` are for fsspec's transactions.
+    After an exception, or without ``close``, nothing is written. ``commit`` and ``discard`` are for transactions.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Writer(io.BufferedIOBase):
         return self._spool.seek(offset, whence)
 
     def flush(self) -> None:
-        """Nothing is to be seen of it before it is whole."""
+        """Do nothing: the file is invisible before it is complete."""
 
     def fileno(self) -> int:
         """To be synced, as stock FsspecWriter does; where there is none, it syncs the whole machine."""
@@ -261,7 +261,7 @@ class Writer(io.BufferedIOBase):
         )
 
     def commit(self) -> None:
-        """Put what was written under its name, unless it was discarded."""
+        """Publish the data under its name, unless it was discarded."""
         self._is_open = False
         if self._spool.closed:
             return
@@ -293,7 +293,7 @@ class Writer(io.BufferedIOBase):
 
 
 class CompressingWriter(io.BufferedIOBase):
-    """What is written goes through ``compressor`` into ``file``, which ends with it; few compressors close theirs."""
+    """Writes through ``compressor`` into ``file`` and closes it too; few compressors do."""
 
     def __init__(self, compressor: Any, file: Writer) -> None:
         self._compressor, self._file = compressor, file
@@ -337,7 +337,7 @@ class CompressingWriter(io.BufferedIOBase):
 
 
 class TextWriter(io.TextIOWrapper):
-    """A ``Writer`` or ``CompressingWriter`` for text: left by an exception, nothing is written either."""
+    """A ``Writer`` or ``CompressingWriter`` for text: after an exception nothing is written either."""
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:

@@ -40,16 +40,16 @@ from .files import CompressingWriter, Reader, TextWriter, Writer, open_raw, put
 log = logger("fsspec")
 
 ARRIVE_SECONDS = 10.0
-"""What a write or a removal that goes straight to the store waits for files that are on their way there."""
+"""Maximum wait of a direct write or removal for pending files of the same name."""
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Any store as a file system, read through the node cache.
 
-    Reading: a file that is open stays in the version it had; what this node has of it is read from its SSD, what it
-    lacks is fetched in chunks, by one process of the node, verified where digests are known, and kept. What is written
-    is on this node when it is closed, durable and whole: this node sees it from then on, and it drains to the store
-    behind. Checkpoints of tierckpt appear when they are committed, on the local tier at the latest then, and cannot be
+    Reading: an open file keeps its version; cached bytes are read from this node's SSD, missing
+    ones are fetched in chunks, by one process of the node, verified if digests are known, and kept. Writing: a closed
+    file is on this node, durable and complete: this node sees it from then on, and it drains to the store
+    in the background. Checkpoints of tierckpt appear when they commit on the local tier, and cannot be
     changed here file by file.
 
     Args:
@@ -178,13 +178,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return has_magic(os.fspath(path)) and self.exists(os.fspath(path))
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Nothing to do: every listing asks anew."""
+        """Do nothing: listings are not cached."""
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     @short_traceback
     def open(self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any) -> Any:
-        """As fsspec's; what is written as text, or compressed, also appears whole or not at all."""
+        """As fsspec's; a text or compressed file also appears complete or not at all."""
         if "r" in mode:
             return super().open(path, mode, *args, compression=compression, **kwargs)
         text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
@@ -309,7 +309,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _pairs(
         self, old: str, new: str, is_dir: bool, recursive: bool, maxdepth: int | None
     ) -> tuple[list[str], list[str]]:
-        """What lies at ``old``, and where to copy it: fsspec expands no wildcards in lists."""
+        """Return the source and target paths of a copy: fsspec expands no wildcards in lists."""
         old, target = self._strip_protocol(old), new.rstrip("/")
         if is_dir or new.endswith("/"):
             target = f"{target}/{old.rpartition('/')[2]}"
@@ -318,11 +318,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
-        """Return when the store has what this node has written, or removed, at ``path`` and below it.
+        """Wait until the store has this node's writes and removals at ``path`` and under it.
 
         Raises:
-            OperationTimeoutError: not within ``timeout_seconds``; it says what the last try failed with.
-            CommitAbandonedError: a file was set aside, as it could not be drained for too long; it says why.
+            OperationTimeoutError: not within ``timeout_seconds``; includes the error of the last attempt.
+            CommitAbandonedError: the drain of a file failed for too long; includes the reason.
         """
         begun: set[str] = set()
         for _ in Poll(timeout_seconds, LOCAL):
@@ -332,18 +332,18 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             for entry in left:
                 if entry.state in ASIDE:
                     raise set_aside_error(entry)
-            for token in {entry.token for entry in left} - begun:  # of processes that are gone, too
+            for token in {entry.token for entry in left} - begun:  # also of ended processes
                 get_client(self.settings).drain_in_background(token)
                 begun.add(token)
         raise OperationTimeoutError(
             f"{len(left)} files at {path} are on this node only after {timeout_seconds:g} s",
-            hint="`tierckpt status` shows what is in the journal; `tierckpt drain --wait` tries again",
+            hint="`tierckpt status` shows the journal; `tierckpt drain --wait` retries",
             last_error=next((entry.error for entry in left if entry.error), None),
         )
 
     @short_traceback
     def is_drained(self, path: str) -> bool:
-        """Whether the store has what this node has written, or removed, at ``path`` and below it."""
+        """Return True if the store has this node's writes and removals at ``path`` and under it."""
         return not self._undrained(path)
 
     def _undrained(self, path: str) -> list[Entry]:
@@ -362,7 +362,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _write(self, path: str, stream: Any, size_bytes: int, *, if_absent: bool) -> None:
         location = self._location(path)
         is_behind = self._is_behind(location, if_absent)
-        if not is_behind:  # what was closed before it goes first: of its name (W1), beside and below it (W2)
+        if not is_behind:  # earlier files go first: of its name (W1), next to it and under it (W2)
             self.wait(self._parent(path))
         put(self.settings, location, stream, size_bytes, if_absent=if_absent, write_back=is_behind)
 
@@ -411,7 +411,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._run(self._mover.browser.check_change(location))
         if thing.checkpoint is not None:
             raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
-        # A mover may be sending it, or what was written in its place: what removes it comes after that (W2, W3).
+        # A mover may be sending it, or its replacement: the removal comes after that (W2, W3).
         may_wait = self.write_back and write_back.can_carry(location)
         is_behind = may_wait and not self.is_drained(moved_in or self._parent(path))
         beside = self._parent(self._parent(path))
@@ -430,8 +430,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm_behind(self, path: str) -> None:
-        """Remove a file when it, and the files that this node has closed beside it, are on the store (W6). Waits for
-        no store."""
+        """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does not wait
+        for the store."""
         location = self._location(path)
         if not write_back.can_carry(location):
             self.rm_file(path)
@@ -459,7 +459,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self._run(self._mover.browser.check_removal(location))  # used at once
             below = self._run(self._mover.browser.below(location))
             above = moved_in or self._parent(name)
-            # What was saved after it may be on this node only: then the store has it until it has that too (W5).
+            # Later files may be on this node only: then the store keeps this one until it has them (W5).
             is_behind = self.write_back and all(write_back.can_carry(thing.location) for thing in below)
             is_behind = is_behind and any(
                 entry.files and not f"{entry.uri}/".startswith(f"{location.uri}/") for entry in self._undrained(above)
@@ -470,15 +470,15 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 if is_behind or thing.written is not None:
                     self._remove_behind(thing.location, beside)
             if is_behind and below:
-                log.warning("%s stays on the store until what was written beside it is there too", location.uri)
+                log.warning("%s stays on the store until the files written next to it have been drained", location.uri)
                 continue
-            if location.scheme == "file":  # what is being sent would make the directory again
+            if location.scheme == "file":  # a running transfer would make the directory again
                 self._let_arrive(name)
             self._run(self._mover.store(root).delete_dir(key))
 
     def _let_arrive(self, path: str) -> None:
-        """Return when nothing that this node has written below ``path`` is sent any more, at the latest after
-        ``ARRIVE_SECONDS``. What had not begun was cancelled."""
+        """Return when no file under ``path`` is being sent any more, after at most
+        ``ARRIVE_SECONDS``. Pending files were cancelled."""
         for _ in Poll(ARRIVE_SECONDS, LOCAL):
             if not any(entry.files for entry in self._undrained(path)):
                 return

@@ -37,7 +37,7 @@ from .directories import RESTORE_SECONDS, rank_0_finds
 log = logger("save")
 
 NEWEST = "newest"
-"""The name in a ``ckpt_path`` that stands for the newest checkpoint of a directory, until the ranks can agree on it."""
+"""Placeholder in a ``ckpt_path`` for the newest checkpoint of a directory, until the ranks can agree on it."""
 _OWN = re.compile(r"(\..+|hpc_ckpt_\d+)\.ckpt$")
 """What Lightning saves for itself: weights of a spawned process, a tuner's state, what Slurm's requeue resumes from."""
 RAY_NAME = "checkpoint.ckpt"
@@ -47,26 +47,26 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 
 
 def newest(dirpath: str | os.PathLike[str]) -> str:
-    """Return the ``ckpt_path`` of the newest checkpoint in ``dirpath``: ``last.ckpt``, else that of the highest step.
+    """Return the ``ckpt_path`` of the newest checkpoint in ``dirpath``: ``last.ckpt``, else the highest step.
 
     Of several versions (``last-v1.ckpt``) it is the latest.
 
-    The ranks of a job look for it when they have a process group, and all load what rank 0 finds. Where there is none,
-    training begins anew.
+    Rank 0 looks for it once there is a process group, and all ranks load its result. Without a checkpoint,
+    training starts from the beginning.
     """
     return f"{os.fspath(dirpath).rstrip('/')}/{NEWEST}"
 
 
 class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Writes checkpoints through ``tierckpt://``: durable on this node when saved, drained behind.
+    """Writes checkpoints through ``tierckpt://``: durable on this node when saved, drained in the background.
 
-    A checkpoint that Lightning removes is drained nevertheless, and stays on shared storage until what was saved after
-    it is there too. Checkpoints are read with ``weights_only=True`` unless the caller says otherwise.
+    A checkpoint that Lightning removes is still drained, and stays on shared storage until later ones
+    are there too. Checkpoints are read with ``weights_only=True`` unless the caller says otherwise.
     """
 
     def __init__(self) -> None:
         self._doomed: set[str] = set()
-        """Paths to remove after the next save: it may have begun, or the SSD had no room for the removal."""
+        """Paths to remove after the next save: the removal failed, or the SSD had no room for its entry."""
         self._saver: int | None = None
         """The thread that saves. Another one than that which removes (``AsyncCheckpointIO``) may have yet to begin."""
 
@@ -116,7 +116,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return _load_as_rank_0(fs, found, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove ``path``, once it and what was saved after it are drained: a lost node must not take all with it."""
+        """Remove ``path`` after it and later saves are drained: a lost node must not take all of them."""
         if not _is_ours(path):
             TorchCheckpointIO().remove_checkpoint(path)
             return
@@ -131,20 +131,20 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         atexit.register(self.teardown)
 
     def teardown(self) -> None:
-        """Remove what may go by now."""
+        """Remove pending paths."""
         with _lock:
             doomed, self._doomed = self._doomed, set()
         self._remove(doomed)
 
     def _remove(self, doomed: set[str]) -> None:
-        """Note the removals in the journal, behind the saves until now: a kill loses none, and no store is asked."""
+        """Write the removals to the journal, after the saves so far: they survive a kill, without a store request."""
         for path in sorted(doomed):
             fs, name = _place(path)
             try:
                 if not fs.is_drained(name):
                     log.warning("%s was removed and is not drained yet: it stays until it is", path)
                 fs.rm_behind(name)
-            except (TierckptError, OSError) as error:  # the save is made, and what cannot be removed yet fails it not
+            except (TierckptError, OSError) as error:  # a failed removal does not fail the save
                 log.warning("%s is removed later: %s", path, error)
                 with _lock:
                     self._doomed.add(path)
@@ -158,7 +158,7 @@ class _Nothing(dict[str, Any]):
 
 
 def nothing_to_restore(place: str) -> dict[str, Any]:
-    log.warning("there is no checkpoint in %s yet: training begins anew", place)
+    log.warning("%s has no checkpoint yet: training starts from the beginning", place)
     return _Nothing({"pytorch-lightning_version": VERSION})
 
 

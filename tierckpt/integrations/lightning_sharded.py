@@ -4,8 +4,8 @@
     trainer = Trainer(strategy=strategy, callbacks=[ModelCheckpoint(dirpath="out", every_n_train_steps=100)])
     trainer.fit(model, data, ckpt_path=newest("out"))
 
-``save_top_k`` removes directories of ``out``; what is not drained stays on the local tier. On shared storage nothing is
-removed: ``tierckpt prune`` does.
+``save_top_k`` removes directories of ``out``; undrained ones stay on the local tier. On shared storage only
+`tierckpt prune` removes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .lightning import NEWEST, is_of_host, nothing_to_restore
 class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
     """Adopts each checkpoint directory that Lightning writes as ``uri/step-N``, on every rank of the job.
 
-    Raises (in saves): as ``tierckpt.adopt``. Cost: a save takes one read more of what was written.
+    Raises (in saves): see ``tierckpt.adopt``. Cost: one additional read of the files.
     """
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-core and NeMo: what an asynchronous save has written is adopted when all ranks have finished it.
+"""Megatron-core and NeMo: an asynchronous save is adopted when all ranks have finished it.
 
 run = MegatronRun("s3://bucket/run")
 request.add_finalize_fn(run.finalize("out/iter_0001000"))
@@ -30,7 +30,7 @@ class MegatronRun:
         """Return the function that adopts ``directory``: Megatron calls it on every rank, after its own."""
 
         def adopt() -> None:
-            self.run.save(directory, is_written_once=False)  # --ckpt-step goes back, and what follows is written again
+            self.run.save(directory, is_written_once=False)  # --ckpt-step goes back and later steps are saved again
 
         return adopt
 

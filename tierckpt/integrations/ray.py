@@ -29,9 +29,9 @@ def upload(
 ) -> Callable[[Any, str], Any]:
     """Return a ``checkpoint_upload_fn`` that adopts the local checkpoint as ``uri/NAME`` and returns at once.
 
-    ``NAME`` is the one that Ray gives. ``uri`` is the experiment's own directory in its ``storage_path``, as Ray wants:
-    its retention then removes what was drained. The local directory may be deleted, or written to for the next
-    checkpoint: the files are copied, or reflinked, to the local tier by then.
+    ``NAME`` is Ray's own name. ``uri`` is the experiment's directory in its ``storage_path``, as Ray requires:
+    its retention then removes drained checkpoints. Afterwards the local directory may be deleted or reused:
+    the files have been copied, or reflinked, to the local tier.
 
     Args:
         every_rank: False where one worker alone reports a checkpoint, and the others None: it is all of it then. Ray
@@ -64,8 +64,8 @@ def restore(
 def prefetch(uri: str, timeout_seconds: float = 3600.0, **options: Any) -> dict[str, str]:
     """Have ``uri`` on every node that is alive in the cluster, each by ``tierckpt.prefetch``; return where, by node id.
 
-    ``options`` are those of ``tierckpt.prefetch``: with ``peers`` the nodes share what each reads. Raises what a node
-    raised; ray.exceptions.GetTimeoutError.
+    ``options``: see ``tierckpt.prefetch``; with ``peers`` the nodes share their reads. Raises the error of a
+    node; ray.exceptions.GetTimeoutError.
     """
 
     def on_node() -> str:
@@ -80,7 +80,7 @@ def alive_nodes() -> list[str]:
 
 
 def on_nodes(work: Mapping[str, Callable[[], T]], timeout_seconds: float = 3600.0) -> dict[str, T]:
-    """Call each node's ``work`` there, all at once; return what they return, by node id. Raises what a node raised."""
+    """Run ``work`` on each node at the same time; return the results by node id. Raises the error of a node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0)(_call)

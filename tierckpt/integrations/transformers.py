@@ -4,8 +4,8 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.resume(args.output_dir))
 
-``output_dir`` on the file system of ``local_root`` costs no copy. ``save_total_limit`` goes on removing directories
-there: what is not drained stays on the local tier. On shared storage nothing is removed: ``tierckpt prune`` does.
+``output_dir`` on the file system of ``local_root`` costs no copy. ``save_total_limit`` removes directories
+there; undrained ones stay on the local tier. On shared storage only `tierckpt prune` removes.
 
 In ``Trainer.hyperparameter_search`` each trial is a run of its own, ``uri/run-0`` and so on, as Trainer names them.
 """
@@ -33,7 +33,7 @@ STATE = "trainer_state.json"
 class TierCallback(TrainerCallback):  # type: ignore[misc]
     """Adopts each ``checkpoint-N`` that ``Trainer`` writes as ``uri/checkpoint-N``, on every rank of the job.
 
-    Raises (in ``on_save``): as ``tierckpt.adopt``. Cost: ``save`` is blocked for one read of what was written.
+    Raises (in ``on_save``): see ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files.
     """
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
@@ -41,14 +41,14 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         self._trials: dict[str, Directories] = {}
         """The run of each trial of a search, by the name of the directory that Trainer has chosen for it."""
         self._left: dict[int | None, Path] = {}
-        """What an earlier training has left in ``output_dir``, by step: this one may write there again, in place."""
+        """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there again, in place."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         places = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
         self._left = {step_of(place.name): place for place in places}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # Ranks meet within the step, so that none of them writes yet.
+        # A barrier within the step, so that no rank writes yet.
         if (place := self._left.pop(state.global_step + 1, None)) is not None:
             make_way(place)
 

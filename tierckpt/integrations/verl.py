@@ -37,8 +37,8 @@ from .ray import alive_nodes, on_nodes
 class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
     """Adopts each ``global_step_N``, on every node that has a part of it, as ``trainer.checkpoint_uri/global_step_N``.
 
-    What it adopts is written by workers on many nodes; ``trainer.default_local_dir`` may be theirs, or shared. Made
-    before the trainer looks for a checkpoint, it restores the newest one to there, whole, on every node.
+    Workers on many nodes write the adopted files; ``trainer.default_local_dir`` may be local or shared. If made
+    before the trainer looks for a checkpoint, it restores the newest one to that directory on every node.
 
     Raises: ConfigError: no URI; ``async_save``, which has not written yet when it calls. As ``tierckpt.adopt``.
     """
@@ -59,9 +59,9 @@ class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
 
 
 class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
-    """verl's handler of SFT, whose ``default_hdfs_dir`` is a URI that checkpoints are adopted to.
+    """verl's SFT handler, with a URI as ``default_hdfs_dir``: checkpoints are adopted to it.
 
-    Raises (in ``save_checkpoint``): as ``tierckpt.adopt``. Cost: it takes one read more of what was written.
+    Raises (in ``save_checkpoint``): see ``tierckpt.adopt``. Cost: one additional read of the files.
     """
 
     def __init__(self, *args: Any, default_hdfs_dir: str | None = None, **options: Any) -> None:
@@ -88,7 +88,7 @@ def _checked(uri: str | None, key: str) -> str:
 
 
 class _Cluster:
-    """The run at ``uri`` of a job whose workers have directories on nodes of a Ray cluster, and its driver may not."""
+    """The run at ``uri`` of a job with worker directories on nodes of a Ray cluster, not necessarily the driver's."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri

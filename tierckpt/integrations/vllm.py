@@ -8,10 +8,10 @@ that stays: it finds files and Hugging Face ids, checks that every parameter was
     vllm serve /nvme/llama-70b-config --load-format tierckpt \
         --model-loader-extra-config '{"uri": "s3://models/llama-70b"}'
 
-Only tensors that this rank loads are read: experts of other ranks, and what a draft model or an encoder leaves out, are
-not. Several ranks of a node read through the page cache, which reads each byte from the disk once; what comes from a
-URI goes through the node cache, so each byte comes from the store once per node, and of several nodes each fetches the
-chunks that its own ranks use.
+Only tensors that this rank loads are read, without experts of other ranks and tensors that a draft model or an encoder
+omits. Several ranks of a node read through the page cache, so each byte is read from the disk once. Files of a
+URI go through the node cache: each byte leaves the store once per node, and with several nodes each fetches the
+chunks of its own ranks.
 
 Source: vLLM 0.33, ``DefaultModelLoader._prepare_weights`` and ``_get_weights_iterator``, ``get_node_count``.
 """
@@ -56,7 +56,7 @@ def _loader_class(base: Any) -> Any:
     from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
     class TierckptModelLoader(base):  # type: ignore[misc]
-        """vLLM's default loader, whose safetensors files are read by tierckpt; other files are read by vLLM."""
+        """vLLM's default loader with tierckpt as reader of safetensors files; vLLM reads other files."""
 
         counter_before_loading_weights: float = 0.0
 
@@ -145,7 +145,7 @@ class Options:
         for_vllm: what vLLM's default loader knows: ``enable_weights_track`` and others.
 
     Raises:
-        ConfigError: a name that nobody knows, or a value that cannot be.
+        ConfigError: an unknown name or an invalid value.
     """
 
     def __init__(self, extra: dict[str, Any] | None) -> None:
@@ -169,9 +169,9 @@ class Options:
     ) -> Generator[tuple[str, Tensor], None, None]:
         """Yield the tensors of files, or of a URI, one place after another; show progress in bytes.
 
-        Every header is read and checked before the first tensor is. One of several ranks is given large tensors
-        deferred (``loading/deferred.py``): it reads what it uses of each. Of several ``nodes`` each fetches from a URI
-        what is read; one alone fetches all, ahead of the reads.
+        All headers are checked before the first tensor is read. One of several ranks gets large tensors
+        deferred (``loading/deferred.py``): it reads only the parts it uses. One of several ``nodes`` fetches from a URI
+        only these parts; a single node fetches all files ahead of the reads.
         """
         from tqdm.auto import tqdm
 
