@@ -1,4 +1,4 @@
-"""Logs what a call waits for once it has waited a while: a wait of minutes without a word looks like a hang."""
+"""Logs the reason of a long wait in a call: minutes without a message look like a hang."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def expand_user(path: str) -> str:
 
 
 def _is_closed(directory: str) -> bool:
-    """True when this user may not reach what lies in ``directory``."""
+    """Return True if this user cannot access ``directory``."""
     try:
         os.stat(os.path.join(directory, "."))  # noqa: PTH116, PTH118  # Path would drop the dot
     except PermissionError:

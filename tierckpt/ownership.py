@@ -1,13 +1,13 @@
 """Whose a path is: what another user made, can change, or has linked is neither believed nor written through.
 
 Invariants:
-    O1  At and below a local root only directories are used that belong to this user or to root, that nobody else can
-        write to, and that are reached through no link of another's. So this user, or root, put there what lies there.
-    O2  A link is ours when this user or root made it where nobody else can put another in its place: in a directory
-        that others cannot write to, or in a sticky one of ours or root's (``/tmp``).
-    O3  The way to a directory is checked once per process, by device and inode; its owner and mode at every use. One
-        that was put in its place meanwhile is another inode, and is checked again.
-    O4  Root is trusted, nobody else is: as root, too, a directory of another user's is refused.
+    O1  Directories at and under a local root are used only if they belong to this user or to root, no other user can
+        write to them, and no link of another user leads to them. So only this user, or root, can have put files there.
+    O2  A link is trusted if this user or root made it and no other user can replace it: in a directory
+        that others cannot write to, or in a sticky one of this user or root (``/tmp``).
+    O3  The path to a directory is checked once per process, by device and inode; its owner and mode at every use. A
+        replaced directory is another inode, and is checked again.
+    O4  Only root is trusted besides this user: for root, too, a directory of another user is refused.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def open_root(root: Path, mode: int = 0o700) -> None:
     """Check the local root ``root``, if it is there, and from now on everything used below it (O1).
 
     Args:
-        mode: who may read its checkpoints and its cache: 0o700, 0o750 or 0o755. Files are readable as the umask says.
+        mode: access of other users to its checkpoints and cache: 0o700, 0o750 or 0o755. The umask applies to files.
 
     Raises:
-        PermissionDeniedError: it, or its data, is another user's, can be written by one, or is behind a link of one.
+        PermissionDeniedError: another user owns it or its data, can write to it, or made a link on the way to it.
     """
     is_new = root not in roots
     roots[root] = mode
@@ -61,7 +61,7 @@ def open_root(root: Path, mode: int = 0o700) -> None:
 
 
 def check(directory: Path) -> bool:
-    """True when ``directory`` lies at or below a local root, and is safe to use there (O1); what is missing is.
+    """Return True if ``directory`` is at or under a local root and safe to use (O1); a missing one is safe.
 
     Cost: one stat, when the way to it has been checked before.
 
@@ -75,7 +75,7 @@ def check(directory: Path) -> bool:
         status = os.stat(directory)  # noqa: PTH116
     except PermissionError:
         raise _refused(directory, f"cannot be reached by user {os.geteuid()}") from None
-    except OSError:  # missing, or no directory: what is made in its place is made in its parent
+    except OSError:  # missing, or not a directory: its replacement is made in its parent
         return check(directory.parent) if directory != root else bool(resolve(root))
     key = (os.geteuid(), status.st_dev, status.st_ino)
     if key not in _known:
@@ -91,13 +91,13 @@ def check(directory: Path) -> bool:
 
 
 def check_owner(status: os.stat_result, path: Path) -> None:
-    """Raise PermissionDeniedError when ``path``, whose status that is, is neither this user's nor root's."""
+    """Raise PermissionDeniedError if ``path`` with this status belongs neither to this user nor to root."""
     if not _is_trusted(status.st_uid):
         raise _refused(path, _fault(status))
 
 
 def mode_of(directory: Path) -> int:
-    """The mode with which to make ``directory``: nobody else can write at, below, or on the way to a local root."""
+    """Return the mode for a new ``directory``: no other user may write at, under, or above a local root."""
     root = root_of(directory)
     if root is None:
         return 0o755 if any(one.is_relative_to(directory) for one in tuple(roots)) else 0o777
@@ -107,7 +107,7 @@ def mode_of(directory: Path) -> int:
 
 
 def file_mode(path: Path) -> int:
-    """The mode with which to create the file ``path``; the umask narrows it. Nobody else writes below a local root."""
+    """Return the mode for a new file ``path``; the umask narrows it. No other user may write under a local root."""
     return 0o644 if root_of(path) is not None else 0o666
 
 
@@ -118,7 +118,7 @@ def root_of(path: Path) -> Path | None:
 
 
 def resolve(path: Path) -> Path:
-    """Return the absolute ``path`` with its links resolved, as far as it exists.
+    """Return the absolute ``path`` with its existing links resolved.
 
     Raises:
         PermissionDeniedError: a link on the way is another user's, or can be replaced by one (O2).
@@ -180,7 +180,7 @@ def _fault(status: os.stat_result) -> str:
 
 
 def _can_be_replaced(folder: os.stat_result) -> bool:
-    """True when another user can put another entry in the place of one of ours in ``folder``."""
+    """Return True if another user can replace an entry of this user in ``folder``."""
     if not _is_trusted(folder.st_uid):
         return True
     return bool(folder.st_mode & OTHERS_WRITE) and not folder.st_mode & stat.S_ISVTX
@@ -191,9 +191,9 @@ def _refused(path: Path, fault: str) -> PermissionDeniedError:
     what = f"local_root {path}" if root == path else f"{path}, below local_root," if root else str(path)
     return PermissionDeniedError(
         f"{what} {fault}",
-        hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory of your own that nobody else can write to, "
-        "or to a new one below it, which is made for you alone. If this one is yours and you know all that is in it: "
-        "`chmod -R go-w` it; where modes cannot be changed (SMB, vfat), mount it with your uid and umask=077",
+        hint="Set TIERCKPT_LOCAL_ROOT (or local_root=) to a directory that only you can write to, "
+        "or to a new one, which is made for you alone. If this one is yours and you know all files in it: "
+        "`chmod -R go-w` it; on file systems without modes (SMB, vfat), mount it with your uid and umask=077",
         path=path,
         tier=Tier.LOCAL,
     )
@@ -223,5 +223,5 @@ def _warn_of_exposed(root: Path) -> None:
         with contextlib.suppress(OSError):
             mode = parent.stat().st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                log.warning("local_root %s lies in %s, where any user can rename it: `chmod +t` that", root, parent)
+                log.warning("local_root %s is in %s, where any user can rename it: `chmod +t` that", root, parent)
                 return

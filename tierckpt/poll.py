@@ -22,13 +22,13 @@ class Pauses(NamedTuple):
 
 
 BRIEF = Pauses(0.001, 0.02)
-"""For what is held for a few system calls, and for what a person or a training step waits for."""
+"""For a lock held for a few system calls, and for waits of a person or a training step."""
 LOCAL = Pauses(0.005, 0.1)
 """For the work of another process of this node. A look costs a few system calls."""
 SHARED = Pauses(0.05, 2.0)
 """For the work of other nodes. A look costs a request."""
 LOOK_SECONDS = 0.2
-"""Work beside training that does not get on for so long hangs: training waits for that twice this time at most."""
+"""Background work without progress for this long hangs: training waits at most twice this time for it."""
 LATE = 1.25
 
 
@@ -85,7 +85,7 @@ class Poll:
 
 
 def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
-    """Wait until all of ``work`` is done, as long as ``progress`` changes between two looks. False when it does not.
+    """Wait until all of ``work`` is done, while ``progress`` changes between two calls. False if it stops changing.
 
     A look that comes late says that this process does not get the processor, and of the others' threads nothing.
     """

@@ -1,4 +1,4 @@
-"""The state in which a process of ours begins: standard streams that can be used, and a parent that handles signals.
+"""Start of our processes: usable standard streams, and signal handling for a process that is PID 1.
 
 S1  Descriptors 0, 1 and 2 are open, so that no file of ours gets their number.
 S2  A write to standard error neither raises nor waits for long. A write to standard output raises only OutputError.
@@ -33,7 +33,7 @@ SI_KERNEL = 0x80
 
 
 class OutputError(Exception):
-    """Standard output cannot be written. No ``OSError``: typer exits without a word on those of a closed pipe."""
+    """Standard output is broken. Not an ``OSError``: typer exits silently on those of a closed pipe."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(cause.strerror)
@@ -44,7 +44,7 @@ def begin_command() -> None:
     """Give this process S1 to S4. Call it from a main function, before threads are started."""
     open_missing_descriptors()
     if sys.getfilesystemencoding() == "ascii":
-        # LC_ALL=C with PYTHONUTF8=0: files of models, whose names are UTF-8, could not be opened.
+        # LC_ALL=C with PYTHONUTF8=0: model files with UTF-8 names could not be opened.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     if os.getpid() == 1:
         _run_below_init()
@@ -97,7 +97,7 @@ def end_later(code: int, seconds: float) -> None:
 
 
 def open_missing_descriptors() -> None:
-    """Open those of 0, 1 and 2 that are closed, so that a read of 0 and a write to 1 or 2 still fail with EBADF."""
+    """Open closed descriptors 0, 1 and 2, so that a read of 0 and a write to 1 or 2 still fail with EBADF."""
     for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
         try:
             os.fstat(number)
@@ -115,7 +115,7 @@ def leave_removed_directory() -> None:
 
 
 def has_reader(descriptor: int) -> bool:
-    """Return False when the other end of a pipe or a terminal has gone."""
+    """Return False if the other end of a pipe or a terminal is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)  # errors are reported all the same
     return not poll.poll(0)
@@ -183,7 +183,7 @@ class _Messages(_Descriptor):
             try:
                 pieces = range(0, len(view), PIPE_BYTES)
                 self._is_stuck = not all(self._put(view[start : start + PIPE_BYTES], seconds) for start in pieces)
-            except OSError:  # the reader has gone, the disk is full, or the descriptor was closed
+            except OSError:  # the reader is gone, the disk is full, or the descriptor was closed
                 self._is_stuck = False
             finally:
                 self._lock.release()
@@ -219,7 +219,7 @@ def _run_below_init() -> None:
 
 
 def _reap(worker: int) -> None:
-    """Wait for the children that have ended. End this process when ``worker`` is one of them."""
+    """Reap ended children. End this process if ``worker`` is one of them."""
     while True:
         try:
             process, status = os.waitpid(-1, os.WNOHANG)

@@ -1,8 +1,8 @@
-"""No secret in anything we print, log or write down: what looks like one, and what the environment says is one.
+"""Removes secrets from everything that is printed, logged or written: by value and by shape.
 
-Two ways find them. By value: the credentials in this process's environment are known, so they are found wherever
-somebody else's message repeats them (S3 answers an expired token with the token in the body). By shape: signatures in a
-query, bearer tokens, passwords in a URL, keys that begin as a cloud's keys begin. Either alone has a hole.
+By value: the credentials in this process's environment are known, so they are found in any
+message that repeats them (S3 answers an expired token with the token in the body). By shape: signatures in a
+query, bearer tokens, passwords in a URL, keys with a cloud's prefix. Either way alone misses some.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _SHAPES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
     (("eyj",), re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"), MASK),
     (("hf_",), re.compile(r"\bhf_[A-Za-z0-9]{20,}"), MASK),
 )
-"""Words (in small letters) without which a shape cannot be there, the shape, and what takes its place. The words are
-looked for first: errors are made on paths that run thousands of times, and nearly none of them has any."""
+"""Words (in lower case) that every match of the shape contains, the shape, and its replacement. The words are
+searched first: errors are made on paths that run thousands of times, and nearly none of them has any."""
 _CARRIES_CREDENTIAL = re.compile(r"(?i)[?&](x-amz-signature|x-goog-signature|sig|signature)=|://[^/\s:@]*:[^/\s@]+@")
 
 
 def redact(text: str) -> str:
-    """Return ``text`` with every secret that can be told from it, or from the environment, replaced by ``***``.
+    """Return ``text`` with every known or recognizable secret replaced by ``***``.
 
     Never raises. Cost: about 20 microseconds for a message of a line; for messages, not for data.
     """
@@ -94,7 +94,7 @@ def printable(error: BaseException) -> BaseException | None:
 
 
 def redact_all(value: Any) -> Any:
-    """Return ``value`` (of JSON's types) with every text in it redacted, and what a secret's name stands for masked."""
+    """Return ``value`` (of JSON's types) with every text redacted and the values of secret names masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):

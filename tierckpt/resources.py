@@ -45,7 +45,7 @@ def start_thread(thread: Thread) -> Thread:
 
 
 def start_if_possible(thread: Thread) -> bool:
-    """Start a thread whose work others do where it is missing. False when the system gives none."""
+    """Start an optional helper thread. Returns False if the system refuses one."""
     try:
         start_thread(thread)
     except CapacityError:
@@ -64,5 +64,5 @@ class ThreadPool(ThreadPoolExecutor):
                 return
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._work_queue.get_nowait()  # its caller is told that it is not done
+                    self._work_queue.get_nowait()  # its future is cancelled
             raise exhausted(error) or error from error

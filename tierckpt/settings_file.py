@@ -1,8 +1,8 @@
 """The settings file ``tierckpt.toml`` of the working directory, and whether it is to be believed.
 
-A process starts where it is told to: in a scratch directory that others write to, or in one of somebody else's. So the
-file counts only when nobody but this user or root can have written it, or can put another in its place. One that does
-not count is not even read: not its peers, its secret, its local_root, nor what it would slow down or switch off.
+The working directory may be a scratch directory that others write to, or belong to another user. So the
+file counts only if this user or root wrote it and no other user can replace it. Otherwise it is not
+read at all: neither its peers, secret and local_root, nor settings that would slow down or disable features.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ reported: set[tuple[str, str]] = set()
 
 
 def read_settings_file() -> dict[str, Any]:
-    """Return what the file says by name; {} when there is none, or when it does not count, which is said once.
+    """Return the settings of the file by name; {} without one, or if it is not trusted, which is logged once.
 
     Raises:
         ConfigError: it counts, and is no TOML, no file, unreadable or too large; says which file.

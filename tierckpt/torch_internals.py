@@ -1,8 +1,8 @@
 """The private names of torch that tierckpt uses, in one place.
 
-No other module names anything of torch that begins with an underscore. Each name here is looked up on first use, so
-that a torch which has renamed one disables only the feature that needs it: the lookup raises ``UnsupportedTorchError``
-with the name, the feature and the versions that were checked.
+No other module uses names of torch that begin with an underscore. Each name here is looked up on first use, so
+a torch that has renamed one disables only the feature that needs it: the lookup raises ``UnsupportedTorchError``
+with the name, the feature and the checked versions.
 
 This module imports no torch: ``tierckpt.adoption``, which runs where no torch is installed, is above it.
 
@@ -141,7 +141,7 @@ def set_local_tensor(tensor: Any, local: Any) -> None:
 
 
 def step_post_hooks_of(optimizer: Any) -> Any:
-    """Return the hooks behind a step by their number, in the order of their calls."""
+    """Return the hooks of a step by their number, in the order of their calls."""
     try:
         return optimizer._optimizer_step_post_hooks
     except AttributeError as error:
