@@ -12,14 +12,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from . import torch_internals
 from .checkpoint import local_commit, marks
 from .checkpoint.journal import READY, Journal
 from .client import Client, get_client, wait
@@ -27,10 +24,11 @@ from .config import Settings
 from .disk import read_lease
 from .disk.durable import make_dirs
 from .disk.local_root import make_local_root, use_local_root
-from .errors import AlreadyCommittedError, CheckpointError, ConfigError, OperationTimeoutError, TierckptError
+from .errors import AlreadyCommittedError, CheckpointError, ConfigError, TierckptError
 from .format.layout import Location, adopted_dir, local_dir, parse_uri
 from .format.manifest import RANKS_MAX, FileEntry, Manifest, is_token
 from .format.uris import local_path
+from .rank_store import RankStore, ranks_of_job
 from .save import adopted_directory as source
 from .save import eviction
 from .stores.schemes import check_location, check_mirrored_target
@@ -42,7 +40,6 @@ log = logger("save")
 
 RANKS_SECONDS = 120.0
 """How long the ranks of a job wait for each other to have written."""
-_adoptions: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -220,40 +217,23 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
         raise ConfigError(f"attempt is {attempt!r}", hint="Use letters, digits, '.', '_' and '-', at most 60")
     if ranks is not None and not (0 <= ranks[0] < ranks[1] <= RANKS_MAX):
         raise ConfigError(f"ranks is {ranks}", hint="It is (rank, world_size), as (0, 2)")
-    dist: Any = sys.modules.get("torch.distributed")
-    is_job = dist is not None and dist.is_available() and dist.is_initialized()
-    rank, world_size = ranks or ((dist.get_rank(), dist.get_world_size()) if is_job else (0, 1))
+    of_job = ranks_of_job()
+    rank, world_size = ranks or of_job or (0, 1)
     if world_size == 1 or attempt is not None:
         return _Part(attempt or secrets.token_hex(8), rank, world_size)
-    if not is_job:
+    if of_job is None:
         raise ConfigError(
             f"rank {rank} of {world_size} does not know what the others call this adoption",
             hint="Give all of them the same attempt='NAME', new each time, or call it in a torch.distributed job",
         )
-    count = _adoptions[location.uri] = _adoptions.get(location.uri, 0) + 1
-    store = torch_internals.get_default_store()
-    prefix = f"tierckpt/adopt/{location.uri}/{world_size}/{count}"
-    attempts = _all_gather(store, f"{prefix}/attempt", rank, world_size, secrets.token_hex(8), location)
+    store = RankStore.numbered(f"tierckpt/adopt/{location.uri}/{world_size}", RANKS_SECONDS, (rank, world_size))
+    late = f"some rank has not begun to adopt {location.uri}"
+    hint = "Every rank calls adopt, in the same order, or one calls it with ranks=(0, 1)"
+    attempts = store.all_gather("attempt", secrets.token_hex(8), late, hint)
     if ranks is not None:
         return _Part(attempts[0], rank, world_size)
     # Now every rank has written.
-    places = _all_gather(store, f"{prefix}/place", rank, world_size, source.identity(place) or "none", location)
+    places = store.all_gather("place", source.identity(place) or "none", late, hint)
     first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
     is_idle = rank not in first and bool(first)  # nobody has a directory: each says so
     return _Part(attempts[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)
-
-
-def _all_gather(store: Any, prefix: str, rank: int, world_size: int, value: str, location: Location) -> list[str]:
-    """Return the ``value`` of every rank, by rank."""
-    keys = [f"{prefix}/{number}" for number in range(world_size)]
-    store.set(keys[rank], value)
-    try:
-        store.wait(keys, timedelta(seconds=RANKS_SECONDS))
-    except Exception as error:
-        raise OperationTimeoutError(
-            f"some rank has not begun to adopt {location.uri}",
-            hint="Every rank calls adopt, in the same order, or one calls it with ranks=(0, 1)",
-            rank=rank,
-            waited_seconds=RANKS_SECONDS,
-        ) from error
-    return [store.get(key).decode() for key in keys]

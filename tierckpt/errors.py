@@ -39,6 +39,7 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .quantities import human_bytes
@@ -83,6 +84,16 @@ class TierckptError(Exception):
         plain = (int, float, dict, list)
         facts = {key: value if isinstance(value, plain) else str(value) for key, value in self.context.items()}
         return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **facts}
+
+
+def from_json(facts: Mapping[str, Any]) -> TierckptError:
+    """Return the error of ``to_json``. A class that is not defined here becomes a CheckpointError that names it."""
+    context = {key: value for key, value in facts.items() if key not in ("error", "message", "hint")}
+    name, message, hint = (str(facts.get(key, "")) for key in ("error", "message", "hint"))
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, TierckptError):
+        return _rebuild(kind, message, hint, context)
+    return CheckpointError(f"{name}: {message}", hint=hint, **context)
 
 
 def _shown(key: str, value: Any) -> object:

@@ -17,13 +17,14 @@ import torch.distributed.checkpoint as dcp
 import tierckpt
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
+from tierckpt.dcp.save_session import encode_results
 from tierckpt.dcp.stager import TierStager
 from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import TierckptError
+from tierckpt.rank_store import RankStore
 from tierckpt.save import flush
 from tierckpt.training import checkpointer as checkpointers
-from tierckpt.training.rank_exchange import Exchange
 
 COLLECTIVE_TIMEOUT_SECONDS = 10.0
 SAVE_TIMEOUT_SECONDS = 10.0
@@ -83,24 +84,25 @@ PHASES = SAVE_PHASES | COORDINATOR_PHASES | RESTORE_PHASES
 def wait_for_ever() -> None:
     """Seeded bug: ranks wait for each other without a deadline."""
 
-    def get(self: Exchange, store: Any, key: str, what: str, deadline: float) -> Any:
+    def wait(self: RankStore, names: list[str], *_: Any) -> Any:
         while True:
             time.sleep(1)
 
-    Exchange.get_value = get  # type: ignore[method-assign]
+    RankStore.wait = wait  # type: ignore[method-assign,assignment]
 
 
 def commit_without_the_dead() -> None:
     """Seeded bug: the coordinator commits what it has heard of when the time is up."""
-    real = Exchange.get_value
+    real = RankStore.wait
 
-    def get(self: Exchange, store: Any, key: str, what: str, deadline: float) -> Any:
+    def wait(self: RankStore, names: list[str], *rest: Any) -> Any:
         try:
-            return real(self, store, key, what, deadline)
+            return real(self, names, *rest)
         except TierckptError:
-            return "ok", ([], False)
+            nothing = [encode_results([]), False]
+            return [(self.peek([name]) or [nothing])[0] for name in names]
 
-    Exchange.get_value = get  # type: ignore[method-assign]
+    RankStore.wait = wait  # type: ignore[method-assign,assignment]
 
 
 BUGS = {"wait for ever": wait_for_ever, "commit without the dead": commit_without_the_dead}

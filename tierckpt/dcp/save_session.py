@@ -16,7 +16,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -28,11 +30,12 @@ from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, En
 from ..client import Client
 from ..disk import read_lease
 from ..disk.durable import make_dirs
-from ..errors import CheckpointError, TierckptError, UnsafeCheckpointError
+from ..errors import CheckpointError, ManifestError, TierckptError, UnsafeCheckpointError
+from ..format import manifest as manifests
 from ..format.layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata
 from ..format.manifest import FileEntry, Manifest, digests_of
 from ..telemetry import COMMITS, logger
-from ..torch_internals import CHECKED_VERSIONS, StorageWriterTransforms
+from ..torch_internals import CHECKED_VERSIONS, StorageInfo, StorageWriterTransforms
 from ..types import Tier
 from . import split
 from .gc_pause import gc_paused
@@ -61,6 +64,49 @@ def told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[
         first = results[0]
         results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
     return results
+
+
+def encode_results(results: list[WriteResult]) -> dict[str, Any]:
+    """Return a rank's results, with its files and parts, as JSON."""
+    first = results[0] if results else None
+    return {
+        "results": [_encode_result(result) for result in results],
+        "files": [manifests.encode_entry(file) for file in getattr(first, "files", ())],
+        "parts": [[part.fqn, part.whole, part.box] for part in getattr(first, "parts", ())],
+    }
+
+
+def decode_results(body: Mapping[str, Any], chunk_size_bytes: int, *, where: str) -> list[WriteResult]:
+    """Return the results of ``encode_results``. Raises ManifestError when ``body`` is not that."""
+    with gc_paused():
+        try:
+            results = [_decode_result(*item) for item in body["results"]]
+            parts = tuple(split.Part(str(fqn), _box(whole), _box(box)) for fqn, whole, box in body["parts"])
+            items = body["files"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestError(f"{where}: {error}", hint="The record is damaged; nothing is committed") from error
+        return told(results, manifests.decode_entries(items, chunk_size_bytes, where=where), parts)
+
+
+def _encode_result(result: WriteResult) -> list[Any]:
+    index, stored = result.index, result.storage_data
+    offset = None if index.offset is None else list(index.offset)
+    place = [stored.relative_path, stored.offset, stored.length]
+    return [index.fqn, offset, index.index, result.size_in_bytes, *place]
+
+
+def _decode_result(
+    fqn: str, offset: list[int] | None, number: int | None, size_bytes: int, path: str, at: int, length: int
+) -> WriteResult:
+    if not (isinstance(fqn, str) and isinstance(path, str)):
+        raise TypeError("a name that is no text")
+    index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
+    return WriteResult(index, int(size_bytes), StorageInfo(path, int(at), int(length)))
+
+
+def _box(value: list[list[int]]) -> split.Box:
+    offsets, sizes = value
+    return tuple(map(int, offsets)), tuple(map(int, sizes))
 
 
 def files_of(results: list[list[WriteResult]]) -> list[FileEntry]:

@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from .. import torch_internals
 from ..checkpoint import in_flight
 from ..config import Settings
 from ..disk.illness import HINT, Errands, ill_disk
@@ -42,6 +40,7 @@ from ..format.layout import (
     shard_name,
 )
 from ..poll import wait_while
+from ..rank_store import RankStore
 from ..save.shard_plan import Shard
 from ..stores.schemes import check_mirrored_target
 from ..telemetry import logger
@@ -64,7 +63,6 @@ log = logger("save")
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
 _OF_THIS_PROCESS = {"_session", "_planned", "_busy", "_stager", "_errands", "_looks", "_asks", "_outcome"}
-_saves_without_collectives: dict[str, int] = {}
 
 
 @dataclass
@@ -529,21 +527,13 @@ class TierStorageWriter(Mount, StorageWriter):
     def _agreed_attempt(self) -> str:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return secrets.token_hex(8)
-        count = _saves_without_collectives[self.path] = _saves_without_collectives.get(self.path, 0) + 1
-        store = torch_internals.get_default_store()
-        key = f"tierckpt/attempt/{self.path}/{count}"
-        if dist.get_rank() == 0:
-            store.set(key, secrets.token_hex(8))
-        try:
-            store.wait([key], timedelta(seconds=ATTEMPT_TIMEOUT_SECONDS))
-        except Exception as error:
-            raise OperationTimeoutError(
-                f"rank 0 has not begun to save {self.path}",
-                hint="Every rank must save, in the same order",
-                rank=self._role.rank,
-                waited_seconds=ATTEMPT_TIMEOUT_SECONDS,
-            ) from error
-        return str(store.get(key).decode())
+        store = RankStore.numbered(f"tierckpt/attempt/{self.path}", ATTEMPT_TIMEOUT_SECONDS)
+        return store.broadcast(
+            "name",
+            lambda: secrets.token_hex(8),
+            f"rank 0 has not begun to save {self.path}",
+            "Every rank must save, in the same order",
+        )
 
     # --- odds and ends ------------------------------------------------------------------------------------------
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .. import torch_internals
 from ..adoption import Adoption, adopt
 from ..cache.node_cache import retry_until_available
 from ..checkpoint.journal import Journal
 from ..checkpoint.select import age_of
 from ..client import get_client
 from ..config import Settings
-from ..errors import CheckpointError, ConfigError, IntegrityError, OperationTimeoutError, StoreError
+from ..errors import CheckpointError, ConfigError, IntegrityError, StoreError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
+from ..rank_store import RankStore, ranks_of_job
 from ..restore.restore import RestoreResult
 from ..stores.schemes import check_location
 from ..telemetry import logger
@@ -150,9 +147,6 @@ def make_way(directory: Path) -> None:
                     path.unlink()
 
 
-_finds: dict[str, int] = {}
-
-
 def rank_0_finds(what: str, find: Callable[[], str]) -> str:
     """Return what ``find`` returns on rank 0, on every rank of a ``torch.distributed`` job: ranks see different tiers.
 
@@ -162,37 +156,17 @@ def rank_0_finds(what: str, find: Callable[[], str]) -> str:
         ConfigError: ``WORLD_SIZE`` says that there are more ranks, and they have no process group yet.
         OperationTimeoutError: rank 0 has not come.
     """
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ConfigError(
-                f"ranks cannot agree on the newest checkpoint of {what}: there is no process group yet",
-                hint="Ask when the framework is set up: after Accelerator(), Trainer() or init_process_group()",
-            )
+    of_job = ranks_of_job()
+    if of_job is None and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"ranks cannot agree on the newest checkpoint of {what}: there is no process group yet",
+            hint="Ask when the framework is set up: after Accelerator(), Trainer() or init_process_group()",
+        )
+    if of_job is None or of_job[1] == 1:
         return find()
-    if dist.get_world_size() == 1:
-        return find()
-    count = _finds[what] = _finds.get(what, 0) + 1
-    from ..training.rank_exchange import portable  # torch is there
-
-    store, key = torch_internals.get_default_store(), f"tierckpt/newest/{what}/{count}"
-    if dist.get_rank() == 0:
-        try:
-            found = find()
-        except Exception as error:
-            store.set(key, pickle.dumps(portable(error)))
-            raise
-        store.set(key, pickle.dumps(found))
-        return found
-    try:
-        store.wait([key], timedelta(seconds=RESTORE_SECONDS))
-    except Exception as error:
-        raise OperationTimeoutError(
-            f"rank 0 has not looked for the newest checkpoint of {what}",
-            hint="Every rank resumes, in the same order",
-            waited_seconds=RESTORE_SECONDS,
-        ) from error
-    told: str | Exception = pickle.loads(store.get(key))
-    if isinstance(told, Exception):
-        raise told
-    return told
+    return RankStore.numbered(f"tierckpt/newest/{what}", RESTORE_SECONDS).broadcast(
+        "found",
+        find,
+        f"rank 0 has not looked for the newest checkpoint of {what}",
+        "Every rank resumes, in the same order",
+    )

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .. import errors
 from ..errors import CheckpointError, TierckptError
 
 
 def send(connection: Connection, message: Mapping[str, Any], payload: bytes = b"") -> None:
     """Raises OSError when the other end is gone."""
-    connection.send_bytes(json.dumps(message).encode() + b"\n" + payload)
+    connection.send_bytes(json.dumps(message, default=str).encode() + b"\n" + payload)
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
@@ -22,13 +21,8 @@ def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
     return json.loads(head), payload
 
 
-def to_message(error: BaseException) -> dict[str, str]:
-    if isinstance(error, TierckptError):
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}", "hint": ""}
-
-
-def to_error(message: Mapping[str, str]) -> TierckptError:
-    kind = getattr(errors, message["error"], CheckpointError)
-    made: TierckptError = kind(message["message"], hint=message["hint"])
-    return made
+def to_message(error: BaseException) -> dict[str, Any]:
+    """Return what ``errors.from_json`` makes an error of."""
+    if not isinstance(error, TierckptError):
+        error = CheckpointError(f"{type(error).__name__}: {error}")
+    return error.to_json()

@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, IntegrityError, OperationTimeoutError, TierckptError, UpdaterLostError
+from ..errors import CheckpointError, IntegrityError, OperationTimeoutError, TierckptError, UpdaterLostError, from_json
 from ..ipc.child_process import start_python
 from ..resources import start_thread
 from ..telemetry import logger
-from .messages import receive, send, to_error
+from .messages import receive, send
 from .state_file import DMESG, LOST
 from .states import END_SECONDS
 
@@ -236,7 +236,7 @@ class UpdaterProcess:
                     if "done" in message:
                         self.step = message["done"]
                     elif "failed" in message:
-                        failure = to_error(message["failed"])
+                        failure = from_json(message["failed"])
                     else:
                         self._answers.pop(message["number"]).set_result(message)
                     self.changed.notify_all()

@@ -11,7 +11,6 @@ Training waits at the promised step at most until the decision, which needs no r
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,17 +25,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..dcp.stager import storage_id
 from ..poll import BRIEF, Poll
 from ..quantities import human_bytes
+from ..rank_store import RankStore
 from ..replay.optimizers import parameters_of
 from ..resources import start_thread
 from ..telemetry import logger
 from ..torch_internals import tree_leaves
 from .codec import job_state
-from .rank_exchange import all_gather, is_distributed, own_store
+from .rank_exchange import all_gather, is_distributed
 from .saves import SaveRecord
 
 log = logger("checkpointer")
 
 LOOK_SECONDS = 0.25
+STORE_SECONDS = 10.0
+"""Limit of one write to the rendezvous store, on the thread that agrees with the other ranks."""
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
 """How long a preempted process waits for its loop to end a step."""
 SAVES_JUDGED = 5
@@ -146,7 +148,7 @@ class FinalSave:
 
     def _watch(self) -> None:
         try:
-            store, settled_round = own_store(), -1
+            store, settled_round = RankStore(self._key, STORE_SECONDS), -1
             while not self._closed.wait(LOOK_SECONDS):
                 current = self._round
                 if current != settled_round and (self._wants or self._is_noted(store, current)):
@@ -155,49 +157,44 @@ class FinalSave:
         except Exception as error:  # the store ends with rank 0, and with it the job
             log.debug("the job's store does not answer: %s", error)
 
-    def _is_noted(self, store: Any, current: int) -> bool:
+    def _is_noted(self, store: RankStore, current: int) -> bool:
         """Whether another rank was preempted."""
-        key = f"{self._key}/{current}/note"
-        if not store.check([key]):
-            return False
-        note = json.loads(store.get(key))
-        self.ask(time.monotonic() + float(note["seconds"]) - 2 * LOOK_SECONDS, str(note["reason"]))
-        return True
+        for note in store.peek([f"{current}/note"]) or ():
+            self.ask(time.monotonic() + float(note["seconds"]) - 2 * LOOK_SECONDS, str(note["reason"]))
+            return True
+        return False
 
-    def _agree(self, store: Any, current: int) -> None:
-        here, rank = f"{self._key}/{current}", dist.get_rank()
+    def _agree(self, store: RankStore, current: int) -> None:
         with self._lock:
             promise = self._promise = self._step + AHEAD_STEPS
         seconds, cost = self._deadline - time.monotonic(), self._cost()
-        store.set(f"{here}/note", json.dumps({"seconds": seconds, "reason": self._reason}))
-        told = [promise, seconds, cost.size_bytes, cost.local_seconds, cost.shared_seconds]
-        store.set(f"{here}/at/{rank}", json.dumps(told))
+        store.put(f"{current}/note", {"seconds": seconds, "reason": self._reason})
+        promised = [promise, seconds, cost.size_bytes, cost.local_seconds, cost.shared_seconds]
+        store.put(f"{current}/at/{store.rank}", promised)
         for _ in Poll(self._deadline - time.monotonic(), BRIEF):
             if self._closed.is_set():
                 return
-            if rank == 0:
-                _decide(store, here)
-            if store.check([f"{here}/decision"]):
+            if store.rank == 0:
+                _decide(store, current)
+            if decisions := store.peek([f"{current}/decision"]):
                 break
         else:
             return  # the loop says so, when it comes to the step that was promised
-        decision = json.loads(store.get(f"{here}/decision"))
         with self._lock:
             if self._round == current:
-                self._decision = decision
+                self._decision = decisions[0]
                 self._decided.set()
 
 
-def _decide(store: Any, here: str) -> None:
+def _decide(store: RankStore, current: int) -> None:
     """On rank 0: decide when all ranks have reported."""
-    keys = [f"{here}/at/{rank}" for rank in range(dist.get_world_size())]
-    if not store.check(keys):
+    told = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
+    if told is None:
         return
-    told = [json.loads(store.get(key)) for key in keys]
     step = max(one[0] for one in told)
     cost = Cost(max(one[2] for one in told), _largest([one[3] for one in told]), _largest([one[4] for one in told]))
     fits, why = judge(step, cost, min(one[1] for one in told))
-    store.set(f"{here}/decision", json.dumps({"step": step, "fits": fits, "why": why}))
+    store.put(f"{current}/decision", {"step": step, "fits": fits, "why": why})
 
 
 def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:

@@ -5,31 +5,37 @@ The store needs no collective, so that any thread may use it (P8); ``all_gather`
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from .. import torch_internals
-from ..errors import CheckpointSkippedError, CommitAbandonedError, ConfigError, OperationTimeoutError, TierckptError
-from ..poll import LOCAL, Poll
+from ..errors import CheckpointSkippedError, CommitAbandonedError, ConfigError, TierckptError
+from ..rank_store import RankStore, portable
 
 T = TypeVar("T")
 
 RANKS_SHOWN = 4
 
 VERDICT_SECONDS = 10.0
-"""How much longer the other ranks wait than rank 0, so that they hear from it what it waited for in vain."""
+"""Extra wait of the other ranks: rank 0 reports its own timeout to them."""
+
+_HINT = "A rank has died or hangs; the previous checkpoint is whole"
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class Exchange:
-    """One gather and one broadcast among ranks through the rendezvous store: no collective, so any thread may do it.
+    """One gather and one broadcast through the rendezvous store (``RankStore``), for any thread.
 
-    Every wait has the deadline; an error of any rank becomes an error of all.
+    An error of one rank becomes an error of all.
+
+    Args:
+        previous_key: ``key`` of the exchange before it, whose verdict rank 0 deletes. Empty: none.
+        timeout_seconds: limit of rank 0 for the other ranks.
     """
 
     def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
@@ -37,63 +43,61 @@ class Exchange:
         self.previous_key = previous_key
         self.timeout_seconds = timeout_seconds
         self.may_be_done = False
-        """True from when rank 0 may have made something of this rank's work, until it says that it has not."""
+        """True from when rank 0 may have used this rank's value, until it reports that it has not."""
 
-    def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], T]) -> T:
-        """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value everywhere."""
+    def gather_then(
+        self,
+        work: Callable[[], Any],
+        then: Callable[[list[Any]], Any],
+        encode: Callable[[Any], Any] = _same,
+        decode: Callable[[Any], Any] = _same,
+    ) -> Any:
+        """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value, JSON, everywhere.
+
+        Args:
+            encode: makes JSON of a result, ``decode`` the result again. Not called in a process without ranks.
+        """
         if not is_distributed():
             value = then([work()])
             self.may_be_done = True
             return value
-        store, rank, world = own_store(), dist.get_rank(), dist.get_world_size()
+        store, failure = RankStore(self.key, self.timeout_seconds), None
         try:
-            outcome: Any = ("ok", work())
+            value = encode(work())
         except BaseException as error:
-            outcome = ("error", portable(error))
-        self.may_be_done = outcome[0] == "ok" and rank != 0
-        store.set(f"{self.key}/{rank}", pickle.dumps(outcome))
-        if rank == 0:
-            verdict = self._decide(store, world, then)
-            self.may_be_done = verdict[0] == "ok"
-            store.set(f"{self.key}/verdict", pickle.dumps(verdict))
+            value = failure = portable(error)
+        self.may_be_done = failure is None and store.rank != 0
+        store.put(str(store.rank), value)
+        if store.rank == 0:
+            verdict = self._decide(store, then, decode)
+            self.may_be_done = not isinstance(verdict, TierckptError)
+            store.put("verdict", verdict)
         else:
-            deadline = time.monotonic() + self.timeout_seconds + VERDICT_SECONDS
-            verdict = self.get_value(store, f"{self.key}/verdict", "rank 0 to commit", deadline)
-            self.may_be_done = verdict[0] == "ok"
-        with contextlib.suppress(Exception):  # the store may end with rank 0, and what is decided is decided
-            store.delete_key(f"{self.key}/{rank}")
-        if outcome[0] == "error":
-            raise outcome[1]
-        if verdict[0] == "error":
-            raise verdict[1]
-        return verdict[1]  # type: ignore[no-any-return]
+            [verdict] = store.wait(
+                ["verdict"], "rank 0 has not committed", _HINT, self.timeout_seconds + VERDICT_SECONDS
+            )
+            self.may_be_done = not isinstance(verdict, TierckptError)
+        store.delete(str(store.rank))
+        if failure is not None:
+            raise failure
+        if isinstance(verdict, TierckptError):
+            raise verdict
+        return verdict
 
-    def _decide(self, store: Any, world: int, then: Callable[[list[Any]], T]) -> tuple[str, Any]:
-        deadline = time.monotonic() + self.timeout_seconds  # one for all: they write at the same time
+    def _decide(self, store: RankStore, then: Callable[[list[Any]], Any], decode: Callable[[Any], Any]) -> Any:
         try:
-            outcomes = [
-                self.get_value(store, f"{self.key}/{rank}", f"rank {rank} to write its shards", deadline)
-                for rank in range(world)
-            ]
-            if self.previous_key:
-                store.delete_key(f"{self.previous_key}/verdict")  # every rank has read it: all are done with this one
+            ranks = [str(rank) for rank in range(store.world_size)]
+            outcomes = store.wait(ranks, "not every rank has written its shards", _HINT)
+            if self.previous_key:  # every rank has read it: all are done with that exchange
+                store.delete("verdict", self.previous_key)
             _raise_if_failed(outcomes)
-            return "ok", then([value for _, value in outcomes])
+            return then([decode(outcome) for outcome in outcomes])
         except BaseException as error:
-            return "error", portable(error)
-
-    def get_value(self, store: Any, key: str, what: str, deadline: float) -> Any:
-        for _ in Poll(deadline - time.monotonic(), LOCAL):
-            if store.check([key]):
-                return pickle.loads(store.get(key))
-        raise OperationTimeoutError(
-            f"waited {self.timeout_seconds:g} s for {what}",
-            hint="That rank has died or hangs; the previous checkpoint is whole",
-        )
+            return portable(error)
 
 
 def _raise_if_failed(outcomes: list[Any]) -> None:
-    failed = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "error"}
+    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, TierckptError)}
     if failed:
         rank, cause = next(iter(failed.items()))
         if all(isinstance(error, CheckpointSkippedError) for error in failed.values()):
@@ -103,22 +107,6 @@ def _raise_if_failed(outcomes: list[Any]) -> None:
             hint="Nothing was committed; the previous checkpoint is whole",
             rank=rank,
         )
-
-
-def portable(error: BaseException) -> BaseException:
-    """Return an error that pickles: ours do, others are put into words."""
-    if isinstance(error, TierckptError):
-        return error
-    return CommitAbandonedError(f"{type(error).__name__}: {error}")
-
-
-def own_store() -> Any:
-    """A connection of our own to the job's rendezvous store, so that waiting on it blocks nobody else's use."""
-    store: Any = torch_internals.get_default_store()
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
 
 
 def is_distributed() -> bool:

@@ -32,6 +32,7 @@ from ..errors import (
 from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_name, step_of
 from ..format.manifest import BASE_NOTE
 from ..loading.devices import check_device
+from ..rank_store import portable
 from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
@@ -40,7 +41,7 @@ from .codec.modules import ModuleTarget
 from .codec.modules import state_of as module_state
 from .codec.stored import STRUCTURE, Stored
 from .every_step.redo_log import is_window
-from .rank_exchange import all_gather, is_distributed, portable, same_outcome
+from .rank_exchange import all_gather, is_distributed, same_outcome
 
 log = logger("checkpointer")
 

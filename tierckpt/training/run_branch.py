@@ -10,7 +10,8 @@ from ..checkpoint.going_back import branch_of_restored
 from ..client import get_client
 from ..config import Settings
 from ..format.layout import Location, local_dir, parse_uri
-from .rank_exchange import all_gather, is_distributed, portable
+from ..rank_store import portable
+from .rank_exchange import all_gather, is_distributed
 
 
 class RunBranch:

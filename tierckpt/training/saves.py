@@ -25,7 +25,7 @@ from ..config import Settings
 from ..dcp.gc_pause import gc_paused
 from ..dcp.handoff.handoff_client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
-from ..dcp.save_session import files_of
+from ..dcp.save_session import decode_results, encode_results, files_of
 from ..dcp.stager import StagedItems, TierStager
 from ..dcp.writer import TierStorageWriter
 from ..disk.illness import HINT, ill_disk, requests
@@ -101,6 +101,10 @@ class SaveRecord:
         return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
 
 
+def _encode(outcome: tuple[list[Any], bool]) -> tuple[dict[str, Any], bool]:
+    return encode_results(outcome[0]), outcome[1]
+
+
 @dataclass
 class Job:
     """One save on its way from staging memory to the local tier."""
@@ -138,7 +142,7 @@ class Job:
             )
 
         try:
-            record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit)
+            record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit, _encode, self._decode)
             if record.is_direct_put:
                 self.writer.send_after_all()
                 record.is_sent = True
@@ -157,6 +161,10 @@ class Job:
             if is_settled:
                 self.take_back_handoff()
             self.let_go()
+
+    def _decode(self, outcome: tuple[dict[str, Any], bool]) -> tuple[list[Any], bool]:
+        chunk_size_bytes = int(self.writer.settings.chunk_size_bytes)
+        return decode_results(outcome[0], chunk_size_bytes, where="results of a rank"), outcome[1]
 
     def offer(self) -> HandoffHandle | None:
         """Have the agent see to this save if this process ends before it is on the SSD."""

@@ -7,6 +7,7 @@ stands there. Nobody waits for anybody: who comes later finds those before it, a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from ..config import Settings
 from ..errors import TierckptError
 from ..ipc.agent_client import contact_for
+from ..rank_store import RankStore, own_store
 from ..telemetry import logger
-from .rank_exchange import is_distributed, own_store
+from .rank_exchange import is_distributed
 
 log = logger("peer")
 
@@ -34,33 +36,28 @@ def meet(settings: Settings) -> None:
     if settings.peers != "torchrun" or int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return
     try:
-        store = _store()
-        if store is None:
+        if (connect := _connector()) is None:
             log.warning("peers is torchrun, and this process belongs to no job of torch.distributed: it has no peers")
             return
         contact = contact_for(settings)
         mine = contact.ask({"op": "peers"})["me"]["address"]
-        key = f"tierckpt/peers/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-        store.append(key, f"{mine},")
-        told = bytes(store.get(key)).decode("ascii", "replace")
+        store = RankStore("tierckpt/peers", STORE_SECONDS, connect=connect)
+        told = store.append(os.environ.get("TORCHELASTIC_RUN_ID", ""), f"{mine},")
         if len(told) > ADDRESSES_BYTES_MAX:
             told = told[-ADDRESSES_BYTES_MAX:].partition(",")[2]
         others = [address for address in dict.fromkeys(told.split(",")) if address not in ("", mine)]
         contact.ask({"op": "peer_addresses", "addresses": others})
         log.info("found %d other agents of the job", len(others))
-    except (TierckptError, RuntimeError, OSError, ValueError) as error:  # DistError and its kin are RuntimeErrors
+    except (TierckptError, OSError, ValueError) as error:
         log.warning("cannot find the agents of the job's other nodes: %s", error)
 
 
-def _store() -> Any:
-    """The store of the job: the process group's, else the one that torchrun's variables point to; None: neither.
-
-    A connection of our own, so that no other use of it waits for ours.
-    """
+def _connector() -> Callable[[], Any] | None:
+    """Return what connects to the job's store: of the process group, else of torchrun's variables. None: no job."""
     if is_distributed():
-        return own_store()
+        return own_store
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not (host and port.isdigit() and os.environ.get("TORCHELASTIC_RUN_ID")):
         return None
     patience = timedelta(seconds=STORE_SECONDS)
-    return dist.TCPStore(host, int(port), is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    return lambda: dist.TCPStore(host, int(port), is_master=False, timeout=patience)  # type: ignore[attr-defined]

@@ -15,10 +15,7 @@ import contextlib
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...checkpoint.journal import Entry
@@ -28,9 +25,7 @@ from ...format import manifest as manifests
 from ...format.layout import HANDOFF_DIR, Location
 from ...poll import SHARED, Poll
 from ...telemetry import logger
-from ...torch_internals import StorageInfo
-from .. import split
-from ..save_session import told
+from ..save_session import decode_results, encode_results
 
 log = logger("agent")
 
@@ -103,14 +98,11 @@ class ResultExchange:
         return f"{HANDOFF_DIR}/{name}-{rank}.json"
 
     def _encode(self, rank: int, results: list[WriteResult]) -> bytes:
-        first = results[0] if results else None
         body = {
             "save": self.save,
             "rank": rank,
             "chunk_size_bytes": self.chunk_size_bytes,
-            "results": [_encode_result(result) for result in results],
-            "files": [manifests.encode_entry(file) for file in getattr(first, "files", ())],
-            "parts": [[part.fqn, part.whole, part.box] for part in getattr(first, "parts", ())],
+            **encode_results(results),
         }
         return manifests.seal(body)
 
@@ -122,31 +114,4 @@ class ResultExchange:
             raise ManifestError(
                 f"{where}: it is of another save", hint="Save again with the same settings on all nodes"
             )
-        files = manifests.decode_entries(body["files"], self.chunk_size_bytes, where=where)
-        try:
-            results = [_decode_result(*item) for item in body["results"]]
-            parts = tuple(split.Part(str(fqn), _box(whole), _box(box)) for fqn, whole, box in body["parts"])
-        except (TypeError, ValueError) as error:
-            raise ManifestError(f"{where}: {error}", hint="The record is damaged; nothing is committed") from error
-        return told(results, files, parts)
-
-
-def _encode_result(result: WriteResult) -> list[Any]:
-    index, stored = result.index, result.storage_data
-    offset = None if index.offset is None else list(index.offset)
-    place = [stored.relative_path, stored.offset, stored.length]
-    return [index.fqn, offset, index.index, result.size_in_bytes, *place]
-
-
-def _decode_result(
-    fqn: str, offset: list[int] | None, number: int | None, size_bytes: int, path: str, at: int, length: int
-) -> WriteResult:
-    if not (isinstance(fqn, str) and isinstance(path, str)):
-        raise TypeError("a name that is no text")
-    index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
-    return WriteResult(index, int(size_bytes), StorageInfo(path, int(at), int(length)))
-
-
-def _box(value: list[list[int]]) -> split.Box:
-    offsets, sizes = value
-    return tuple(map(int, offsets)), tuple(map(int, sizes))
+        return decode_results(body, self.chunk_size_bytes, where=where)

@@ -1,0 +1,217 @@
+"""Messages between the ranks of a job, through the rendezvous store of ``torch.distributed``.
+
+The only module that reads or writes that store. It needs no collective, so any thread may call it (P8). It imports
+no torch: ``adoption`` runs where none is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from threading import Thread
+from typing import Any, TypeVar
+
+from . import torch_internals
+from .errors import CommitAbandonedError, OperationTimeoutError, TierckptError, from_json
+from .resources import start_thread
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 0.5
+"""Time for the store's answer beyond the caller's timeout. A stopped host of the store costs no more than this."""
+_MIN_SECONDS = 0.001  # the store takes 0 for no timeout
+
+_uses: dict[str, int] = {}
+
+
+class RankStore:
+    """JSON messages under one prefix of the store.
+
+    Keys: ``PREFIX/NAME``; prefixes begin with ``tierckpt/``. A prefix is used once, see ``numbered``.
+    Values: JSON, or an error. No received value is executed (P9).
+    Deadline: each request runs on a thread of its own, and the caller leaves it after ``timeout_seconds``, even when
+    the process that hosts the store is stopped.
+    Connection: a private one, so that a wait blocks no other user of the store.
+    Deletion: a rank deletes its own values, once a later message shows that every reader has them. Values of
+    ``broadcast``, about a hundred bytes each, stay until the job ends.
+
+    Args:
+        timeout_seconds: limit of each request, waits for other ranks included.
+        ranks: ``(rank, world_size)``. None: the process group has them.
+        connect: returns the store. Runs on the thread of the first request.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        timeout_seconds: float,
+        ranks: tuple[int, int] | None = None,
+        connect: Callable[[], Any] | None = None,
+    ) -> None:
+        self.prefix, self.timeout_seconds = prefix, timeout_seconds
+        self.rank, self.world_size = ranks or ranks_of_job() or (0, 1)
+        self._previous = ""
+        self._connect = connect or own_store
+        self._store: Any = None
+
+    @classmethod
+    def numbered(cls, prefix: str, timeout_seconds: float, ranks: tuple[int, int] | None = None) -> RankStore:
+        """Return the store of the next use of ``prefix``: the n-th call of each rank has the same keys."""
+        count = _uses[prefix] = _uses.get(prefix, 0) + 1
+        store = cls(f"{prefix}/{count}", timeout_seconds, ranks)
+        store._previous = f"{prefix}/{count - 1}" if count > 1 else ""
+        return store
+
+    def put(self, name: str, value: Any) -> None:
+        """Write ``value``: JSON, or an exception, which ``wait`` returns as one of ours.
+
+        Raises:
+            OperationTimeoutError: the store does not answer.
+        """
+        body = {"error": portable(value).to_json()} if isinstance(value, BaseException) else {"value": value}
+        data = json.dumps(body, default=str)
+        self._ask(lambda store: store.set(f"{self.prefix}/{name}", data), f"cannot write {name} for the other ranks")
+
+    def wait(
+        self, names: Sequence[str], message: str, hint: str = "", timeout_seconds: float | None = None
+    ) -> list[Any]:
+        """Return the values of ``names`` when all are there.
+
+        Args:
+            message: of the error, whose context has the names that are ``missing``.
+
+        Raises:
+            OperationTimeoutError: not all are there in time, or the store does not answer.
+        """
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        keys = {name: f"{self.prefix}/{name}" for name in names}
+        missing: list[str] = []
+
+        def request(store: Any) -> list[Any]:
+            try:
+                store.wait(list(keys.values()), timedelta(seconds=max(seconds, _MIN_SECONDS)))
+            except Exception:
+                missing.extend(name for name, key in keys.items() if not store.check([key]))
+                raise
+            return [_decoded(store.get(key)) for key in keys.values()]
+
+        return self._ask(request, message, hint, seconds, missing)
+
+    def peek(self, names: Sequence[str]) -> list[Any] | None:
+        """Return the values of ``names``, or None when one is missing. No deadline: only for a thread that may
+        hang with the store. Raises the store's own errors."""
+        store = self._store = self._store or self._connect()
+        keys = [f"{self.prefix}/{name}" for name in names]
+        return [_decoded(store.get(key)) for key in keys] if store.check(keys) else None
+
+    def append(self, name: str, text: str) -> str:
+        """Append ASCII ``text`` to a value that every rank extends; return all of it, in the order of arrival.
+
+        Raises:
+            OperationTimeoutError: the store does not answer.
+        """
+        key = f"{self.prefix}/{name}"
+
+        def request(store: Any) -> str:
+            store.append(key, text)
+            return bytes(store.get(key)).decode("ascii", "replace")
+
+        return self._ask(request, f"cannot add to {name} for the other ranks")
+
+    def delete(self, name: str, prefix: str | None = None) -> None:
+        """Delete a value, of this prefix or another. Never fails: the store may have ended with rank 0."""
+        key = f"{self.prefix if prefix is None else prefix}/{name}"
+        with contextlib.suppress(OperationTimeoutError):
+            self._ask(lambda store: store.delete_key(key), "", seconds=0.0)
+
+    def broadcast(self, name: str, work: Callable[[], T], message: str, hint: str = "") -> T:
+        """Run ``work`` on rank 0 and return its value on every rank. Its error is raised on all of them.
+
+        Raises:
+            OperationTimeoutError: as ``wait``.
+        """
+        if self.rank == 0:
+            try:
+                value = work()
+            except Exception as error:
+                self.put(name, error)
+                raise
+            self.put(name, value)
+            return value
+        [received] = self.wait([name], message, hint)
+        if isinstance(received, TierckptError):
+            raise received
+        return received  # type: ignore[no-any-return]
+
+    def all_gather(self, name: str, value: Any, message: str, hint: str = "") -> list[Any]:
+        """Return the ``value`` of every rank, by rank. Raises OperationTimeoutError, as ``wait``."""
+        self.put(f"{name}/{self.rank}", value)
+        values = self.wait([f"{name}/{rank}" for rank in range(self.world_size)], message, hint)
+        if self._previous:  # every rank has written here, so none waits in the previous use any more
+            self.delete(f"{name}/{self.rank}", self._previous)
+        return values
+
+    def _ask(
+        self,
+        request: Callable[[Any], T],
+        message: str,
+        hint: str = "",
+        seconds: float | None = None,
+        missing: Sequence[str] = (),
+    ) -> T:
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                if self._store is None:
+                    self._store = self._connect()
+                answer.set_result(request(self._store))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        seconds = self.timeout_seconds if seconds is None else seconds
+        start_thread(Thread(target=run, name="tierckpt-ranks", daemon=True))
+        try:
+            return answer.result(seconds + ANSWER_SECONDS)
+        except Exception as error:  # the errors of the store are RuntimeErrors, of a kind that depends on torch
+            raise OperationTimeoutError(
+                message,
+                hint=hint,
+                rank=self.rank,
+                missing=list(missing) or None,
+                waited_seconds=seconds,
+                store=f"{type(error).__name__}: {error}".split("\n")[0][:200],
+            ) from error
+
+
+def _decoded(data: bytes) -> Any:
+    body = json.loads(data)
+    return from_json(body["error"]) if "error" in body else body["value"]
+
+
+def portable(error: BaseException) -> TierckptError:
+    """Return ``error``, or one of ours that quotes it: another rank may lack its class."""
+    if isinstance(error, TierckptError):
+        return error
+    return CommitAbandonedError(f"{type(error).__name__}: {error}")
+
+
+def ranks_of_job() -> tuple[int, int] | None:
+    """Return ``(rank, world_size)`` of the process group; None without one."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def own_store() -> Any:
+    """Return a private connection to the job's rendezvous store, where the kind of store has such."""
+    store: Any = torch_internals.get_default_store()
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
