@@ -283,8 +283,7 @@ def replay_rates(parameters: int) -> list[dict[str, Any]]:
         "fused": {"fused": True},
     }.items():
         job = Job(parameters, 0.0, **options)
-        steps: list[Step] = []
-        capture = Capture(job.optimizer, steps.append)
+        capture = Capture(job.optimizer)
         keys = [one.key for one in parameters_of(job.optimizer)]
         states = {key: {n: v.clone() for n, v in job.optimizer.state[w].items()}
                   for key, w in zip(keys, job.weights, strict=True)}  # fmt: skip
@@ -292,6 +291,7 @@ def replay_rates(parameters: int) -> list[dict[str, Any]]:
                         states, 0)  # fmt: skip
         job.train()
         capture.close()
+        steps = capture.take()
         replay.apply(steps[0])
         again, itself = [], []
         for number in range(12):
@@ -306,7 +306,7 @@ def replay_rates(parameters: int) -> list[dict[str, Any]]:
         copied.done.result()
         link.close()
         narrow = Step(1, steps[0].hyperparameters, dict(zip(steps[0].gradients, copied.result, strict=True)))
-        head, views, _ = encode(Frame(narrow, layout_digest(job.optimizer)))
+        head, views, _ = encode(Frame(1, {"": narrow}, {"": layout_digest(job.optimizer)}))
         size = len(head) + sum(map(len, views))
         own, replayed = statistics.median(itself), statistics.median(again)
         rows.append({"implementation": name, "step_seconds": own, "replay_seconds": replayed, "ratio": own / replayed,

@@ -63,15 +63,15 @@ def with_bug(name: str) -> None:
     original = log_writer.encode
     seen: list[Any] = []
 
-    def encode(frame: Any) -> Any:
-        seen.append(frame)
+    def encode(frame: Any, *place: str) -> Any:
+        seen.append((frame, place))
         if name == "a stale hyperparameter":
-            frame.step.hyperparameters[0]["lr"] = seen[0].step.hyperparameters[0]["lr"]
-        head, views, digest = original(frame)
+            frame.steps[""].hyperparameters[0]["lr"] = seen[0][0].steps[""].hyperparameters[0]["lr"]
+        head, views, digest = original(frame, *place)
         if len(seen) == 5 and name == "a missing frame":
             return b"", [], digest
         if len(seen) == 5 and name == "a frame of another step":
-            return original(seen[2])
+            return original(seen[2][0], *seen[2][1])
         if len(seen) == 5 and name == "a byte of a gradient":
             views[0] = memoryview(bytes(views[0][:-1]) + bytes([views[0][-1] ^ 1]))
         return head, views, digest

@@ -106,9 +106,10 @@ def with_bug(name: str, made: Path) -> None:
         late: list[Any] = []
 
         def append_late(self: GradientFiles, frame: Any) -> None:
-            gradients = {key: one.clone() for key, one in frame.step.gradients.items()}
-            step = Step(frame.step.version, frame.step.hyperparameters, gradients)
-            late.append(Frame(step, frame.layout, number=frame.number, dtypes=frame.dtypes))
+            [step] = frame.steps.values()
+            gradients = {key: one.clone() for key, one in step.gradients.items()}
+            step = Step(step.version, step.hyperparameters, gradients)
+            late.append(Frame(frame.number, {"": step}, frame.layouts))
             made.touch()
             if len(late) > 1:
                 append(self, late.pop(0))

@@ -53,11 +53,11 @@ def test_gradients_keep_every_bit(link: Link, kind: str) -> None:
     assert [one.shape for one in copied.result] == [one.shape for one in wanted]
     assert all(bits(found.to(one.dtype)) == bits(one) for found, one in zip(copied.result, wanted, strict=True))
     gradients = {str(number): one for number, one in enumerate(copied.result)}
-    head, views, digest = encode(Frame(Step(1, [{}], gradients), "", attachment=b"behind"))
+    head, views, _ = encode(Frame(1, {"": Step(1, [{}], gradients)}, {"": "layout"}, b"behind"))
     data = memoryview(b"".join([head, *views]))
     frame = decode(lambda at, count: data[at : at + count], where="memory")
-    assert frame.digest == digest and frame.attachment == b"behind"
-    for key, one in frame.step.gradients.items():
+    assert frame.attachment == b"behind" and frame.steps[""].gradients.keys() == gradients.keys()
+    for key, one in frame.steps[""].gradients.items():
         assert one.dtype is gradients[key].dtype and one.shape == gradients[key].shape
         assert bits(one) == bits(gradients[key])
 
@@ -70,7 +70,8 @@ def test_small_gradients_are_narrow_together_and_full_when_one_of_them_is(link: 
     assert {one.dtype for one in narrow.result} == {torch.bfloat16} and narrow.size_bytes == 4 * 8 * 2
     assert [one.dtype for one in mixed.result] == [*[torch.bfloat16] * 4, torch.float32]
     assert len({one.untyped_storage()._cdata for one in narrow.result}) == 1
-    frame = Frame(Step(1, [{}], {str(number): one for number, one in enumerate(narrow.result)}), "")
+    step = Step(1, [{}], {str(number): one for number, one in enumerate(narrow.result)})
+    frame = Frame(1, {"": step}, {"": "layout"})
     assert [len(view) for view in encode(frame)[1]] == [4 * 8 * 2, 0]  # what lies together is written as one piece
 
 

@@ -662,10 +662,11 @@ def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path)
     """A torn tail, a new process, a way back to an earlier step, segments that have gone, damage."""
 
     def frame(number: int, value: float) -> Frame:
-        return Frame(Step(number, [{}], {"0.0": torch.full((3,), float(value))}), "layout", number=number)
+        step = Step(number, [{}], {"0.0": torch.full((3,), float(value))})
+        return Frame(number, {"": step}, {"": "layout"})
 
     def found(step: int) -> list[tuple[int, float]]:
-        return [(one.number, float(one.step.gradients["0.0"][0])) for one in read_frames(tmp_path, "layout", step)]
+        return [(one.number, float(one.steps[""].gradients["0.0"][0])) for one in read_frames(tmp_path, "layout", step)]
 
     files = GradientFiles(tmp_path, 0)
     for number in range(1, 6):

@@ -15,7 +15,7 @@ from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, matrix
 from tierckpt.errors import IntegrityError, StateMismatchError, TierckptError
 from tierckpt.replay import apply, redo
 from tierckpt.replay.multi_step import MultiStepStager
-from tierckpt.replay.redo import Conditions, Redo, pack, tolerance, unpack
+from tierckpt.replay.redo import Conditions, Redo, gradient_names, pack, tolerance, unpack
 from tierckpt.replay.snapshot import Snapshot
 from tierckpt.replay.tree import fill
 
@@ -65,11 +65,11 @@ def test_parts_are_of_several_versions_until_they_are_folded() -> None:
     job.train()
     snapshot, wanted = window_of(job)
     found = kept(snapshot)
-    assert [part.version for part in found.parts] == [0, 1, 2, 3] and found.version == 3
+    assert [part.version for part in found.parts] == [0, 1, 2, 3] and found.version == found.replayed == 3
     with pytest.raises(AssertionError):
         check(fill(snapshot.tree, found.tensors), wanted)
     gradients = sum(len(step.gradients) for step in found.steps)
-    assert gradients == sum(len(part.keys) * (3 - part.version) for part in found.parts)
+    assert gradients == sum(len(part.parameters) * (3 - part.version) for part in found.parts)
 
 
 def test_a_loop_of_its_own_folds_a_window_where_it_stands() -> None:
@@ -88,7 +88,7 @@ Tensors = dict[str, torch.Tensor]
 
 def bugs() -> dict[str, Callable[[Tensors, Recipe], None]]:
     def stale(tensors: Tensors, recipe: Recipe) -> None:
-        recipe["steps"][2][2] = recipe["steps"][1][2]
+        recipe["steps"][2]["hyperparameters"] = recipe["steps"][1]["hyperparameters"]
 
     def missing(tensors: Tensors, recipe: Recipe) -> None:
         del recipe["steps"][1]
@@ -104,23 +104,23 @@ def bugs() -> dict[str, Callable[[Tensors, Recipe], None]]:
 
     def implementation(tensors: Tensors, recipe: Recipe) -> None:
         for step in recipe["steps"]:
-            for group in step[2]:
+            for group in step["hyperparameters"]:
                 group |= {"fused": True, "foreach": False}
 
     def version(tensors: Tensors, recipe: Recipe) -> None:
         recipe["parts"][0][0] += 1
 
     def gradient(tensors: Tensors, recipe: Recipe) -> None:
-        name = next(iter(recipe["steps"][1][3].values()))
+        name = gradient_names(recipe["steps"][1], recipe["names"])[0]
         tensors[name].view(-1).view(torch.uint8)[0] ^= 1
 
     def other_gradient(tensors: Tensors, recipe: Recipe) -> None:
-        of_step = recipe["steps"][1][3]
-        first, second = [key for key in of_step if tensors[of_step[key]].numel() == 169][:2]
-        of_step[first], of_step[second] = of_step[second], of_step[first]
+        named = gradient_names(recipe["steps"][1], recipe["names"])
+        first, second = [name for name in named if tensors[name].numel() == 169][:2]
+        tensors[first], tensors[second] = tensors[second], tensors[first]
 
     def no_gradient(tensors: Tensors, recipe: Recipe) -> None:
-        recipe["steps"][1][3].popitem()
+        recipe["steps"][1]["gradients"].pop()
 
     def part(tensors: Tensors, recipe: Recipe) -> None:
         tensors[recipe["tensors"][0][2]].view(-1).view(torch.uint8)[0] ^= 1
@@ -130,7 +130,7 @@ def bugs() -> dict[str, Callable[[Tensors, Recipe], None]]:
         tensors[name].view(-1).view(torch.uint8)[2] ^= 1
 
     def skipped(tensors: Tensors, recipe: Recipe) -> None:
-        recipe["steps"][1][1] = True
+        recipe["steps"][1]["skipped"] = True
 
     def fingerprint(tensors: Tensors, recipe: Recipe) -> None:
         recipe["fingerprints"][0][2] = "1"
@@ -209,7 +209,7 @@ def test_a_rounding_of_another_implementation_is_within_the_tolerance() -> None:
     found.conditions = OTHER
     tensors, recipe = stored(found)
     for step in recipe["steps"]:
-        for group in step[2]:
+        for group in step["hyperparameters"]:
             group |= {"fused": None, "foreach": False}
     with pytest.raises(StateMismatchError):
         unpack(*copy.deepcopy((tensors, recipe))).fold()

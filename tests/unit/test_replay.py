@@ -22,6 +22,7 @@ from tierckpt.replay.checksum import checksum
 from tierckpt.replay.frame import Frame, decode, encode
 from tierckpt.replay.link import GRADIENTS, Link
 from tierckpt.replay.optimizers import layout_digest, parameters_of
+from tierckpt.save import log_segments
 
 STEPS = 7
 Make = Callable[..., torch.optim.Optimizer]
@@ -63,12 +64,9 @@ class Run:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.steps: list[Step] = []
-        self.capture = Capture(optimizer, self._on_step)
+        self.capture = Capture(optimizer)
+        self.steps = self.capture.steps
         self.base = state_of(optimizer)
-
-    def _on_step(self, step: Step) -> None:
-        self.steps.append(step)
 
     def again(self, keys: set[str] | None = None, steps: list[Step] | None = None) -> Replay:
         parameters, state = self.base
@@ -162,9 +160,18 @@ def test_another_implementation_is_seen() -> None:
 
 def test_gradients_of_another_type_are_refused() -> None:
     run = trained(torch.optim.AdamW)
-    halved = [Step(1, run.steps[0].hyperparameters, {k: g.bfloat16() for k, g in run.steps[0].gradients.items()})]
-    with pytest.raises(StateMismatchError, match=r"bfloat16.*float32"):
-        run.again(steps=halved)
+    wide = [Step(1, run.steps[0].hyperparameters, {k: g.double() for k, g in run.steps[0].gradients.items()})]
+    with pytest.raises(StateMismatchError, match=r"float64.*float32"):
+        run.again(steps=wide)
+
+
+def test_narrow_gradients_are_those_that_they_stand_for() -> None:
+    run = trained(torch.optim.AdamW, steps=1)
+    narrow = {key: one.bfloat16() for key, one in run.steps[0].gradients.items()}
+    wide = {key: one.float() for key, one in narrow.items()}
+    made, wanted = ([Step(1, run.steps[0].hyperparameters, one)] for one in (narrow, wide))
+    found = run.again(steps=made).parameters
+    assert all(torch.equal(found[key], one) for key, one in run.again(steps=wanted).parameters.items())
 
 
 def trained(kind: Make, steps: int = STEPS, **options: Any) -> Run:
@@ -304,14 +311,14 @@ class Fitted(torch.optim.AdamW):
 )
 def test_what_cannot_be_replayed_is_refused_with_a_sentence(make: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Capture(make(list(model_of().parameters())), lambda step: None)
+        Capture(make(list(model_of().parameters())))
 
 
 def test_parameters_on_meta_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="meta device"):
-        Capture(torch.optim.AdamW(model.parameters()), lambda step: None)
+        Capture(torch.optim.AdamW(model.parameters()))
 
 
 def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -320,12 +327,12 @@ def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def test_what_breaks_a_recording_ends_it_with_a_reason() -> None:
     def recorded() -> tuple[torch.optim.Optimizer, Capture, list[Step]]:
-        model, steps = model_of(), list[Step]()
+        model = model_of()
         optimizer = torch.optim.AdamW(model.parameters())
-        capture = Capture(optimizer, steps.append)
+        capture = Capture(optimizer)
         backward(model, 0)
         optimizer.step()
-        return optimizer, capture, steps
+        return optimizer, capture, capture.steps
 
     optimizer, capture, steps = recorded()
     optimizer.load_state_dict(optimizer.state_dict())
@@ -361,12 +368,12 @@ def test_what_breaks_a_recording_ends_it_with_a_reason() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_step_is_not_recorded() -> None:
-    weight, steps = nn.Parameter(torch.ones(3)), list[Step]()
+    weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight])
-    capture = Capture(optimizer, steps.append)
+    capture = Capture(optimizer)
     weight.grad = torch.ones(3)
     torch.compile(lambda: optimizer.step(), backend="eager")()
-    assert "compiled" in capture.broken and not steps
+    assert "compiled" in capture.broken and not capture.steps
 
 
 class Derived(torch.optim.AdamW):
@@ -375,10 +382,10 @@ class Derived(torch.optim.AdamW):
 
 
 def test_other_arguments_and_hooks_for_all_optimizers_change_nothing() -> None:
-    weight, steps = nn.Parameter(torch.ones(3)), list[Step]()
+    weight = nn.Parameter(torch.ones(3))
     copied = weight.detach().clone()
     optimizer = Derived([weight], 0.1)
-    capture = Capture(optimizer, steps.append)
+    capture = Capture(optimizer)
     halving = register_optimizer_step_pre_hook(halve)
     with contextlib.ExitStack() as stack:
         stack.callback(halving.remove)
@@ -386,7 +393,7 @@ def test_other_arguments_and_hooks_for_all_optimizers_change_nothing() -> None:
             weight.grad = torch.tensor([1.0, 2.0, 3.0])
             optimizer.step()
         replay = Replay(Derived, {"0.0": copied}, {}, version=0)
-        for step in steps:
+        for step in capture.take():
             replay.apply(step)
     assert not capture.broken and torch.equal(copied, weight)
 
@@ -398,7 +405,7 @@ def reader(data: bytes | bytearray | memoryview) -> Callable[[int, int], memoryv
 def framed(run: Run) -> list[bytes]:
     written, previous, layout = [], "", layout_digest(run.optimizer)
     for step in run.steps:
-        head, views, previous = encode(Frame(step, layout, previous))
+        head, views, previous = encode(Frame(step.version, {"": step}, {"": layout}), previous)
         written.append(head + b"".join(views))
     return written
 
@@ -408,10 +415,11 @@ def test_a_frame_gives_back_the_step_bit_for_bit(kind: str) -> None:
     run = trained(KINDS[kind])
     read, previous = [], ""
     for data in framed(run):
+        fields, digest, _ = log_segments.unpack(reader(data), log_segments.FRAME, where="here")
         frame = decode(reader(data), where="here")
-        assert frame.previous == previous and frame.layout == layout_digest(run.optimizer)
-        previous = frame.digest
-        read.append(frame.step)
+        assert fields["previous"] == previous and frame.layouts == {"": layout_digest(run.optimizer)}
+        previous = digest
+        read.append(frame.steps[""])
     run.check(run.again(steps=read))
 
 
@@ -430,11 +438,11 @@ def test_gradients_that_were_reduced_in_bfloat16_take_two_bytes_and_no_other_los
             copy.done.result(60)
             widths.append(copy.result[0].dtype)
             step = Step(1, [{"lr": torch.tensor(0.5)}], {"0.0": copy.result[0]})
-            head, views, _ = encode(Frame(step, "x", dtypes={"0.0": torch.float32}))
+            head, views, _ = encode(Frame(1, {"": step}, {"": "layout"}))
             data = memoryview(head + b"".join(views))
             sizes.append(len(data))
-            read = decode(reader(data), where="here").step
-            assert torch.equal(read.gradients["0.0"].view(torch.int32), gradient.view(torch.int32))
+            read = decode(reader(data), where="here").steps[""]
+            assert torch.equal(read.gradients["0.0"].float().view(torch.int32), gradient.view(torch.int32))
             assert torch.equal(read.hyperparameters[0]["lr"], torch.tensor(0.5))
     assert sizes[0] < 2.001 * (1 << 16) + 1024 and sizes[1] > 4 << 16
     assert widths[3:] == [torch.bfloat16, torch.float32, torch.float32]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from ..disk.durable import fsync_file, translated
@@ -22,8 +21,8 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
     if (paths := log_segments.paths_in(directory)) and log_segments.step_of_path(paths[0]) > step:
         log.warning("the gradients of step %d are missing: %s and what follows is of no use", step + 1, paths[0])
     for place in _places(directory, step):
-        where, number = str(place.segment.path), place.fields["number"]
-        if place.fields["layout"] != layout or number > step + 1:
+        where, number = place.where, place.number
+        if place.layouts != {"": layout} or number > step + 1:
             log.warning("the frame of step %d in %s does not follow step %d: it is of no use", number, where, step)
             return
         if number == step + 1:
@@ -52,7 +51,7 @@ class GradientFiles:
     def __init__(self, directory: Path, step: int) -> None:
         self._directory = directory
         self._file: SegmentFile | None = None
-        self._previous = next((one.digest for one in _places(directory, step - 1) if one.fields["number"] == step), "")
+        self._previous = next((one.digest for one in _places(directory, step - 1) if one.number == step), "")
         log_segments.remove_from(directory, step)
         with translated(directory):
             for path in log_segments.paths_in(directory):
@@ -69,7 +68,7 @@ class GradientFiles:
     def append(self, frame: Frame) -> None:
         """Write ``frame`` behind the one before it. It outlives this process then, and a power cut after ``sync``."""
         assert self._file is not None
-        head, views, self._previous = encode(replace(frame, previous=self._previous))
+        head, views, self._previous = encode(frame, self._previous)
         with translated(self._directory):
             self._file.append([memoryview(head), *views])
 

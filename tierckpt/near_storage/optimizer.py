@@ -370,7 +370,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return [group | ({"capturable": False} if "capturable" in group else {}) for group in groups]
 
     def _head(self, step: int) -> bytes:
-        return encode(Frame(Step(step, self._hyperparameters(), {}), ""))[0]
+        return encode(Frame(step, {"": Step(step, self._hyperparameters(), {})}, {"": ""}))[0]
 
 
 def _close(owner: int, channel: StepChannel) -> None:

@@ -39,7 +39,7 @@ from ..replay.frame import Frame, decode
 from ..replay.optimizers import BY_NAME
 from ..resources import ThreadPool
 from ..telemetry import log_to, logger
-from .blocks import MASTER, MASTER_DTYPE, Block, Layout, Member, layout_of, shared_tensors
+from .blocks import MASTER, Block, Layout, Member, layout_of, shared_tensors
 from .gradient_files import GradientFiles, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
@@ -146,7 +146,7 @@ class Updater:
         self._persist_every = max(1, int(order["persist_every"]))
         members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
         self._kind = BY_NAME[order["kind"]]
-        groups = _decoded(bytes.fromhex(order["groups"])).step.hyperparameters
+        groups = _decoded(bytes.fromhex(order["groups"])).hyperparameters
         layout = layout_of(self._kind, members, groups)
         descriptor, kind = order["memory"]
         self._memory = Memory.from_fd(descriptor, Kind(kind))
@@ -200,8 +200,9 @@ class Updater:
         """Bring every block to the newest step of the log (N3)."""
         newest = min(live.step for live in self._blocks)
         for frame in read_frames(directory, self._digest, newest):
+            step = frame.steps[""]
             waiting = [
-                live.worker.submit(live.apply, frame.step, _of(live, frame.step.gradients))
+                live.worker.submit(live.apply, step, step.gradients)
                 for live in self._blocks
                 if live.step == frame.number - 1
             ]
@@ -222,7 +223,7 @@ class Updater:
 
     def begin_step(self, payload: bytes) -> None:
         """A step begins: its hyperparameters, and no gradient yet."""
-        self._begun = _Begun(_decoded(payload).step)
+        self._begun = _Begun(_decoded(payload))
 
     def take(self, keys: Sequence[str]) -> None:
         """Gradients of some parameters, all of one block, are in shared memory."""
@@ -240,16 +241,12 @@ class Updater:
         begun.work += [
             self._update(live, step, {}) for live in self._blocks if begun.gradients.keys().isdisjoint(live.block.keys)
         ]
-        dtypes = dict.fromkeys(begun.gradients, MASTER_DTYPE)
         whole = replace(step, gradients=begun.gradients)
-        frame = Frame(whole, self._digest, number=step.version, dtypes=dtypes)
+        frame = Frame(step.version, {"": whole}, {"": self._digest})
         self._do(self._logger, self._log, frame, begun.work)
 
     def _update(self, live: LiveBlock, step: Step, gradients: Mapping[str, torch.Tensor]) -> Future[None]:
-        def update() -> None:
-            live.apply(step, {key: one.to(MASTER_DTYPE) for key, one in gradients.items()})
-
-        return self._do(live.worker, update)
+        return self._do(live.worker, live.apply, step, gradients)
 
     def _log(self, frame: Frame, work: list[Future[None]]) -> None:
         self._files.append(frame)
@@ -401,13 +398,9 @@ class Updater:
         return pool.submit(run)
 
 
-def _decoded(data: bytes) -> Frame:
+def _decoded(data: bytes) -> Step:
     view = memoryview(data)
-    return decode(lambda offset, size: view[offset : offset + size], where="from the trainer")
-
-
-def _of(live: LiveBlock, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: gradients[key] for key in live.block.keys if key in gradients}
+    return decode(lambda offset, size: view[offset : offset + size], where="from the trainer").steps[""]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,11 @@ import torch
 from ..errors import IntegrityError, StateMismatchError
 from .capture import Step
 from .optimizers import base_of
+
+Key = tuple[str, str]
+"""A tensor of an optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
+NARROW = (torch.bfloat16, torch.float16)
+"""What gradients of float32 parameters may come as, where that loses no bit (F3 of ``frame``)."""
 
 
 class Replay:
@@ -59,6 +64,29 @@ class Replay:
             return {key: dict(self._optimizer.state.get(tensor, {})) for key, tensor in self.parameters.items()}
         return self._state
 
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Return the parameters and the tensors of their state. Not copied."""
+        found: dict[Key, torch.Tensor] = {}
+        for key, state in self.state.items():
+            found[key, ""] = self.parameters[key]
+            found |= {(key, name): one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        return found
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Return what the state of each parameter has beside tensors."""
+        return {
+            key: {name: one for name, one in state.items() if not isinstance(one, torch.Tensor)}
+            for key, state in self.state.items()
+        }
+
+    def moved(self, device_of: Callable[[Key], torch.device]) -> Replay:
+        """Return the same part with each tensor on ``device_of`` it. What is there already is not copied."""
+        parameters, state = dict[str, torch.Tensor](), {key: dict(one) for key, one in self.state.items()}
+        for (key, name), tensor in self.tensors().items():
+            device = device_of((key, name))
+            (state[key] if name else parameters)[name or key] = tensor if tensor.device == device else tensor.to(device)
+        return Replay(self.kind, parameters, state, self.version)
+
     def apply(self, step: Step) -> None:
         """Bring the parameters and their state from ``step.version - 1`` to ``step.version``.
 
@@ -91,13 +119,14 @@ class Replay:
         if gradient is None:
             return None
         tensor = self.parameters[key]
-        if gradient.shape != tensor.shape or gradient.dtype != tensor.dtype:
+        is_narrow = tensor.dtype is torch.float32 and gradient.dtype in NARROW
+        if gradient.shape != tensor.shape or not (is_narrow or gradient.dtype == tensor.dtype):
             raise StateMismatchError(
                 f"the gradient of parameter {key} is {gradient.dtype} {list(gradient.shape)}, and the parameter is "
                 f"{tensor.dtype} {list(tensor.shape)}",
                 hint="The log is of another sharding or precision. Restore the newest whole checkpoint",
             )
-        found = gradient.to(tensor.device)
+        found = gradient.to(tensor.device).to(tensor.dtype)
         return found if found.stride() == tensor.stride() else torch.empty_like(tensor).copy_(found)
 
     def _built(self, hyperparameters: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:

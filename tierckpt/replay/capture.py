@@ -1,5 +1,8 @@
 """Records each step of an optimizer: its gradients, its hyperparameters, whether it was skipped.
 
+A subclass says how gradients are copied: to a gradient log (``log``), or to a window of a multi-step save
+(``multi_step``). The owner takes the steps when the training step has ended.
+
 Invariants:
     C1  Gradients are those that the update reads: copied as the step begins, after ``clip_grad_norm_``, and after the
         closure where there is one. Foreach SGD with Nesterov's momentum writes over them. A fused step under a
@@ -23,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import torch_internals
 from ..errors import TierckptError
 from ..telemetry import logger
-from .optimizers import check_replayable, local, parameters_of, state_values, writes_of
+from .optimizers import check_replayable, implementation_of, local, parameters_of, state_values, writes_of
 
 log = logger("replay")
 
@@ -33,7 +36,8 @@ class Step:
     """One step of an optimizer: all that makes it again.
 
     ``hyperparameters`` has a mapping for each group. ``gradients`` has this rank's shard of each gradient by parameter
-    key ("group.index"); parameters that had none are absent, and stay as they are.
+    key ("group.index"); parameters that had none are absent, and stay as they are. They may still be on their way to
+    host memory (``link.CopiedGradients``), where reading one waits.
     """
 
     version: int
@@ -49,51 +53,32 @@ class Step:
         return self.found_inf is not None and bool(self.found_inf.item())
 
 
-Gradients = dict[str, torch.Tensor]
-
-
-def cloned(gradients: Gradients) -> Gradients:
-    return {key: gradient.clone() for key, gradient in gradients.items()}
-
-
 class Capture:
-    """Hands each step of ``optimizer`` to ``on_step``, from within ``optimizer.step()``, on the thread that called it.
-
-    Args:
-        copy: is given the training's own gradients, this rank's shards, and returns what goes into the ``Step``. On a
-            device it may begin a copy in stream order.
-        version: that of the state now.
-        before_other: is called before another optimizer steps the same parameters, which ends the recording.
+    """Records the steps of ``optimizer`` from within ``optimizer.step()``, on the thread that calls it.
 
     Raises:
         ConfigError: ``optimizer`` cannot be replayed.
-    Cost: ``copy``, ``on_step``, and a copy of each group's hyperparameters; nothing waits for a device.
+    Cost: ``copy``, and a copy of each group's hyperparameters; nothing waits for a device.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        on_step: Callable[[Step], None],
-        *,
-        copy: Callable[[Gradients], Gradients] = cloned,
-        version: int = 0,
-        before_other: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_replayable(optimizer)
         self.optimizer = optimizer
-        self.version = version
+        self.version = 0
+        """Of the state now: how many steps were made."""
+        self.steps: list[Step] = []
+        """Recorded and not yet taken."""
         self.broken = ""
         """Why nothing is recorded any more. '' while it is."""
-        self._on_step = on_step
-        self._before_other = before_other
-        self._copy = copy
-        self._gradients: Gradients | None = None
+        self.implementations = [implementation_of(group) for group in optimizer.param_groups]
+        self._gradients: Mapping[str, torch.Tensor] | None = None
+        self._is_taken = False
         self._taken: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         """Parameter, gradient, and how often that was written to when it was recorded."""
         self._shape, self._writes = _shape(optimizer), writes_of(optimizer)
         self._held = state_values(optimizer)
         self._ids = frozenset(itertools.chain.from_iterable(self._shape))
-        self._hyperparameters: list[dict[str, Any]] = []
+        self._hyperparameters: list[Mapping[str, Any]] = []
         self._found_inf: torch.Tensor | None = None
         updated = optimizer.register_step_post_hook(self._updated)
         torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
@@ -104,6 +89,24 @@ class Capture:
             register_optimizer_step_pre_hook(self._other),
             optimizer.register_load_state_dict_post_hook(lambda _: self.end("load_state_dict replaced its state")),
         ]
+
+    def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+        """Return copies of the training's own ``gradients``, this rank's shards. None: the step is not recorded.
+
+        On a device a copy may begin in stream order.
+        """
+        return {key: gradient.clone() for key, gradient in gradients.items()}
+
+    def step_ends(self) -> None:
+        """The update has ended, and the step returns. Its gradients may be written over behind this."""
+
+    def other_steps(self) -> None:
+        """Another optimizer is to step the same parameters, which ends the recording."""
+
+    def take(self) -> list[Step]:
+        """Return the steps since the last call, in order."""
+        taken, self.steps = self.steps, []
+        return taken
 
     def end(self, reason: str) -> None:
         """Record nothing more. The first ``reason`` is kept."""
@@ -136,18 +139,19 @@ class Capture:
         if optimizer is self.optimizer or self.broken:
             return
         if any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"]):
-            self._before_other()
+            self.other_steps()
             name = type(optimizer).__name__
             self.end(f"another optimizer ({name}) was stepped over its parameters, beside the optimizer of the state")
 
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._gradients, self._taken = None, []
+        self._gradients, self._taken, self._is_taken = None, [], False
         if _is_compiled():
             self.end("its step is compiled, and rounds otherwise than torch.optim does")
         if not self.look():
-            self._hyperparameters = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
+            groups = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
+            self._hyperparameters = explicit(groups, self.implementations)
             found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the call
             self._found_inf = found.detach().clone() if found is not None else None
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -166,7 +170,8 @@ class Capture:
         return call
 
     def _take(self) -> None:
-        gradients: Gradients = {}
+        self._is_taken = True
+        gradients: dict[str, torch.Tensor] = {}
         for parameter in parameters_of(self.optimizer):
             gradient = parameter.tensor.grad
             if gradient is None:
@@ -177,7 +182,7 @@ class Capture:
             gradients[parameter.key] = local(gradient.detach())
             self._taken.append((parameter.tensor, gradient, torch_internals.version_of(gradient)))
         try:
-            self._gradients = self._copy(gradients)
+            self._gradients = self.copy(gradients)
         except (TierckptError, MemoryError, OSError) as error:  # training goes on, without a record of it
             self.end(str(error) or repr(error))
 
@@ -194,22 +199,31 @@ class Capture:
                 return
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._gradients is None and not self.broken:
+        if not (self._is_taken or self.broken):
             self._take()
         self.version += 1
-        if self._gradients is None or self.broken:
-            return
         gradients, self._gradients = self._gradients, None
         try:
-            self._on_step(Step(self.version, self._hyperparameters, gradients, self._found_inf))
+            self.step_ends()
         except (TierckptError, MemoryError, OSError) as error:
             self.end(str(error) or repr(error))
+        if gradients is not None and not self.broken:
+            self.steps.append(Step(self.version, self._hyperparameters, gradients, self._found_inf))
 
 
 def _is_compiled() -> bool:
     """True when this is called by a step that ``torch.compile`` made, where torch can tell."""
     ask = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
     return ask is not None and bool(ask())
+
+
+def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return ``hyperparameters`` with what torch chose by itself for these parameters: it chooses by their type, and a
+    DTensor's shard is another."""
+    return [
+        {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
+        for one, chosen in zip(hyperparameters, implementations, strict=True)
+    ]
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,17 @@
-"""The bytes of one step in a gradient log.
+"""A training step as a frame of a gradient log, and an optimizer's step as JSON and tensors.
 
-    header        a record (``segments``)
-    then          gradients, one behind the other, in the order of the header; the attachment
+``save.log_segments`` has the bytes of a frame. A redo log (``redo``) describes its steps in the same way, and has their
+gradients as tensors of a checkpoint.
 
-Invariants:
-    F1  Whole or refused: the header has the digest of each chunk of the gradients, and its own comes before it.
-    F2  In one place only: the header names the frame before by its digest, and the layout of the optimizer. A frame of
-        another run, of another step, or one that was repeated does not fit.
+Invariant:
     F3  Nothing is rounded. A gradient lies as it came over the link (``link.Copy``), as bfloat16 where that loses no
-        bit; the header says what it was.
+        bit. The parameter's type is in the layout of the optimizer, and a replay widens to that (``apply``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,109 +19,107 @@ import torch
 from .. import torch_internals
 from ..errors import ConfigError
 from ..save import log_segments
+from ..save.log_segments import Read
+from ..types import Json
 from .capture import Step
 
 DTYPES = {str(one).removeprefix("torch."): one for one in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
 )}  # fmt: skip
+DeviceOf = Callable[[str], torch.device]
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A step, and its place in a log."""
+    """A training step: the steps of all optimizers that were stepped in it, by name."""
 
-    step: Step
-    layout: str
-    """``optimizers.layout_digest``."""
-    previous: str = ""
-    """``digest`` of the record before."""
-    number: int = 0
-    """The step as training counts it."""
+    number: int
+    """As training counts it."""
+    steps: Mapping[str, Step]
+    layouts: Mapping[str, str]
+    """``optimizers.layout_digest`` of each optimizer, by name."""
     attachment: bytes = b""
-    """What else belongs to the step; whoever wrote it knows what it is."""
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Of gradients that are narrower here than they were; the others have their own."""
-    optimizer: str = ""
-    """Its name, where a log has several."""
-    is_last: bool = True
-    """No other optimizer's frame of this training step follows."""
-    digest: str = ""
-    """Of the header, which has those of all gradients: it names the frame. Set by ``decode``."""
-    parameters: str = ""
-    """``checksum.digest_of`` all parameters of the log after this training step. '' where they were not looked at."""
+    """What else belongs to the step; its meaning is the caller's."""
 
 
-def encode(frame: Frame) -> tuple[bytes, list[memoryview], str]:
-    """Return the head and header, the gradients (views of host memory), and the digest that names the frame.
-
-    Cost: one pass over the gradients, to digest them.
-    """
-    memory = _Memory()
-    entries: list[list[Any]] = []
-    for key, gradient in frame.step.gradients.items():
-        stored = gradient if gradient.is_cpu and gradient.is_contiguous() else gradient.cpu().contiguous()
-        view = memory.add(stored)
-        begins = range(0, len(view), log_segments.CHUNK_BYTES)
-        digests = [log_segments.digest_of_piece(view[at : at + log_segments.CHUNK_BYTES]) for at in begins]
-        dtype = frame.dtypes.get(key, gradient.dtype)
-        entries.append([key, dtype_name(dtype), dtype_name(stored.dtype), list(gradient.shape), digests])
-    views = [*memory.views(), memoryview(frame.attachment)]
-    fields = {
-        "version": frame.step.version,
-        "number": frame.number,
-        "previous": frame.previous,
-        "layout": frame.layout,
-        "optimizer": frame.optimizer,
-        "is_last": frame.is_last,
-        "skipped": frame.step.is_skipped,
-        "hyperparameters": [to_json(group) for group in frame.step.hyperparameters],
-        "gradients": entries,
-        "attachment": [len(frame.attachment), log_segments.digest_of_piece(frame.attachment)],
-        "data_bytes": sum(map(len, views)),
-        **({"parameters": frame.parameters} if frame.parameters else {}),
-    }
-    header, digest = log_segments.pack(log_segments.FRAME, fields)
-    return header, views, digest
-
-
-def decode(read: Callable[[int, int], memoryview], *, where: str) -> Frame:
-    """Return a frame. Its gradients are copies.
+def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[bytes, list[memoryview], str]:
+    """Return the record of a frame, its data (views of host memory), and the digest that names it.
 
     Args:
-        read: returns bytes of the log, given offset from the head of the frame and size; fewer at the end of the log.
+        previous: digest of the record before.
+        parameters: ``checksum.digest_of`` all parameters of the log after the step. '' where nothing has looked.
+
+    Cost: one pass over the gradients, to digest them. Waits for gradients on their way to host memory.
+    """
+    memory, views, steps = _Memory(), list[memoryview](), dict[str, Json]()
+    for name, step in frame.steps.items():
+        described, gradients = describe(step)
+        steps[name] = {"layout": frame.layouts[name], **described}
+        stored = (one if one.is_cpu and one.is_contiguous() else one.cpu().contiguous() for one in gradients)
+        views += map(memory.add, stored)
+    fields = {"number": frame.number, "previous": previous, "steps": steps}
+    if parameters:
+        fields["parameters"] = parameters
+    attachment = memoryview(frame.attachment)
+    record, digest = log_segments.pack_frame(fields, [*views, attachment])
+    return record, [*memory.views(), attachment], digest
+
+
+def decode(read: Read, *, where: str) -> Frame:
+    """Return a frame. Its gradients are copies.
 
     Raises:
         IntegrityError: it is cut short, damaged, or no frame at all. ``where`` says which log it is in.
     """
+    fields, _, at = log_segments.unpack(read, log_segments.FRAME, where=where)
+    sizes = iter([size_bytes for size_bytes, _ in fields["data"]])
+    pieces = log_segments.verified_pieces(read, fields, at, where=where)
 
-    def part(offset: int, size_bytes: int) -> memoryview:
-        found = read(offset, size_bytes)
-        if len(found) < size_bytes:
-            raise log_segments.damaged(where, "it is cut short")
-        return found
-
-    fields, digest, at = log_segments.unpack(read, log_segments.FRAME, where=where)
-    gradients: dict[str, torch.Tensor] = {}
-    pieces = log_segments.verified_pieces(part, fields, at, where=where)
-    for key, dtype, stored, shape, digests in fields["gradients"]:
-        tensor = torch.empty(shape, dtype=DTYPES[stored], device="cpu")
-        view, done = bytes_of(tensor), 0
-        for piece in islice(pieces, len(digests)):
+    def fill(view: memoryview) -> None:
+        if next(sizes, None) != len(view):
+            raise log_segments.damaged(where, "its header is none that tierckpt writes")
+        done = 0
+        while done < len(view):
+            piece = next(pieces)
             view[done : done + len(piece)] = piece
             done += len(piece)
-        gradients[key] = tensor.to(DTYPES[dtype])
-    attachment = bytes(next(pieces))
-    step = Step(
-        fields["version"],
-        [from_json(group) for group in fields["hyperparameters"]],
-        gradients,
-        torch.ones((), device="cpu") if fields["skipped"] else None,
+
+    steps = {}
+    for name, one in fields["steps"].items():
+        gradients = [torch.empty(shape, dtype=DTYPES[dtype], device=HOST) for _, dtype, shape in one["gradients"]]
+        for gradient in gradients:
+            fill(bytes_of(gradient))
+        steps[name] = step_of(one, gradients)
+    layouts = {name: one["layout"] for name, one in fields["steps"].items()}
+    return Frame(fields["number"], steps, layouts, b"".join(pieces))
+
+
+def describe(step: Step) -> tuple[Json, list[torch.Tensor]]:
+    """Return ``step`` as JSON, and its gradients in the order that this names them in."""
+    gradients = [*step.gradients.values()]
+    described = {
+        "version": step.version,
+        "skipped": step.is_skipped,
+        "hyperparameters": [to_json(group) for group in step.hyperparameters],
+        "gradients": [
+            [key, dtype_name(one.dtype), list(one.shape)] for key, one in zip(step.gradients, gradients, strict=True)
+        ],
+    }
+    return described, gradients
+
+
+def step_of(described: Json, gradients: Iterable[torch.Tensor], device_of: DeviceOf = lambda _: HOST) -> Step:
+    """Return the step that ``describe`` made these of. Tensors among its hyperparameters go to ``device_of`` the device
+    that they were on."""
+    keys = [key for key, *_ in described["gradients"]]
+    return Step(
+        int(described["version"]),
+        [from_json(group, device_of) for group in described["hyperparameters"]],
+        dict(zip(keys, gradients, strict=True)),
+        torch.ones((), device=HOST) if described["skipped"] else None,
     )
-    return Frame(
-        step, fields["layout"], fields["previous"], fields["number"], attachment, optimizer=fields["optimizer"],
-        is_last=fields["is_last"], digest=digest, parameters=fields.get("parameters", ""),
-    )  # fmt: skip
 
 
 class _Memory:
@@ -144,7 +138,7 @@ class _Memory:
         storage = tensor.untyped_storage()
         place = torch_internals.storage_address_of(storage)
         if place not in self._whole:
-            self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+            self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8, device=HOST).set_(storage))
         begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + tensor.nbytes
         if self._runs and self._runs[-1][0] == place and self._runs[-1][2] == begin:
@@ -185,14 +179,14 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: Any, device_of: DeviceOf = lambda _: HOST) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"tensor"}:
-            dtype, shape, data, _ = value["tensor"]
-            tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+            dtype, shape, data, device = value["tensor"]
+            tensor = torch.empty(shape, dtype=DTYPES[dtype], device=HOST)
             bytes_of(tensor)[:] = bytes.fromhex(data)
-            return tensor
-        return {key: from_json(one) for key, one in value.items()}
+            return tensor.to(device_of(device))
+        return {key: from_json(one, device_of) for key, one in value.items()}
     if isinstance(value, list):
-        return tuple(from_json(one) for one in value)
+        return tuple(from_json(one, device_of) for one in value)
     return cast(Any, value)

@@ -14,7 +14,7 @@ import itertools
 import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
 
@@ -23,6 +23,7 @@ import torch
 
 from .. import poll, torch_internals
 from ..dcp.staging_copy import Copies
+from ..errors import CheckpointError
 from ..resources import start_thread
 from .pinned import PinnedMemory
 
@@ -175,6 +176,34 @@ class Copy:
             self._pieces.append((flat_target[at : at + count], flat_source[at : at + count]))
 
 
+class OverwrittenError(CheckpointError):
+    """Something wrote over gradients before they were copied."""
+
+
+class CopiedGradients(Mapping[str, torch.Tensor]):
+    """Gradients by parameter key, on their way to host memory. Reading one waits for all, and raises what ended their
+    copy, or OverwrittenError."""
+
+    def __init__(self, copy: Copy, keys: Sequence[str]) -> None:
+        self.copy = copy
+        self._keys = keys
+        self._found: dict[str, torch.Tensor] | None = None
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if self._found is None:
+            self.copy.done.result(COPY_TIMEOUT_SECONDS)
+            if self.copy.was_changed:
+                raise OverwrittenError("gradients were written over before they were copied (zero_grad in place?)")
+            self._found = dict(zip(self._keys, self.copy.result, strict=True))
+        return self._found[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the upper halves of float32 values in host memory, as int16, when all the lower ones are 0."""
     if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
@@ -196,8 +225,9 @@ class Link:
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
-        self.followers: dict[int, Callable[[list[str], Copy], None]] = {}
-        """By ``id`` of an optimizer: who is given the copy of its gradients of a step that is made for a log anyway."""
+        self.logged: dict[int, CopiedGradients | None] = {}
+        """By ``id`` of each optimizer whose steps a window follows: the gradients of the step that is being made, where
+        a log has them copied."""
         self._moved_bytes, self._busy_seconds, self._device_rate = 0, 0.0, 0.0
         self._pinned = PinnedMemory()
         self._no_update = threading.Event()

@@ -19,7 +19,7 @@ Invariants (S1 and S2 are in ``segments``, L5 and L6 in ``log_writer``):
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,18 @@ from ..errors import CheckpointError, IntegrityError
 from ..save import log_segments
 from ..telemetry import logger
 from .apply import Replay
-from .capture import Capture, Gradients, Step
+from .capture import Capture, Step
 from .checksum import marks_of, numbers_of
 from .frame import Frame, decode
 from .guard import Check, Guard, no_check, total_of
-from .link import GRADIENTS, Copy, Link
-from .log_writer import Base, GroupCommit, LogWriter, OptimizerStep, TrainingStep
+from .link import GRADIENTS, CopiedGradients, Link
+from .log_writer import Base, GroupCommit, LogWriter
 from .optimizers import check_replayable, layout_digest, local, parameters_of, sharded, tensors_of, with_state
-from .redo import explicit, implementation_of
 
 log = logger("replay")
 
 SAID_SECONDS = 1.0
+HANGS = "gradients do not reach host memory: the link hangs"
 
 Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
 """What else belongs to a step, and what says that it is that of the step."""
@@ -138,6 +138,7 @@ class GradientLog:
         """Something writes over gradients before they are copied (Nesterov, ``zero_grad`` in place): a step waits."""
         self._newest = 0
         self._writer: LogWriter | None = None
+        self._layouts: dict[str, str] = {}
         self._said_seconds = 0.0
         self._guard = Guard(self.optimizers)
 
@@ -165,7 +166,7 @@ class GradientLog:
     @property
     def is_stepped(self) -> bool:
         """True when an optimizer was stepped since the last ``end_of_step``."""
-        return any(one.pending is not None for one in self._recorders.values())
+        return any(one.steps for one in self._recorders.values())
 
     @property
     def needs_base(self) -> bool:
@@ -201,10 +202,11 @@ class GradientLog:
             writer.turn_to(None)
         self._unhook()
         self._recorders = {
-            name: _Recorder(name, one, self._link, self._waits_for_gradients, self._guard)
+            name: _Recorder(name, one, self._link, self._guard, waits=name in self._waits_for_gradients)
             for name, one in self.optimizers.items()
         }
         self._guard.begin(at, check)
+        self._layouts = layouts_of(self.optimizers)
         self._said_seconds = 0.0
         members = itertools.chain.from_iterable(map(parameters_of, self.optimizers.values()))
         size_bytes = sum(local(one.tensor.detach()).nbytes for one in members)
@@ -213,7 +215,6 @@ class GradientLog:
             Base(at, [base] if reached is None else []),
             reached.digest if reached is not None else "",
             group=GroupCommit(self.every_steps, self.every_seconds, size_bytes),
-            layouts=layouts_of(self.optimizers),
             owner=self.owner,
             reserve=self.reserve,
             overwritten=self._waits_for_gradients,
@@ -236,9 +237,9 @@ class GradientLog:
             return
         made = attachment if isinstance(attachment, bytes) else attachment()
         data, check = made if isinstance(made, tuple) else (made, no_check)
-        updates = {name: update for name, one in self._recorders.items() if (update := one.take()) is not None}
+        steps = {name: taken[0] for name, one in self._recorders.items() if (taken := one.take())}
         self._newest = number
-        self._writer.put(TrainingStep(number, data, updates, self._guard.end_of_step(number, check)))
+        self._writer.put(Frame(number, steps, self._layouts, data), self._guard.end_of_step(number, check))
 
     def sync(self) -> None:
         """Return when every step that was ended is on the disk.
@@ -270,7 +271,7 @@ class GradientLog:
 
     def _is_broken(self) -> bool:
         for recorder in self._recorders.values():
-            if reason := recorder.broken:
+            if reason := recorder.look():
                 self.fail(reason)
         if self._writer is not None and (changed := self._guard.failure) is not None:
             self._writer.end(changed[1], newest=changed[0] - 1)
@@ -287,75 +288,58 @@ class GradientLog:
             log.info("steps up to %d waited %.1f s for the disk below %s", self._newest, seconds, self.directory)
 
 
-class _Recorder:
-    """Takes the steps of one optimizer. ``overwritten``: the names of those whose gradients are waited for."""
+class _Recorder(Capture):
+    """Records the steps of one optimizer for a log. ``waits``: a step waits until its gradients are copied."""
 
-    def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, link: Link, overwritten: Set[str], guard: Guard
-    ) -> None:
-        self.optimizer = optimizer
-        self.pending: tuple[Step, list[str], Copy] | None = None
-        self._name, self._link, self._overwritten = name, link, overwritten
-        self._copying: tuple[list[str], Copy] | None = None
-        self._reason = ""
-        self._gradients: dict[int, int] = {}
-        """Of the last step, by where they lay: how often they were written."""
-        self._implementations = [implementation_of(group) for group in optimizer.param_groups]
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, link: Link, guard: Guard, *, waits: bool) -> None:
+        super().__init__(optimizer)
+        self._link, self._guard, self._waits = link, guard, waits
+        self._copied: CopiedGradients | None = None
+        """Of the step that is being made."""
+        self._written: dict[int, int] = {}
+        """Gradients of the last step, by address: how often they were written."""
         self._is_kept = False
         """The gradients may be written over when the step has ended."""
-        self.capture = Capture(optimizer, self._on_step, copy=self._on_gradients, before_other=guard.wait)
         updated = optimizer.register_step_post_hook(lambda *_: guard.after(name))
         torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
-        self._handles = [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), updated]
+        self._handles += [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), updated]
 
-    @property
-    def broken(self) -> str:
-        return self._reason or self.capture.look()
-
-    def take(self) -> OptimizerStep | None:
-        if self.pending is None:
-            return None
-        (step, keys, copy), self.pending = self.pending, None
-        dtypes = {one.key: one.tensor.dtype for one in parameters_of(self.optimizer)}
-        return OptimizerStep(step, keys, copy, dtypes)
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self.capture.close()
-
-    def _on_gradients(self, gradients: Gradients) -> Gradients:
-        keys, link = list(gradients), self._link
+    def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        link, this = self._link, id(self.optimizer)
         can_wait = self._can_wait(gradients.values())
         self._is_kept = not can_wait
-        gives_way = can_wait and id(self.optimizer) not in link.followers  # a window needs the link meanwhile
-        copy = link.copy(list(gradients.values()), GRADIENTS, gives_way=gives_way)
-        if (follow := link.followers.get(id(self.optimizer))) is not None:
-            follow(keys, copy)
-        if self._name in self._overwritten and not link.wait(copy):
-            self._reason = self._reason or "gradients do not reach host memory: the link hangs"
-        self._copying = (keys, copy)
+        gives_way = can_wait and this not in link.logged  # a window needs the link meanwhile
+        copied = CopiedGradients(link.copy([*gradients.values()], GRADIENTS, gives_way=gives_way), [*gradients])
+        if this in link.logged:
+            link.logged[this] = copied
+        if self._waits and not link.wait(copied.copy):
+            self.end(HANGS)
+        self._copied = copied
         link.update_begins()
-        return {}
+        return copied
+
+    def step_ends(self) -> None:
+        self._link.update_ends()
+        if self._is_kept and self._copied is not None and not self._link.wait(self._copied.copy):
+            self.end(HANGS)
+        self._copied = None
+
+    def other_steps(self) -> None:
+        self._guard.wait()
+
+    def look(self) -> str:
+        if len(self.steps) > 1:
+            self.end("the optimizer was stepped twice between two calls of end_of_step")
+        return super().look()
 
     def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
         """True when these can be copied behind the update, as nothing writes over them until the next one: they are new
         tensors in each step, or the same that nobody writes to. The first step does not know. Others are copied when
         the step returns: ``grad.data.zero_()`` leaves no trace.
         """
-        known, self._gradients = self._gradients, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
-        was_written = any(known.get(place, version) != version for place, version in self._gradients.items())
+        known, self._written = self._written, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
+        was_written = any(known.get(place, version) != version for place, version in self._written.items())
         return bool(known) and not was_written
-
-    def _on_step(self, step: Step) -> None:
-        self._link.update_ends()
-        if self._is_kept and self._copying is not None and not self._link.wait(self._copying[1]):
-            self._reason = self._reason or "gradients do not reach host memory: the link hangs"
-        step = replace(step, hyperparameters=explicit(step.hyperparameters, self._implementations))
-        if self.pending is not None:
-            self._reason = self._reason or "the optimizer was stepped twice between two calls of end_of_step"
-        elif self._copying is not None:
-            self.pending, self._copying = (step, *self._copying), None
 
 
 def roll_forward(
@@ -378,51 +362,47 @@ def roll_forward(
             had (L7): then the state is to be restored again, and ``error.context["verified_step"]`` is how far the log
             may lead, -1 for not at all.
     """
-    named, layouts = _named(optimizers), layouts_of(optimizers)
-    targets = {name: _Target(one) for name, one in named.items()}
-    newest, segment, pending = Recovered(-1, 0), None, list[Frame]()
+    layouts = layouts_of(optimizers)
+    targets = {name: _Target(one) for name, one in _named(optimizers).items()}
+    newest, segment = Recovered(-1, 0), None
     for place in log_segments.walk(directory, base):
         if isinstance(place, str):
             newest = replace(newest, ended=place)
             break
-        if layouts.get(place.fields["optimizer"]) != place.fields["layout"]:
+        if not place.layouts.items() <= layouts.items():
             raise IntegrityError(
-                f"the gradient log {place.segment.path} was written by another optimizer, or with other parameters or "
-                "shards",
+                f"the gradient log {place.where} was written by another optimizer, or with other parameters or shards",
                 hint="Restore the checkpoint alone: a log fits the optimizer and the sharding that made it",
                 path=place.segment.path,
             )
-        if last_step is not None and place.fields["number"] > last_step:
+        if last_step is not None and place.number > last_step:
             break
         try:
-            pending.append(decode(place.read, where=str(place.segment.path)))
+            frame = decode(place.read, where=place.where)
         except IntegrityError as error:
             newest = replace(newest, ended=error.message)
             break
-        if not pending[-1].is_last:
-            continue
         if place.segment is not segment:
             segment = place.segment
             for target in targets.values():
                 target.is_at_head = True
-        for frame in pending:
-            targets[frame.optimizer].apply(frame.step)
-        frame, pending = pending[-1], []
+        for name, step in frame.steps.items():
+            targets[name].apply(step)
         others, verified = attached(frame.attachment) or 0, newest.verified_step
-        if frame.parameters:
+        if wanted := place.fields.get("parameters"):
             seen = {name: numbers_of(marks_of(target.tensors())) for name, target in targets.items()}
-            if total_of(seen, others) != frame.parameters:
-                raise _other_parameters(frame, place.segment.path, verified)
-            verified = frame.number
-        newest = Recovered(frame.number, newest.steps + 1, digest=frame.digest, verified_step=verified)
+            if total_of(seen, others) != wanted:
+                raise _other_parameters(place.number, place.segment.path, verified)
+            verified = place.number
+        newest = Recovered(place.number, newest.steps + 1, digest=place.digest, verified_step=verified)
     for target in targets.values():
         target.finish()
     return newest
 
 
-def _other_parameters(frame: Frame, path: Path, verified: int) -> IntegrityError:
+def _other_parameters(step: int, path: Path, verified: int) -> IntegrityError:
     return IntegrityError(
-        f"the gradient log leads to other parameters or optimizer state than training had after step {frame.number}: "
+        f"the gradient log leads to other parameters or optimizer state than training had after step {step}: "
         "something changed them beside the optimizer (.data, a fused kernel), or this is another build or device",
         hint=f"Restore the checkpoint again, and roll forward to step {verified}" if verified >= 0 else
         "Restore the checkpoint alone",

@@ -16,11 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..disk.durable import translated
 from ..disk.illness import HINT, ILL_SECONDS
@@ -29,37 +27,14 @@ from ..resources import start_thread
 from ..save import log_segments
 from ..save.log_segments import SegmentFile
 from ..telemetry import LOG_BLOCKED_SECONDS, logger
-from .capture import Step
 from .frame import Frame, encode
-from .link import COPY_TIMEOUT_SECONDS, Copy
+from .link import COPY_TIMEOUT_SECONDS, OverwrittenError
 
 log = logger("replay")
 
 FRAMES_AHEAD, FRAMES_AHEAD_MAX, AHEAD_BYTES = 2, 256, 64 << 20
 """Steps whose gradients wait in memory to be written: two, or as many as so much holds. Then a step waits too."""
 JOIN_SECONDS = 0.05
-
-
-@dataclass(slots=True)
-class OptimizerStep:
-    """The step of one optimizer on its way to the file."""
-
-    step: Step
-    keys: list[str]
-    copy: Copy
-    dtypes: Mapping[str, torch.dtype]
-
-
-@dataclass(slots=True)
-class TrainingStep:
-    """A training step on its way to the file. Without ``updates``: whoever syncs waits for what is before it."""
-
-    number: int = -1
-    attachment: bytes = b""
-    updates: dict[str, OptimizerStep] = field(default_factory=dict)
-    digest: Future[str] | None = None
-    """Of the state after the step. It fails when the step must not be logged."""
-    is_written: bool = False
 
 
 @dataclass(slots=True)
@@ -88,7 +63,7 @@ class LogWriter:
 
     Args:
         base: what it begins with. ``previous``: digest of the frame that it continues; '' for none.
-        layouts: of the optimizers, by name. ``owner``: said in each segment.
+        owner: said in each segment.
         reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
         overwritten: is given the names of optimizers whose gradients were written over before they were copied.
         after: the writer before this one in the directory, which is to end.
@@ -101,7 +76,6 @@ class LogWriter:
         previous: str,
         *,
         group: GroupCommit,
-        layouts: Mapping[str, str],
         owner: Mapping[str, Any],
         reserve: Callable[[int], None],
         overwritten: set[str],
@@ -113,12 +87,13 @@ class LogWriter:
         """For ``failure``: a checkpoint of now would meet the same disk."""
         self.blocked_seconds = 0.0
         self._directory, self._base, self._previous = directory, base, previous
-        self._group, self._layouts, self._owner = group, layouts, owner
+        self._group, self._owner = group, owner
         self._reserve, self._overwritten = reserve, overwritten
         self._superseded_from: int | None = base.step
         """Segments from this step on were given up, and go before the first of this log is made."""
         self._file: SegmentFile | None = None
-        self._queue: deque[TrainingStep | Base | None] = deque()
+        self._queue: deque[tuple[Frame, Future[str]] | Base | Future[None] | None] = deque()
+        """Frames with the digest of the state after them; futures for what waits until all before is durable."""
         self._unsynced: deque[int] = deque()
         self._unsynced_since = 0.0
         self._newest, self._written, self._ahead, self._not_durable = base.step, base.step, 0, 0
@@ -137,23 +112,27 @@ class LogWriter:
         asked = self._asked_at
         return asked is not None and time.monotonic() - asked >= ILL_SECONDS
 
-    def put(self, entry: TrainingStep) -> None:
-        """Queue a step. Returns when no more steps before it are not durable than were asked for (L5)."""
+    def put(self, frame: Frame, digest: Future[str]) -> None:
+        """Queue a step. Returns when no more steps before it are not durable than were asked for (L5).
+
+        Args:
+            digest: of parameters and state after the step. It fails when the step must not be logged.
+        """
         begun = time.monotonic()
         with self._changed:
             if not self._await(lambda: self._ahead < self._group.frames_ahead):
                 self._give_up(f"{self._hung()}, and {self._ahead} steps wait for it in memory: {HINT}")
             if self._is_given_up:
                 return
-            self._newest, self._ahead, self._not_durable = entry.number, self._ahead + 1, self._not_durable + 1
-            self._queue.append(entry)
+            self._newest, self._ahead, self._not_durable = frame.number, self._ahead + 1, self._not_durable + 1
+            self._queue.append((frame, digest))
             self._changed.notify_all()
             if not (self._group.seconds or self._await(lambda: self._not_durable <= self._group.steps) or self._is_ill):
                 self._is_ill = True
                 log.warning(
                     "step %d has ended, and the steps before it are not on the disk: %s. The log goes on when the disk "
                     "does, and ends when %d steps wait for it in memory: %s",
-                    entry.number, self._hung(), self._group.frames_ahead, HINT,
+                    frame.number, self._hung(), self._group.frames_ahead, HINT,
                 )  # fmt: skip
         waited = time.monotonic() - begun
         self.blocked_seconds += waited
@@ -167,11 +146,11 @@ class LogWriter:
 
     def sync(self) -> None:
         """Return when all that was queued is durable, or the log has ended."""
-        entry = TrainingStep()
+        is_durable = Future[None]()
         with self._changed:
-            self._queue.append(entry)
+            self._queue.append(is_durable)
             self._changed.notify_all()
-            if not self._await(lambda: entry.is_written or self._is_done, since=time.monotonic()):
+            if not self._await(lambda: is_durable.done() or self._is_done, since=time.monotonic()):
                 self._give_up(f"{self._hung()}: {HINT}")
 
     def finish(self) -> None:
@@ -223,20 +202,28 @@ class LogWriter:
             after._thread.join(JOIN_SECONDS)
         self._asked_at = after = None
         while (entry := self._next()) is not None:
-            self._try(self._take, entry)
-            if isinstance(entry, TrainingStep):
+            with self._ends_on_error():
+                if isinstance(entry, Base):
+                    self._turn_to(entry)
+                elif isinstance(entry, Future):
+                    self._commit()
+                else:
+                    self._append(*entry)
+            if isinstance(entry, Future):
                 with self._changed:
-                    entry.is_written = True
+                    entry.set_result(None)
                     self._changed.notify_all()
             del entry  # with its gradients
-        self._try(self._commit)
-        self._try(self._close)
+        with self._ends_on_error():
+            self._commit()
+        with self._ends_on_error():
+            self._close()
         with self._changed:
             self._is_done = True
             self._changed.notify_all()
 
-    def _next(self) -> TrainingStep | Base | None:
-        """The next entry. Before it, what waits for longer than was asked for is made durable."""
+    def _next(self) -> tuple[Frame, Future[str]] | Base | Future[None] | None:
+        """Return the next entry. Before it, what waits for longer than was asked for is made durable."""
         while True:
             with self._changed:
                 waits = self._unsynced and self._group.seconds
@@ -246,18 +233,21 @@ class LogWriter:
                 if seconds is None or seconds > 0:
                     if self._queue:
                         entry = self._queue.popleft()
-                        if isinstance(entry, TrainingStep) and entry.updates:
+                        if isinstance(entry, tuple):
                             self._ahead -= 1
                             self._changed.notify_all()
                         return entry
                     self._changed.wait(seconds)
                     continue
-            self._try(self._commit)
+            with self._ends_on_error():
+                self._commit()
 
-    def _try(self, work: Callable[..., None], *given: Any) -> None:
+    @contextlib.contextmanager
+    def _ends_on_error(self) -> Iterator[None]:
+        """End the log with what is raised within."""
         try:
             with translated(self._directory):
-                work(*given)
+                yield
         except Exception as error:
             self._give_up(str(error) or repr(error), is_disk_to_blame=not isinstance(error, CheckpointError))
 
@@ -274,16 +264,6 @@ class LogWriter:
         self._asked_at = time.monotonic()
         if self._is_given_up:
             raise CheckpointError(self.failure)  # it ends here, and not when the whole frame is written
-
-    def _take(self, entry: TrainingStep | Base) -> None:
-        if isinstance(entry, Base):
-            self._turn_to(entry)
-        elif entry.updates:
-            self._append(entry)
-            if not self._group.seconds and len(self._unsynced) >= self._group.steps:
-                self._commit()
-        else:
-            self._commit()
 
     def _commit(self) -> None:
         if self._file is None or not self._unsynced or self._is_given_up:
@@ -316,36 +296,29 @@ class LogWriter:
                 self._file.close()
         self._file = None
 
-    def _append(self, entry: TrainingStep) -> None:
-        digest = entry.digest.result(COPY_TIMEOUT_SECONDS) if entry.digest is not None else ""
-        steps: dict[str, Step] = {}
-        for name, update in entry.updates.items():
-            update.copy.done.result(COPY_TIMEOUT_SECONDS)
-            if update.copy.was_changed:
-                self._overwritten.add(name)  # from the next log on they are waited for
-                raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            steps[name] = replace(update.step, gradients=dict(zip(update.keys, update.copy.result, strict=True)))
+    def _append(self, frame: Frame, digest: Future[str]) -> None:
+        parameters = digest.result(COPY_TIMEOUT_SECONDS)
+        for name, step in frame.steps.items():
+            try:
+                next(iter(step.gradients.values()), None)  # waits for all of them
+            except OverwrittenError:
+                self._overwritten.add(name)  # from the next log on a step waits for its copies
+                raise
         if self._is_given_up:
             return
         file = self._file or self._begin_segment()
-        for place, (name, step) in enumerate(steps.items(), 1):
-            is_last = place == len(steps)
-            dtypes, attachment = entry.updates[name].dtypes, entry.attachment if is_last else b""
-            seen = digest if is_last else ""
-            frame = Frame(
-                step, self._layouts[name], self._previous, entry.number, attachment, dtypes, name, is_last,
-                parameters=seen,
-            )  # fmt: skip
-            head, views, following = encode(frame)
-            pieces = [memoryview(head), *views]
-            with self._asking():
-                self._reserve(sum(map(len, pieces)))
-                file.append(pieces, self._on_write)
-            self._previous = following
+        head, views, following = encode(frame, self._previous, parameters)
+        pieces = [memoryview(head), *views]
+        with self._asking():
+            self._reserve(sum(map(len, pieces)))
+            file.append(pieces, self._on_write)
+        self._previous = following
         if not self._unsynced:
             self._unsynced_since = time.monotonic()
-        self._unsynced.append(entry.number)
-        self._written = entry.number
+        self._unsynced.append(frame.number)
+        self._written = frame.number
+        if not self._group.seconds and len(self._unsynced) >= self._group.steps:
+            self._commit()
 
     def _begin_segment(self) -> SegmentFile:
         with self._asking():

@@ -27,10 +27,10 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -41,12 +41,22 @@ from ..planning.transfer_times import Traffic, split_parts, weights_of
 from ..poll import wait_while
 from ..resources import ThreadPool
 from ..telemetry import logger
-from .apply import Replay
-from .capture import Capture, Gradients, Step
+from .apply import Key, Replay
+from .capture import Capture, Step
 from .checksum import Fingerprint
-from .link import COPY_TIMEOUT_SECONDS, GRADIENTS, PARTS, Copy, Link, halves_without_loss, host_memory
+from .link import (
+    COPY_TIMEOUT_SECONDS,
+    GRADIENTS,
+    PARTS,
+    CopiedGradients,
+    Copy,
+    Link,
+    OverwrittenError,
+    halves_without_loss,
+    host_memory,
+)
 from .optimizers import Parameter, base_of, check_replayable, layout_digest, local, parameters_of
-from .redo import Conditions, Exact, Key, Part, Redo, checked_exact, explicit, implementation_of
+from .redo import Conditions, Exact, Redo, checked_exact
 from .snapshot import Snapshot, SnapshotFuture, put
 from .tree import detach
 
@@ -69,7 +79,6 @@ class _Part:
 @dataclass
 class _Window:
     take: Take
-    begun: int
     parts: list[_Part]
     steps_left: int
     falls_back: bool
@@ -77,10 +86,9 @@ class _Window:
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
     copies: list[Copy] = field(default_factory=list)
-    gradients: dict[int, tuple[list[str], list[str], Copy]] = field(default_factory=dict)
-    """By version: whose are wanted, whose were copied."""
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    """Whose gradients are all in host memory, to be made again where the window is used."""
     fingerprints: Future[dict[Key, Fingerprint]] | None = None
     """Of the last version, taken before the step that would write over it."""
     failure: str = ""
@@ -92,10 +100,39 @@ class _Window:
             self.failure = self.failure or HANGS
 
     def snapshot(self, state: Any, version: int, more_bytes: int = 0, **more: Any) -> Snapshot:
-        """Return what the window comes to: ``state`` of ``version``, for which ``more_bytes`` were moved beside it."""
+        """Return what the window comes to: ``state`` after ``version`` steps; ``more_bytes`` more were moved for it."""
         moved_bytes = sum(copy.size_bytes for copy in self.copies) + more_bytes
-        steps, waited_bytes = version - self.begun, self.waited_bytes
-        return Snapshot(state, steps, moved_bytes, self.blocked_seconds, waited_bytes=waited_bytes, **more)
+        return Snapshot(state, version, moved_bytes, self.blocked_seconds, waited_bytes=self.waited_bytes, **more)
+
+
+class _Follower(Capture):
+    """Records the steps of a window, with the gradients of parts that are copied. ``waits``: a step waits for these."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, window: _Window, link: Link, *, waits: bool) -> None:
+        super().__init__(optimizer)
+        self._window, self._link, self._waits = window, link, waits
+
+    def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+        window, begun = self._window, time.perf_counter()
+        if window.sealed >= 0 or window.failure or window.result.done():
+            return None
+        copied = self._link.logged[id(self.optimizer)]
+        if copied is None:
+            keys = [key for part in window.parts if part.version >= 0 for key in part.keys if key in gradients]
+            try:
+                copied = CopiedGradients(self._link.copy([gradients[key] for key in keys], GRADIENTS), keys)
+            except MemoryError:
+                window.failure = OUT_OF_MEMORY
+                return None
+            window.copies.append(copied.copy)
+        if self._waits:
+            window.expect(self._link.wait(copied.copy))
+        self._link.update_begins()
+        window.blocked_seconds += time.perf_counter() - begun
+        return copied
+
+    def step_ends(self) -> None:
+        self._link.update_ends()
 
 
 class MultiStepStager:
@@ -157,15 +194,14 @@ class MultiStepStager:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        self._capture = Capture(optimizer, self._on_step, copy=self._on_gradients)
+        self._capture: _Follower | None = None
+        """Of the newest window."""
         self._clocks: list[int] = []
         """Of the processor time of the threads that work beside training."""
         self._replays = ThreadPool(1, "tierckpt-replay", self._note_clock)
         self._hashes = ThreadPool(1, "tierckpt-fingerprint", self._note_clock)
         self._window: _Window | None = None
-        self._logged: tuple[list[str], Copy] | None = None
-        """The gradients of the step that is being made, where a log has them copied on this link."""
-        self.link.followers[id(optimizer)] = lambda *logged: setattr(self, "_logged", logged)
+        self.link.logged[id(optimizer)] = None
         self.waited_seconds = 0.0
         """How long steps have waited for parts so far, in all windows."""
         self._stepped_at = 0.0
@@ -191,7 +227,7 @@ class MultiStepStager:
     @property
     def steps(self) -> int:
         """How many steps the optimizer has made since the window was opened."""
-        return self._capture.version
+        return self._capture.version if self._capture is not None else 0
 
     @property
     def failure(self) -> str:
@@ -225,15 +261,14 @@ class MultiStepStager:
                 "a multi-step checkpoint is still being copied, and a second one cannot begin",
                 hint="Save less often than window_steps, or wait for the first one's result",
             )
-        self._capture.close()  # what broke it is over; and its hooks are to come behind those of a log
-        self._capture = Capture(self.optimizer, self._on_step, copy=self._on_gradients)
+        if self._capture is not None:
+            self._capture.close()  # what broke it is over; and its hooks are to come behind those of a log
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
         traffic = self._traffic(sum(sizes.values()))
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, weights_of(traffic.falling_share(steps), steps))]
-        window = self._window = _Window(
-            take, self._capture.version, parts, steps, falls_back, SnapshotFuture(self.end_of_step)
-        )
+        window = self._window = _Window(take, parts, steps, falls_back, SnapshotFuture(self.end_of_step))
+        self._capture = _Follower(self.optimizer, window, self.link, waits=self._waits_for_gradients)
         self.end_of_step()
         return window.result
 
@@ -242,19 +277,21 @@ class MultiStepStager:
 
         Call it after every step, when all that belongs to the step is done. Does nothing when no window is open.
         """
-        window = self._window
-        if window is None:
+        window, capture = self._window, self._capture
+        if window is None or capture is None:
             return
         begun = time.perf_counter()
         try:
-            window.failure = window.failure or self._capture.look()
+            window.failure = window.failure or capture.look()
+            for step in capture.take():
+                self._follow(window, step)
             if window.steps_left and not window.failure:
                 window.steps_left -= 1
                 following = next((part for part in window.parts if part.version < 0), None)
                 if following is not None:
-                    self._begin_part(window, following)
+                    self._begin_part(window, following, capture.version)
                 if not window.steps_left:
-                    self._seal(window)
+                    self._seal(window, capture)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
         if window.failure and window.falls_back:
@@ -286,8 +323,9 @@ class MultiStepStager:
 
     def close(self) -> None:
         """Give up an open window, and remove the hooks."""
-        self._capture.close()
-        self.link.followers.pop(id(self.optimizer), None)
+        if self._capture is not None:
+            self._capture.close()
+        self.link.logged.pop(id(self.optimizer), None)
         for fence in self._fences:
             fence.remove()
         self.abandon("the multi-step stager was closed before its window ended")
@@ -315,15 +353,15 @@ class MultiStepStager:
         found = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
         return [local(one) for one in found]
 
-    def _begin_part(self, window: _Window, part: _Part) -> None:
+    def _begin_part(self, window: _Window, part: _Part, version: int) -> None:
         keys = set(part.keys)
         parameters = [one for one in parameters_of(self.optimizer) if one.key in keys]
-        part.version = self._capture.version
+        part.version = version
         sources = [one for parameter in parameters for one in self._tensors(parameter)]
         strides = [one.stride() for one in sources]
         part.copy = self.link.copy(sources, PARTS)
         window.copies.append(part.copy)
-        kind, copy, version = type(self.optimizer), part.copy, part.version
+        kind, copy = type(self.optimizer), part.copy
         states = {one.key: self._state(one) for one in parameters}
 
         def build() -> None:
@@ -363,142 +401,81 @@ class MultiStepStager:
         window.blocked_seconds += time.perf_counter() - begun
 
     def _after_step(self, *_: Any) -> None:
-        self._stepped_at, self._logged = time.perf_counter(), None
+        self._stepped_at = time.perf_counter()
+        self.link.logged[id(self.optimizer)] = None
 
-    def _on_gradients(self, gradients: Gradients) -> Gradients:
-        """The gradients of parts that were copied follow them."""
-        window, logged, self._logged = self._window, self._logged, None
-        if window is None or window.sealed >= 0 or window.failure:
-            return {}
-        begun = time.perf_counter()
-        keys = [key for part in window.parts if part.version >= 0 for key in part.keys if key in gradients]
-        try:
-            every, copy = logged or (keys, self.link.copy([gradients[key] for key in keys], GRADIENTS))
-        except MemoryError:
-            window.failure = OUT_OF_MEMORY
-            return {}
-        if logged is None:
-            window.copies.append(copy)
-        window.gradients[self._capture.version + 1] = (keys, every, copy)
-        if self._waits_for_gradients:
-            window.expect(self.link.wait(copy))
-        self.link.update_begins()
-        window.blocked_seconds += time.perf_counter() - begun
-        return {}
-
-    def _on_step(self, step: Step) -> None:
-        self.link.update_ends()
-        window = self._window
-        if window is None or step.version not in window.gradients:
-            return
-        keys, every, copy = window.gradients.pop(step.version)
-        dtypes = {one.key: one.tensor.dtype for one in parameters_of(self.optimizer)}
+    def _follow(self, window: _Window, step: Step) -> None:
+        """Have ``step`` made again on the parts that were copied before it; or keep it."""
         behind = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
-            copy.done.result(COPY_TIMEOUT_SECONDS)
-            if copy.was_changed:
+            try:
+                next(iter(step.gradients.values()), None)  # waits for all of them
+            except OverwrittenError:
                 self._waits_for_gradients = True
-                raise CheckpointError("gradients were written over before they were copied (zero_grad in place?)")
-            logged = dict(zip(every, copy.result, strict=True))
-            gradients = {key: logged[key] for key in keys}
+                raise
             if self._defers:
-                window.steps.append(replace(step, gradients=gradients))
+                window.steps.append(step)
                 return
-            made = replace(step, gradients={key: one.to(dtypes[key]) for key, one in gradients.items()})
             for part in behind:
                 self.link.give_way()
                 if part.replay is not None:
-                    part.replay.apply(made)
+                    part.replay.apply(step)
 
         window.work.append(self._replays.submit(replay))
 
-    def _seal(self, window: _Window) -> None:
+    def _seal(self, window: _Window, capture: Capture) -> None:
         """W2, W3. The last part is copied from now on."""
-        window.sealed = self._capture.version
+        window.sealed = capture.version
         held, tree, rest = self._detach(window)
         window.work += rest
+        live = {place: local(one.detach()) for place, one in held.items()}
+        members = parameters_of(self.optimizer)
+        implementation = ", ".join(sorted(set(capture.implementations)))
+        redo = Redo(
+            base_of(type(self.optimizer)),
+            window.sealed,
+            Conditions.here(local(members[0].tensor).device, implementation),
+            layout_digest(self.optimizer) if self._defers else "",
+            devices={place: one.device.type for place, one in live.items()},
+            sharded=frozenset(one.key for one in members if isinstance(one.tensor, DTensor)),
+        )
         if self._defers:
-            redo = self._redo(window, held)
+            redo.wanted = {place: Fingerprint.of(one) for place, one in live.items()}
         else:
-            conditions = self._conditions()
-            live = {place: local(one.detach()) for place, one in held.items()}
             window.fingerprints = self._hashes.submit(lambda: {place: Fingerprint.of(live[place]) for place in live})
 
-        def finish() -> None:
+        def finish() -> Snapshot:
             for one in window.work:
                 one.result()
-            if self._defers:
-                self._settle(window, self._redo_snapshot(window, redo, held, tree))
-                return
-            copies: dict[Key, torch.Tensor] = {}
-            wanted = window.fingerprints.result() if window.fingerprints is not None else {}
+            wanted = window.fingerprints.result() if window.fingerprints is not None else redo.wanted
+            redo.wanted = {place: one.on_host() for place, one in wanted.items()}  # not where training would wait
             for part in window.parts:
-                if part.replay is None or part.replay.version != window.sealed:
-                    raise CheckpointError("a part of the window was not brought to its last version")
-                for key, tensor in part.replay.parameters.items():
-                    copies[key, ""] = tensor
-                    copies |= {(key, name): one for name, one in part.replay.state[key].items()}
-            for (key, name), seen in wanted.items():
-                if (key, name) not in copies or not seen.fits(copies[key, name]):
-                    what = f"{name} of parameter {key}" if name else f"parameter {key}"
-                    raise CheckpointError(f"{what} was changed by something beside the optimizer")
-            state = put(tree, held, copies)
-            self._settle(window, window.snapshot(state, window.sealed, conditions=conditions))
+                if part.replay is None:
+                    raise CheckpointError("a part of the window was not copied")
+                redo.parts.append(part.replay)
+            for step in window.steps:
+                keys = {key for part in window.parts if part.version < step.version for key in part.keys}
+                gradients = {key: one for key, one in step.gradients.items() if key in keys}
+                found = step.found_inf.cpu() if step.found_inf is not None else None
+                redo.steps.append(Step(step.version, step.hyperparameters, gradients, found))
+            conditions = redo.conditions
+            if self._defers and self.exact == "required":
+                return window.snapshot(None, window.sealed, conditions=conditions, redo=redo, tree=tree, held=held)
+            redo.devices = dict.fromkeys(redo.devices, "cpu")  # where the steps are made again
+            inexact = redo.fold(self.exact)
+            state = put(tree, held, redo.tensors)
+            return window.snapshot(state, window.sealed, conditions=conditions, inexact=inexact)
 
         def end() -> None:
             try:
-                finish()
+                self._settle(window, finish())
             except BaseException as error:  # copied whole at the end of the next step, or by ``result``
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
                 if not window.falls_back and not window.result.done():
                     window.result.set_exception(CheckpointError(window.failure))
 
         window.result.sealed = self._replays.submit(end)
-
-    def _conditions(self) -> Conditions:
-        first = parameters_of(self.optimizer)[0]
-        implementations = sorted({implementation_of(group) for group in self.optimizer.param_groups})
-        return Conditions.here(local(first.tensor).device, ", ".join(implementations))
-
-    def _redo(self, window: _Window, held: dict[Key, torch.Tensor]) -> Redo:
-        members = parameters_of(self.optimizer)
-        return Redo(
-            base_of(type(self.optimizer)),
-            window.sealed,
-            self._conditions(),
-            layout_digest(self.optimizer),
-            [],
-            devices={place: local(one).device.type for place, one in held.items()},
-            dtypes={one.key: one.tensor.dtype for one in members},
-            sharded=frozenset(one.key for one in members if isinstance(one.tensor, DTensor)),
-            wanted={place: Fingerprint.of(local(one.detach())) for place, one in held.items()},
-        )
-
-    def _redo_snapshot(self, window: _Window, redo: Redo, held: dict[Key, torch.Tensor], tree: Any) -> Snapshot:
-        for part in window.parts:
-            if part.replay is None:
-                raise CheckpointError("a part of the window was not copied")
-            redo.parts.append(Part(part.version, tuple(part.keys)))
-            for key, parameter in part.replay.parameters.items():
-                redo.tensors[key, ""] = parameter
-                for name, one in part.replay.state[key].items():
-                    if isinstance(one, torch.Tensor):
-                        redo.tensors[key, name] = one
-                    else:
-                        redo.values.setdefault(key, {})[name] = one
-        implementations = [implementation_of(group) for group in self.optimizer.param_groups]
-        for step in window.steps:
-            chosen = explicit(step.hyperparameters, implementations)
-            found = step.found_inf.cpu() if step.found_inf is not None else None
-            redo.steps.append(replace(step, hyperparameters=chosen, found_inf=found))
-        redo.wanted = {place: one.on_host() for place, one in redo.wanted.items()}  # not where training would wait
-        if self.exact == "required":
-            return window.snapshot(None, window.sealed, conditions=redo.conditions, redo=redo, tree=tree, held=held)
-        redo.devices = dict.fromkeys(redo.devices, "cpu")  # where the steps are made again
-        inexact = redo.fold(self.exact)
-        state = put(tree, held, redo.tensors)
-        return window.snapshot(state, window.sealed, conditions=redo.conditions, inexact=inexact)
 
     def _settle(self, window: _Window, snapshot: Snapshot) -> None:
         if self._window is window:
@@ -529,7 +506,7 @@ class MultiStepStager:
             one.result(COPY_TIMEOUT_SECONDS)
         window.blocked_seconds += time.perf_counter() - begun
         state, size_bytes = put(tree, held, copies), sum(one.nbytes for one in copies.values())
-        self._settle(window, window.snapshot(state, self._capture.version, size_bytes, fallback=window.failure))
+        self._settle(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return each parameter (as "") and the tensors of its state, by parameter key: the live ones."""

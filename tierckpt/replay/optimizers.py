@@ -159,6 +159,18 @@ def sharded(value: Any, like: torch.Tensor) -> Any:
     return DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
+def implementation_of(group: Mapping[str, Any]) -> str:
+    """Return which of an optimizer's implementations steps this group: "fused", "foreach" or "forloop"."""
+    if group.get("fused"):
+        return "fused"
+    foreach = group.get("foreach")
+    if foreach is None and group.get("fused") is None:
+        _, foreach = torch_internals.default_to_fused_or_foreach(group["params"], differentiable=False, use_fused=False)
+        if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+            foreach = False
+    return "foreach" if foreach else "forloop"
+
+
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:
     """Return a digest of class, groups, and of each parameter's shape and type: what a log and a state must share."""
     described = [

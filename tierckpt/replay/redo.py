@@ -19,25 +19,22 @@ Source: docs/adr/0015-redo-log.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 
-from .. import torch_internals
 from ..errors import ConfigError, IntegrityError, StateMismatchError, TierckptError
 from ..types import Json
-from .apply import Replay
+from .apply import Key, Replay
 from .capture import Step
 from .checksum import Fingerprint, sample_of
-from .frame import DTYPES, dtype_name, from_json, to_json
+from .frame import HOST, describe, from_json, step_of, to_json
 from .optimizers import BY_NAME
 
 Exact = Literal["required", "approximate"]
-Key = tuple[str, str]
-"""A tensor of the optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
-FORMAT = 1
+FORMAT = 2
 
 
 def checked_exact(exact: Exact) -> Exact:
@@ -69,23 +66,16 @@ class Conditions:
         return ", ".join(f"{name} {mine} in training and {its} here" for name, mine, its in pairs if mine != its)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    version: int
-    keys: tuple[str, ...]
-
-
 @dataclass
 class Redo:
     """A window, in host memory.
 
     Attributes:
-        tensors: of the optimizer, each at the version of its part. ``fold`` writes over them.
-        values: what the optimizer's state of each parameter has beside tensors.
         layout: of the optimizer (``layout_digest``): its groups, and the shape and type of each parameter.
+        parts: each at the version that it was copied at, or that steps have brought it to. ``fold`` writes over them.
         devices: the kind of device that each tensor was on.
         sharded: the parameters of which this rank has a shard.
-        steps: from the oldest part's version to ``version``, with the gradients of parts that were copied before.
+        steps: those that are still to be applied, with the gradients of parts that were copied before.
         wanted: fingerprints of all tensors after the last step.
     """
 
@@ -93,14 +83,16 @@ class Redo:
     version: int
     conditions: Conditions
     layout: str
-    parts: list[Part]
-    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: list[Replay] = field(default_factory=list)
     devices: dict[Key, str] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     sharded: frozenset[str] = frozenset()
     steps: list[Step] = field(default_factory=list)
     wanted: dict[Key, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """All tensors of the optimizer, each at the version of its part. Not copied."""
+        return {place: tensor for part in self.parts for place, tensor in part.tensors().items()}
 
     @property
     def replayed(self) -> int:
@@ -119,9 +111,25 @@ class Redo:
         Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
         """
         accepted = ""
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
             try:
-                accepted = self._fold_part(part, exact) or accepted
+                replay = part.moved(lambda place: _device_of(self.devices[place]))
+                for step in self.steps:
+                    if step.version > part.version:
+                        replay.apply(step)
+                if replay.version != self.version:
+                    raise IntegrityError(
+                        f"a part of the window ends at version {replay.version} and not at {self.version}",
+                        hint="A step is missing. The checkpoint before it is used",
+                    )
+                made = replay.tensors()
+                for place, tensor in made.items():
+                    accepted = self._check(place, tensor, part.version, exact) or accepted
+                if missing := [one for one in self.wanted if one[0] in replay.parameters and one not in made]:
+                    raise IntegrityError(
+                        f"the window has no {missing[0]} after its steps", hint="The checkpoint before is used"
+                    )
+                self.parts[number] = replay.moved(lambda _: HOST)
             except (TierckptError, torch.OutOfMemoryError):
                 raise
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -131,39 +139,9 @@ class Redo:
                 ) from error
         return accepted
 
-    def _fold_part(self, part: Part, exact: Exact) -> str:
-        keys = set(part.keys)
-        made = {one: self.tensors[one].to(_device_of(self.devices[one])) for one in self.tensors if one[0] in keys}
-        state: dict[str, dict[str, Any]] = {key: dict(self.values.get(key, {})) for key in part.keys}
-        for (key, name), tensor in made.items():
-            if name:
-                state[key][name] = tensor
-        replay = Replay(self.kind, {key: made[key, ""] for key in part.keys}, state, part.version)
-        for step in self.steps:
-            if step.version > part.version:
-                kept = {key: step.gradients[key] for key in part.keys if key in step.gradients}
-                replay.apply(replace(step, gradients={key: one.to(self.dtypes[key]) for key, one in kept.items()}))
-        if replay.version != self.version:
-            raise IntegrityError(
-                f"a part of the window ends at version {replay.version} and not at {self.version}",
-                hint="A step is missing. The checkpoint before it is used",
-            )
-        accepted = ""
-        for key in part.keys:
-            after = {"": replay.parameters[key], **replay.state[key]}
-            self.values[key] = {name: one for name, one in after.items() if not isinstance(one, torch.Tensor)}
-            for name, tensor in after.items():
-                if isinstance(tensor, torch.Tensor):
-                    accepted = self._check(key, name, tensor, part, exact) or accepted
-                    self.tensors[key, name] = tensor.cpu()
-        if missing := [one for one in self.wanted if one[0] in keys and one not in self.tensors]:
-            raise IntegrityError(
-                f"the window has no {missing[0]} after its steps", hint="The checkpoint before is used"
-            )
-        return accepted
-
-    def _check(self, key: str, name: str, tensor: torch.Tensor, part: Part, exact: Exact) -> str:
-        wanted = self.wanted.get((key, name))
+    def _check(self, place: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
+        """Return '' when ``tensor`` has the bits of training, else what was accepted. ``version``: of its copy."""
+        (key, name), wanted = place, self.wanted.get(place)
         if wanted is not None and wanted.fits(tensor):
             return ""
         here = Conditions.here(_device_of(self.devices.get((key, ""), "cpu")), self.conditions.implementation)
@@ -174,16 +152,16 @@ class Redo:
                 f"{what}, with the same build, device and implementation",
                 hint="The window is damaged, or something beside the optimizer changed it while it was being copied",
             )
-        if exact == "approximate" and self._is_close(key, name, tensor, part.version):
+        if exact == "approximate" and self._is_close(place, tensor, version):
             return differences
         raise StateMismatchError(
             f"{what}: {differences}",
             hint='Use the build and device of training, or exact="approximate" to accept a difference in the last bits',
         )
 
-    def _is_close(self, key: str, name: str, tensor: torch.Tensor, version: int) -> bool:
+    def _is_close(self, place: Key, tensor: torch.Tensor, version: int) -> bool:
         """True when the sampled elements of ``tensor`` lie within ``tolerance`` of those in training."""
-        wanted = self.wanted[key, name].sample.cpu()
+        (key, name), wanted = place, self.wanted[place].sample.cpu()
         found = sample_of(tensor).cpu()
         gradients = [step.gradients[key] for step in self.steps if step.version > version and key in step.gradients]
         largest = max((float(one.abs().max()) for one in gradients if one.numel()), default=0.0)
@@ -211,31 +189,10 @@ def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient
     return torch.full_like(size, 8 * unit * largest + 4 * steps * unit * gradient)
 
 
-def implementation_of(group: Mapping[str, Any]) -> str:
-    """Return which of an optimizer's implementations steps this group: "fused", "foreach" or "forloop"."""
-    if group.get("fused"):
-        return "fused"
-    foreach = group.get("foreach")
-    if foreach is None and group.get("fused") is None:
-        _, foreach = torch_internals.default_to_fused_or_foreach(group["params"], differentiable=False, use_fused=False)
-        if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
-            foreach = False
-    return "foreach" if foreach else "forloop"
-
-
-def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return ``hyperparameters`` with what torch chose by itself for these parameters: it chooses by their type, and a
-    DTensor's shard is another."""
-    return [
-        {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
-        for one, chosen in zip(hyperparameters, implementations, strict=True)
-    ]
-
-
-def _device_of(kind: str) -> torch.device:
-    if kind == "cuda" and torch.cuda.is_available():
+def _device_of(name: str) -> torch.device:
+    if name.startswith("cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return HOST
 
 
 # --- as tensors, and a recipe in JSON ----------------------------------------------------------------------------
@@ -248,18 +205,16 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
         names: what the tensors of each parameter are called: in no other rank's window but for equal ones.
     """
     tensors: dict[str, torch.Tensor] = {}
-    described = []
+    stored_as = []
     for (key, name), tensor in redo.tensors.items():
         stored = f"{names[key]}/{name or 'parameter'}"
         tensors[stored] = tensor
-        described.append([key, name, stored, redo.devices[key, name]])
+        stored_as.append([key, name, stored, redo.devices[key, name]])
     steps = []
     for step in redo.steps:
-        gradients = {}
-        for key, gradient in step.gradients.items():
-            gradients[key] = f"{names[key]}/gradient-{step.version}"
-            tensors[gradients[key]] = gradient
-        steps.append([step.version, step.is_skipped, [to_json(group) for group in step.hyperparameters], gradients])
+        described, gradients = describe(step)
+        steps.append(described)
+        tensors |= zip(gradient_names(described, names), gradients, strict=True)
     recipe = {
         "format": FORMAT,
         "optimizer": redo.kind.__name__,
@@ -269,10 +224,10 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
         "implementation": redo.conditions.implementation,
         "layout": redo.layout,
         "sharded": sorted(redo.sharded),
-        "parts": [[part.version, list(part.keys)] for part in redo.parts],
-        "tensors": described,
-        "values": to_json(redo.values),
-        "dtypes": {key: dtype_name(dtype) for key, dtype in redo.dtypes.items()},
+        "names": dict(names),
+        "parts": [[part.version, list(part.parameters)] for part in redo.parts],
+        "tensors": stored_as,
+        "values": to_json({key: one for part in redo.parts for key, one in part.values().items()}),
         "steps": steps,
         "fingerprints": [
             [key, name, str(wanted.number), wanted.is_sum, to_json(wanted.sample.cpu())]
@@ -286,27 +241,19 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
     """Return the window that ``pack`` made these of. Raises IntegrityError for a recipe that is none."""
     try:
         {FORMAT: None}[found["format"]]
-        redo = Redo(
-            BY_NAME[found["optimizer"]],
-            int(found["version"]),
-            Conditions(str(found["build"]), str(found["device"]), str(found["implementation"])),
-            str(found["layout"]),
-            [Part(int(version), tuple(keys)) for version, keys in found["parts"]],
-            sharded=frozenset(found["sharded"]),
-            values={key: dict(values) for key, values in from_json(found["values"]).items()},
-            dtypes={key: DTYPES[name] for key, name in found["dtypes"].items()},
-        )
+        kind, conditions = BY_NAME[found["optimizer"]], [str(found[name]) for name in Conditions.__slots__]
+        redo = Redo(kind, int(found["version"]), Conditions(*conditions), str(found["layout"]))
+        redo.sharded = frozenset(found["sharded"])
+        state = {key: dict(values) for key, values in from_json(found["values"]).items()}
+        parameters: dict[str, torch.Tensor] = {}
         for key, name, stored, device in found["tensors"]:
-            redo.tensors[key, name], redo.devices[key, name] = tensors[stored], str(device)
-        for version, is_skipped, groups, gradients in found["steps"]:
-            redo.steps.append(
-                Step(
-                    int(version),
-                    [_placed(from_json(group), group) for group in groups],
-                    {key: tensors[stored] for key, stored in gradients.items()},
-                    torch.ones((), device="cpu") if is_skipped else None,
-                )
-            )
+            (state.setdefault(key, {}) if name else parameters)[name or key] = tensors[stored]
+            redo.devices[key, name] = str(device)
+        for version, keys in found["parts"]:
+            redo.parts.append(Replay(kind, {key: parameters[key] for key in keys}, state, int(version)))
+        for described in found["steps"]:
+            gradients = [tensors[stored] for stored in gradient_names(described, found["names"])]
+            redo.steps.append(step_of(described, gradients, _device_of))
         for key, name, number, is_sum, sample in found["fingerprints"]:
             redo.wanted[key, name] = Fingerprint(int(number), from_json(sample), bool(is_sum))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
@@ -317,10 +264,6 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
     return redo
 
 
-def _placed(group: Any, written: Mapping[str, Any]) -> dict[str, Any]:
-    """Put tensors among the hyperparameters (``lr=torch.tensor(...)``) where they were."""
-    made = dict(group)
-    for name, value in made.items():
-        if isinstance(value, torch.Tensor):
-            made[name] = value.to(_device_of(torch.device(written[name]["tensor"][3]).type))
-    return made
+def gradient_names(described: Json, names: Mapping[str, str]) -> list[str]:
+    """Return what the gradients of a step are called, in its order."""
+    return [f"{names[key]}/gradient-{described['version']}" for key, *_ in described["gradients"]]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .redo import Conditions, Exact, Key, Redo
+from .apply import Key
+from .redo import Conditions, Exact, Redo
 from .tree import fill, like
 
 

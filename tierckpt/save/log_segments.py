@@ -2,14 +2,23 @@
 
     <directory>/<step>-<random>.gradients    begins with the state after that step
 
-    segment    a record, its head; then frames, as long as no other segment begins
-    frame      a record, and its data (``frame``)
+    segment    a record, its head; then frames, until another segment begins
+    frame      a training step: a record, and the data that it describes, one piece of memory behind the other
     record     8 bytes magic, 8 bytes size of its JSON (little endian), 16 bytes XXH3-128 of the JSON, the JSON
 
+    frame's JSON   number      the step as training counts it
+                   previous    digest of the record before it
+                   steps       of each optimizer: its layout, and what ``replay.frame.describe`` says of its step
+                   parameters  digest of all parameters and state after the step; absent where nothing has looked
+                   data        size in bytes and digests, one for each ``CHUNK_BYTES``: gradients, then the attachment
+
 Heads and frames begin on blocks of the disk (zeros before them), and are written past the page cache where there is
-direct I/O.
+direct I/O. ``replay.frame`` makes a frame's fields and data of tensors, and tensors of them.
 
 Invariants:
+    F1  Whole or refused: the header has the digest of each chunk of the data, and its own comes before it.
+    F2  In one place only: the header names the record before it by digest, and the layout of each optimizer. A frame of
+        another run, of another step, or one that was repeated does not fit.
     S1  A chain. Each frame names the record before it by its digest. The head of a segment names the frame that it
         continues from, and the checkpoints that have the state it begins with. So every frame lies once on the disk,
         and is reached from every checkpoint before it: from the newest, and from an older one should that be lost.
@@ -21,14 +30,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import mmap
 import os
 import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,20 +51,19 @@ from ..quantities import round_up
 from ..types import ByteRange
 
 SUFFIX = ".gradients"
-SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD02"
+SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD03"
 STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
 REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
 """A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
 CHUNK_BYTES = 4 << 20
-"""Of a gradient, what has a digest of its own."""
+"""Of a frame's data, what has a digest of its own."""
 _HEAD = struct.Struct("<8sQ16s")
 _JSON_BYTES_MAX = 1 << 30
-_ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
-    "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1,
-}  # fmt: skip
 _COPIED_BYTES_MAX = 64 << 10
 """Larger pieces are copied without the interpreter lock."""
+
+Read = Callable[[int, int], memoryview]
+"""Returns bytes, given offset from the head of a record and size; fewer at the end of the file."""
 
 
 def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
@@ -66,11 +73,17 @@ def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
     return _HEAD.pack(magic, len(text), digest) + text, digest.hex()
 
 
-def unpack(read: Callable[[int, int], memoryview], magic: bytes, *, where: str) -> tuple[dict[str, Any], str, int]:
-    """Return the fields of a record, its digest, and its size in bytes.
+def pack_frame(fields: Mapping[str, Any], data: Sequence[memoryview]) -> tuple[bytes, str]:
+    """Return the record of a frame with ``data``, and the digest that names it. Cost: one pass over ``data``."""
+    described = [
+        (len(one), [digest_of_piece(one[at : at + CHUNK_BYTES]) for at in range(0, len(one), CHUNK_BYTES)])
+        for one in data
+    ]
+    return pack(FRAME, {**fields, "data": described})
 
-    Args:
-        read: returns bytes, given offset from the head of the record and size; fewer at the end of the file.
+
+def unpack(read: Read, magic: bytes, *, where: str) -> tuple[dict[str, Any], str, int]:
+    """Return the fields of a record, its digest, and its size in bytes.
 
     Raises:
         IntegrityError: it is cut short, damaged, or no such record.
@@ -124,10 +137,19 @@ class Place:
     """A frame, and where it is."""
 
     segment: Segment
+    number: int
+    """The step as training counts it."""
+    layouts: dict[str, str]
+    """Of each optimizer that made a step, by name: ``replay.optimizers.layout_digest``."""
     fields: dict[str, Any]
     digest: str
     head_bytes: int
-    read: Callable[[int, int], memoryview]
+    read: Read
+
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self.segment.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +237,9 @@ def chains(directory: Path) -> list[Chain]:
             for place in walk_from(there, first, wrong):
                 if isinstance(place, str):
                     ended = place
-                elif place.fields["is_last"]:
+                else:
                     here.add(place.segment.path)
-                    frames, newest = frames + 1, place.fields["number"]
+                    frames, newest = frames + 1, place.number
                     verified = newest if place.fields.get("parameters") else verified
             size_bytes = sum(path.stat().st_size for path in here)
         except (TierckptError, OSError):
@@ -263,21 +285,16 @@ class Tail:
             while self.size_bytes < there:
                 place, length = _place(self.segment, file, self.size_bytes, there, self._digest)
                 if self._is_verified:
-                    deque(verified_pieces(place.read, place.fields, place.head_bytes, where=str(self.path)), maxlen=0)
-                self.size_bytes, self._digest = self.size_bytes + length, place.digest
-                if place.fields["is_last"]:
-                    self.step = place.fields["number"]
+                    deque(verified_pieces(place.read, place.fields, place.head_bytes, where=place.where), maxlen=0)
+                self.size_bytes, self._digest, self.step = self.size_bytes + length, place.digest, place.number
         except (TierckptError, TypeError, KeyError, ValueError):
             return  # it is being written, or damaged: a restore says which
         finally:
             os.close(file)
 
 
-def verified_pieces(
-    read: Callable[[int, int], memoryview], fields: dict[str, Any], at: int, *, where: str
-) -> Iterator[memoryview]:
-    """Yield the data of a frame: its gradients, each in pieces of ``CHUNK_BYTES``, in the order of the header, and then
-    the attachment, whole.
+def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: str) -> Iterator[memoryview]:
+    """Yield the data of a frame in pieces of ``CHUNK_BYTES``, of which none reaches into the next one's memory.
 
     Args:
         at: where it begins, behind the header.
@@ -285,21 +302,19 @@ def verified_pieces(
     Raises:
         IntegrityError: it is cut short, or not what was written (F1).
     """
-    for key, _, stored, shape, digests in fields["gradients"]:
-        end = at + _ITEM_BYTES[stored] * math.prod(shape)
+    for number, (size_bytes, digests) in enumerate(fields["data"]):
+        end = at + size_bytes
         for digest in digests:
-            piece = read(at, min(CHUNK_BYTES, end - at))
+            wanted = min(CHUNK_BYTES, end - at)
+            piece = read(at, wanted)
+            if len(piece) < wanted:
+                raise damaged(where, "it is cut short")
             if digest_of_piece(piece) != digest:
-                raise damaged(where, f"the gradient of parameter {key} is not what was written")
-            at += len(piece)
+                raise damaged(where, f"its data ({number}) is not what was written")
+            at += wanted
             yield piece
         if at != end:
-            raise damaged(where, f"the gradient of parameter {key} is not of the size that was written")
-    size_bytes, digest = fields["attachment"]
-    piece = read(at, size_bytes)
-    if digest_of_piece(piece) != digest:
-        raise damaged(where, "its attachment is not what was written")
-    yield piece
+            raise damaged(where, f"its data ({number}) is not of the size that was written")
 
 
 def digest_of_piece(data: bytes | memoryview) -> str:
@@ -333,16 +348,22 @@ def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str)
         begin = min(at + offset, size_bytes)
         return memoryview(pread_all(file, ByteRange(begin, min(begin + count, size_bytes)), segment.path))
 
-    fields, digest, head_bytes = unpack(read, FRAME, where=str(segment.path))
-    number, data_bytes = fields.get("number"), fields.get("data_bytes")
-    if not (isinstance(number, int) and isinstance(data_bytes, int) and data_bytes >= 0):
-        raise damaged(str(segment.path), "its header is none that tierckpt writes")
-    length = round_up(head_bytes + data_bytes)
+    where = str(segment.path)
+    fields, digest, head_bytes = unpack(read, FRAME, where=where)
+    try:
+        number, sizes = fields["number"], [size for size, _ in fields["data"]]
+        layouts = {name: one["layout"] for name, one in fields["steps"].items()}
+        is_ours = isinstance(number, int) and all(isinstance(size, int) and size >= 0 for size in sizes)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise damaged(where, "its header is none that tierckpt writes")
+    length = round_up(head_bytes + sum(sizes))
     if at + length > size_bytes:
-        raise damaged(str(segment.path), "it is cut short")
+        raise damaged(where, "it is cut short")
     if fields.get("previous") != previous:
-        raise damaged(str(segment.path), f"the frame of step {number} does not follow the one before it")
-    return Place(segment, fields, digest, head_bytes, read), length
+        raise damaged(where, f"the frame of step {number} does not follow the one before it")
+    return Place(segment, number, layouts, fields, digest, head_bytes, read), length
 
 
 def segments_in(directory: Path) -> tuple[list[Segment], str]:
@@ -402,6 +423,20 @@ class SegmentFile:
 
     def append(self, pieces: Sequence[memoryview], on_write: Callable[[], None] = lambda: None) -> None:
         """Write ``pieces``, and zeros to the next block. ``on_write`` is called after each request. Raises OSError."""
+        for view in self._staged(pieces):
+            while view:
+                part, begun = view[: self._request_bytes], time.monotonic()
+                self._file.write(part, self.size_bytes)
+                view, self.size_bytes = view[len(part) :], self.size_bytes + len(part)
+                wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
+                self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
+                on_write()
+            if not (self._file.direct or self._is_cached):  # else one sync waits for all, which shows no progress
+                self.sync()
+                on_write()
+
+    def _staged(self, pieces: Sequence[memoryview]) -> Iterator[memoryview]:
+        """Yield ``pieces`` in aligned memory, which is used again. The last one ends with zeros to the next block."""
         staging, filled = memoryview(self._staging), 0
         for piece in pieces:
             while piece:
@@ -412,24 +447,12 @@ class SegmentFile:
                     staging[filled : filled + count] = piece[:count]
                 piece, filled = piece[count:], filled + count
                 if filled == STAGING_BYTES:
-                    self._write(staging, on_write)
+                    yield staging
                     filled = 0
         if filled:
             end = round_up(filled)
             staging[filled:end] = bytes(end - filled)
-            self._write(staging[:end], on_write)
-
-    def _write(self, view: memoryview, on_write: Callable[[], None]) -> None:
-        while view:
-            part, begun = view[: self._request_bytes], time.monotonic()
-            self._file.write(part, self.size_bytes)
-            view, self.size_bytes = view[len(part) :], self.size_bytes + len(part)
-            wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
-            self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
-            on_write()
-        if not (self._file.direct or self._is_cached):  # else one sync waits for all, which shows no progress
-            self.sync()
-            on_write()
+            yield staging[:end]
 
     def sync(self) -> None:
         """Return when what was appended is on the disk. Raises OSError."""

@@ -33,7 +33,7 @@ from ...errors import IntegrityError, StateMismatchError
 from ...format.layout import WINDOWS_DIR, Location, parse_uri, step_of
 from ...format.manifest import BASE_NOTE
 from ...replay.optimizers import layout_digest, optimizers_in, parameters_of
-from ...replay.redo import Conditions, Exact, Redo, pack, unpack
+from ...replay.redo import Conditions, Exact, Redo, gradient_names, pack, unpack
 from ...replay.tree import gaps, like, without_gaps
 from ...telemetry import logger
 from ...torch_internals import flatten_state_dict, set_element
@@ -85,12 +85,11 @@ def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]
     )
     recipe_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     window = {"tensors": tensors, "recipe": {rank_key(): recipe_bytes}}
-    return without_gaps(tree) | {WINDOW: window}, _notes(list(redos.values()), "redo log")
+    return without_gaps(tree) | {WINDOW: window}, _notes([*redos.values()], "redo log", "")
 
 
-def _notes(redos: Sequence[Redo], what: str, accepted: str = "") -> Notes:
-    kinds, steps = [redo.kind.__name__ for redo in redos], max(redo.replayed for redo in redos)
-    return notes_of(redos[0].conditions, kinds, what, accepted, steps)
+def _notes(redos: Sequence[Redo], what: str, accepted: str, steps: int = 0) -> Notes:
+    return notes_of(redos[0].conditions, [redo.kind.__name__ for redo in redos], what, accepted, steps)
 
 
 def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: str, steps: int) -> Notes:
@@ -134,6 +133,7 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
     reader.read_alone(metadata, target)
     tensors = {name.removeprefix(TENSORS): one for name, one in target.items() if name.startswith(TENSORS)}
     redos = {number: unpack(tensors, one) for number, one in recipe["optimizers"]}
+    steps = max(redo.replayed for redo in redos.values())
     accepted = "; ".join(filter(None, (redo.fold(exact) for redo in redos.values())))
     paths = metadata.planner_data or {}
     tree: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
             set_element(tree, tuple(path), _as_live(live[number][key], redos[number].tensors[key, name]))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise _bad(reader.path, error) from error
-    return tree, _notes(list(redos.values()), "replayed", accepted)
+    return tree, _notes([*redos.values()], "replayed", accepted, steps)
 
 
 def make_checkpoint(
@@ -211,7 +211,7 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
     mine: set[str] = set()
     for _, one in recipe["optimizers"]:
         mine |= {f"{TENSORS}{stored}" for _, _, stored, _ in one["tensors"]}
-        mine |= {f"{TENSORS}{stored}" for *_, gradients in one["steps"] for stored in gradients.values()}
+        mine |= {f"{TENSORS}{stored}" for step in one["steps"] for stored in gradient_names(step, one["names"])}
     live, _ = flatten_state_dict(states.collect(state))
     target: dict[str, Any] = {}
     for name, found in metadata.state_dict_metadata.items():

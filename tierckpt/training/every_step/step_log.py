@@ -390,15 +390,13 @@ class StepLog:
                 if owner["world_size"] != self._owner["world_size"]:
                     return _Chain((), f"a job of {owner['world_size']} ranks has written it")
                 written = parse_branch(owner.get(NOTE))
-                if self._branch and written and not self._branch.holds(written, place.fields["number"]):
+                if self._branch and written and not self._branch.holds(written, place.number):
                     return _Chain(spans, "the job has gone back to an older step since")
-                if layouts.get(place.fields["optimizer"]) != place.fields["layout"]:
+                if not place.layouts.items() <= layouts.items():
                     return _Chain((), "it was written with other optimizers, parameters or shards")
-                if not place.fields["is_last"]:
-                    continue
                 if spans and spans[-1][:2] == (owner["job"], segment.step):
                     spans.pop()
-                spans.append((owner["job"], segment.step, place.fields["number"]))
+                spans.append((owner["job"], segment.step, place.number))
         except (TierckptError, OSError) as error:
             return _Chain(spans, str(error))
         except (KeyError, TypeError) as error:  # other nodes give what they like
