@@ -36,16 +36,16 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.peer_node import secret_file
+from tierckpt.agent import peer_server as peer_server
+from tierckpt.agent.peer_server import PeerServer
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
-from tierckpt.peer import peer_server as peer_server
 from tierckpt.peer.auth import Signer, read_secret
 from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_client import PeerClient
 from tierckpt.peer.peer_http import chunk_target, encode_head
-from tierckpt.peer.peer_server import PeerServer
 from tierckpt.stores.http_client import WAKE_BYTES, Watermark
 from tierckpt.types import Json
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tierckpt.agent.peer_server import PeerServer
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
@@ -18,7 +19,6 @@ from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
 from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_client import PeerClient
-from tierckpt.peer.peer_server import PeerServer
 from tierckpt.types import Json
 
 SECRET = "what all nodes of this test know"

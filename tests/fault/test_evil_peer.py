@@ -17,8 +17,9 @@ import pytest
 from tests.certificates import Authority
 from tests.fault import evil_client, evil_peer
 from tests.peer_node import CHUNK, begin, freeze, get, land, publish, secret_file, serving, until
+from tierckpt.agent import http_server
 from tierckpt.errors import IntegrityError, PeerError, PermissionDeniedError
-from tierckpt.peer import chunk_files, inventory, peer_client, peer_server
+from tierckpt.peer import chunk_files, inventory, peer_client
 from tierckpt.peer.auth import Signer, Verifier
 from tierckpt.peer.peer_http import chunk_target
 from tierckpt.stores import get_concurrency
@@ -136,11 +137,11 @@ async def _run_on(node: object, frozen: object) -> evil_client.Report:
 async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_server, "HEAD_SECONDS", 3.0)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 3.0)
     frozen, _ = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))
-        await until(lambda: len(node.server.connections) == 60)
+        await until(lambda: len(node.server.http.connections) == 60)
         assert await get(node.client(), node.member, frozen, 1)
         assert await dribbling < evil_client.ANSWER_SECONDS
         assert node.server.counts["chunks"] == 1
@@ -160,7 +161,7 @@ async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(evil_client.signed(target))
         await until(lambda: node.server.serving.total() > 0)
-        await until(lambda: node.server.serving.total() == 0 and not node.server.connections)
+        await until(lambda: node.server.serving.total() == 0 and not node.server.http.connections)
         writer.transport.abort()
 
 

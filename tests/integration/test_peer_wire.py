@@ -1,4 +1,4 @@
-"""A node asks another one: server, client and files are real (K1 to K3 in tierckpt/peer/peer_server.py)."""
+"""A node asks another one: server, client and files are real (K1 to K3 in tierckpt/agent/peer_server.py)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ from tests.peer_node import (
     serving,
     until,
 )
+from tierckpt.agent import http_server
+from tierckpt.agent import peer_server as module
+from tierckpt.agent.peer_server import PeerServer, TokenBucket
 from tierckpt.cache.file_set import FileSet
 from tierckpt.errors import (
     ConfigError,
@@ -40,10 +43,8 @@ from tierckpt.errors import (
 )
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import inventory
-from tierckpt.peer import peer_server as module
 from tierckpt.peer.chunk_files import frozen_of
 from tierckpt.peer.membership import Member
-from tierckpt.peer.peer_server import PeerServer, TokenBucket
 
 DATA = model()
 FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
@@ -87,7 +88,7 @@ async def test_a_connection_is_used_again_and_again(tmp_path: Path) -> None:
         for ordinal in range(10):
             await get(client, node.member, frozen, ordinal)
             await client.held(node.member, frozen.version, CHUNK)
-        assert len(node.server.connections) == 1
+        assert len(node.server.http.connections) == 1
 
 
 async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp_path: Path) -> None:
@@ -95,9 +96,9 @@ async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp
     async with serving(tmp_path) as node:
         client = node.client()
         await get(client, node.member, frozen, 0)
-        for task in list(node.server.connections):
+        for task in list(node.server.http.connections):
             task.cancel()
-        await until(lambda: not node.server.connections)
+        await until(lambda: not node.server.http.connections)
         assert same(await get(client, node.member, frozen, 1), bytes_of(frozen, DATA, 1))
 
 
@@ -105,7 +106,7 @@ async def test_what_lands_while_somebody_waits_is_given_at_once(tmp_path: Path) 
     frozen = freeze(DATA)
     async with serving(tmp_path) as node:
         waiting = [asyncio.ensure_future(get(node.client(), node.member, frozen, 7, wait_seconds=10)) for _ in range(8)]
-        await until(lambda: len(node.server.connections) == 8)
+        await until(lambda: len(node.server.http.connections) == 8)
         filling = begin(tmp_path, frozen)
         await asyncio.to_thread(land, filling, DATA, [7])
         for one in await asyncio.gather(*waiting):
@@ -277,7 +278,7 @@ async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_
         with pytest.raises(PeerBusyError):
             await get(node.client("modest"), node.member, frozen, 0)
         waiting = asyncio.ensure_future(get(node.client("modest"), node.member, frozen, 0, wait_seconds=10))
-        await until(lambda: len(node.server.connections) >= 4)
+        await until(lambda: len(node.server.http.connections) >= 4)
         node.server.serving["other"] = 0
         node.server.freed.set()
         assert await waiting
@@ -322,7 +323,7 @@ async def test_256_clients_get_every_chunk_and_no_error(tmp_path: Path) -> None:
 async def test_too_many_connections_are_closed_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CONNECTIONS_MAX", 16)  # eight from one address
+    monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 16)  # eight from one address
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         good = node.client()
@@ -336,9 +337,9 @@ async def test_too_many_connections_are_closed_and_the_others_go_on(
             assert await get(good, node.member, frozen, 1)
             for _, writer in flood:
                 writer.transport.abort()
-            await until(lambda: len(node.server.connections) <= 1)
+            await until(lambda: len(node.server.http.connections) <= 1)
         assert tried == FLOOD
-        await until(lambda: len(node.server.connections) <= 1)
+        await until(lambda: len(node.server.http.connections) <= 1)
         assert await get(node.client(), node.member, frozen, 2)
 
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import Settings
 from ..disk.durable import durable_write, read_whole
@@ -38,12 +38,14 @@ from ..peer.inventory import Holdings, Opened
 from ..peer.membership import CONTESTED_MAX, Member, MemberRecord, Table, balanced, is_member_name
 from ..peer.peer_client import PeerClient
 from ..peer.peer_http import address_of, host_and_port
-from ..peer.peer_server import PeerServer
 from ..peer.replica_policy import holders
 from ..planning.replica_placement import survival_probability, survives
 from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
 from ..types import ByteRange, Json
 from .options import AgentOptions
+
+if TYPE_CHECKING:
+    from .peer_server import PeerServer
 
 log = logger("peer")
 
@@ -72,7 +74,7 @@ class PeerService:
         options: the agent's.
         fresh: what ``/v1/fresh`` answers; None: nothing.
         segment: opens a range of a gradient log of this node.
-        hub: has a range of a file of a Hub here (peer/peer_server.py).
+        hub: has a range of a file of a Hub here (peer_server.py).
         drains: returns the answer to ``/v1/drains``.
     """
 
@@ -152,6 +154,8 @@ class PeerService:
         return not self.problem
 
     async def _start(self) -> None:
+        from .peer_server import PeerServer  # MissingExtraError is told like any other reason
+
         settings = self.settings
         lookup = await asyncio.to_thread(discovery.Lookup, settings.peers or "")
         name = await asyncio.to_thread(node_name, self._directory)

@@ -1,14 +1,14 @@
-"""The little of HTTP/1.1 (RFC 9112) that peers speak, and what they say in it. Pure.
+"""The messages of peers, in a small part of HTTP/1.1 (RFC 9112). Pure.
 
 Requests are GET or HEAD without a body, answers have a Content-Length: no transfer codings, no trailers, no folding, no
-redirects, no content codings. What is not exactly that is refused, so two ends cannot read one message in two ways.
+redirects, no content codings. Everything else is refused, so two ends cannot read one message in two ways.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import quote
@@ -41,9 +41,9 @@ TIME = "x-tierckpt-time"
 """What the clock of a peer says, to a member whose own says something else."""
 
 _END = b"\r\n\r\n"
-_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
-_VALUE = re.compile(r"[\x20-\x7e]*")
-_REQUEST = re.compile(r"([A-Z]{1,16}) (/[\x21-\x7e]{0,1023}) HTTP/1\.1")
+_NAME = re.compile(rb"[A-Za-z0-9-]{1,64}")
+_VALUE = re.compile(rb"[\x20-\x7e]*")
+_TARGET = re.compile(r"/[\x21-\x7e]{0,1023}")
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\x20-\x7e]*)?")
 _LENGTH = re.compile(r"\d{1,18}")
 _LINE = re.compile(r"(\d{1,10})(?::(t?[0-9a-f]{32}))?")
@@ -164,19 +164,18 @@ def hub_target(uri: str, start: int, size_bytes: int, reads: bool = True) -> str
     return f"/v1/hub/{start}/{size_bytes}/{quote(uri, safe='')}?reads={int(reads)}"
 
 
-def parse_request(data: bytes) -> Request:
-    """Decode the head of a request, blank line included.
+def parse_request(method: str, target: str, lines: Sequence[tuple[bytes, bytes]]) -> Request:
+    """Check a request that the HTTP server has parsed: its target and its headers as they were sent.
 
     Raises:
-        WireError: it is no request of ours: too many headers, one twice, a body, an odd byte.
+        WireError: it is no request of a peer: a header twice, a body, an odd byte.
     """
-    first, headers = _parse_head(data)
-    match = _REQUEST.fullmatch(first)
-    if match is None:
-        raise WireError("no request line of ours")
+    headers = _headers(lines)
+    if _TARGET.fullmatch(target) is None:
+        raise WireError("a target that no peer sends")
     if "transfer-encoding" in headers or headers.get("content-length", "0") != "0" or "host" not in headers:
-        raise WireError("a request with a body, or for nobody")
-    return Request(match[1], match[2], headers)
+        raise WireError("a request with a body, or without a host")
+    return Request(method, target, headers)
 
 
 def parse_response(data: bytes) -> Response:
@@ -197,20 +196,23 @@ def parse_response(data: bytes) -> Response:
 def _parse_head(data: bytes) -> tuple[str, dict[str, str]]:
     if len(data) > HEAD_BYTES_MAX or not data.endswith(_END):
         raise WireError("a head without an end")
-    try:
-        first, *lines = data[: -len(_END)].decode("ascii").split("\r\n")
-    except UnicodeDecodeError:
-        raise WireError("a head that is not ASCII") from None
+    first, *lines = data[: -len(_END)].split(b"\r\n")
+    if not first.isascii() or not all(b":" in line for line in lines):
+        raise WireError("a head that is not ASCII, or a line that is no header")
+    return first.decode(), _headers([(name, value) for name, _, value in (line.partition(b":") for line in lines)])
+
+
+def _headers(lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The headers by name in lower case. Raises WireError."""
     if len(lines) > HEADERS_MAX:
         raise WireError("too many headers")
     headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        key = name.lower()
-        if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value) or key in headers:
-            raise WireError("a header that cannot be, or is there twice")
-        headers[key] = value.strip(" ")
-    return first, headers
+    for name, value in lines:
+        key = name.lower().decode("latin-1")
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value) or key in headers:
+            raise WireError("an invalid header, or one that is there twice")
+        headers[key] = value.decode().strip(" ")
+    return headers
 
 
 def encode_head(first: str, headers: Mapping[str, str]) -> bytes:

@@ -10,6 +10,7 @@ from tierckpt.peer.peer_http import (
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     ChunkReport,
+    Request,
     WireError,
     chunk_target,
     encode_head,
@@ -123,43 +124,41 @@ def test_anything_else_is_no_path(target: str) -> None:
     assert route(target) is None
 
 
-def request(*lines: str, first: str = "GET /v1/members HTTP/1.1") -> bytes:
-    return "\r\n".join([first, "Host: x", *lines, "", ""]).encode("latin-1")
+def parse(*lines: tuple[bytes, bytes], target: str = "/v1/members") -> Request:
+    return parse_request("GET", target, [(b"Host", b"x"), *lines])
 
 
 @pytest.mark.parametrize(
-    "head",
+    "lines",
     [
-        b"",
-        b"\r\n\r\n",
-        request(first="GET /v1/members HTTP/1.0"),
-        request(first="GET  /v1/members HTTP/1.1"),
-        request(first="GET /v1/mem bers HTTP/1.1"),
-        request(first="GET http://x/v1/members HTTP/1.1"),
-        request(first="get /v1/members HTTP/1.1"),
-        request(first="GET * HTTP/1.1"),
-        request(first=f"GET /{'x' * 2000} HTTP/1.1"),
-        request("Content-Length: 5"),
-        request("Transfer-Encoding: chunked"),
-        request("Authorization: a", "Authorization: b"),
-        request("Host: y"),
-        request(" folded: x"),
-        request("X : y"),
-        request("X"),
-        request("X: \xff"),
-        request("X: a\tb"),
-        request("X: a\nY: b"),
-        request("X: a\rY: b"),
-        request("X: a\0b"),
-        request(*[f"X-{number}: y" for number in range(HEADERS_MAX)]),
-        request(*[f"X-{number}: {'y' * 4000}" for number in range(5)]),
-        b"GET /v1/members HTTP/1.1\r\n\r\n",
-        b"GET /v1/members HTTP/1.1\nHost: x\n\n",
+        [(b"Content-Length", b"5")],
+        [(b"Transfer-Encoding", b"chunked")],
+        [(b"Authorization", b"a"), (b"authorization", b"b")],
+        [(b"Host", b"y")],
+        [(b"X ", b"y")],
+        [(b"", b"y")],
+        [(b"X", b"\xff")],
+        [(b"X\xff", b"y")],
+        [(b"X", b"a\tb")],
+        [(b"X", b"a\0b")],
+        [(b"X-%d" % number, b"y") for number in range(HEADERS_MAX)],
     ],
 )
-def test_what_is_no_request_of_ours_is_refused(head: bytes) -> None:
+def test_headers_that_no_peer_sends_are_refused(lines: list[tuple[bytes, bytes]]) -> None:
+    assert parse((b"X", b"y")).headers == {"host": "x", "x": "y"}
     with pytest.raises(WireError):
-        parse_request(head)
+        parse(*lines)
+
+
+@pytest.mark.parametrize("target", ["", "*", "x:1", "http://x/v1/members", "/v1/mem bers", "/\udcff", f"/{'x' * 2000}"])
+def test_a_target_that_no_peer_sends_is_refused(target: str) -> None:
+    with pytest.raises(WireError):
+        parse(target=target)
+
+
+def test_a_request_without_a_host_is_refused() -> None:
+    with pytest.raises(WireError):
+        parse_request("GET", "/v1/members", [])
 
 
 @pytest.mark.parametrize(
@@ -184,13 +183,21 @@ def test_what_is_no_answer_of_a_peer_is_refused(head: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_whatever_comes_is_a_request_or_refused(data: bytes) -> None:
-    for parse in (parse_request, parse_response):
-        for head in (data, data + b"\r\n\r\n", request()[:-4] + b"\r\n" + data + b"\r\n\r\n"):
-            try:
-                parse(head)
-            except WireError:
-                pass
+def test_whatever_comes_is_an_answer_or_refused(data: bytes) -> None:
+    for head in (data, data + b"\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + data + b"\r\n\r\n"):
+        try:
+            parse_response(head)
+        except WireError:
+            pass
+
+
+@given(st.text(max_size=50), st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=50))))
+def test_whatever_comes_is_a_request_or_refused(target: str, lines: list[tuple[bytes, bytes]]) -> None:
+    for wanted in (target, f"/{target}"):
+        try:
+            parse(*lines, target=wanted)
+        except WireError:
+            pass
 
 
 @given(st.binary(max_size=200))
@@ -203,8 +210,8 @@ def test_whatever_comes_is_json_or_refused(data: bytes) -> None:
 
 
 def test_what_is_sent_can_be_read() -> None:
-    assert parse_request(encode_head("GET /v1/members HTTP/1.1", {"Host": "x", "X-A": "b c"})).headers["x-a"] == "b c"
-    assert parse_response(encode_head("HTTP/1.1 404 Not Found", {"Content-Length": "0"})).status == 404
+    answer = parse_response(encode_head("HTTP/1.1 404 Not Found", {"Content-Length": "0", "X-A": "b c"}))
+    assert (answer.status, answer.length, answer.headers["x-a"]) == (404, 0, "b c")
     assert (
         len(encode_head("HTTP/1.1 200 OK", {"X": ChunkReport(1 << 22, 64, 64, LONGEST).to_header()})) < HEAD_BYTES_MAX
     )

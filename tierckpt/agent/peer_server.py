@@ -1,0 +1,477 @@
+"""The site of a node's agent for the other nodes: GET and HEAD of the paths in peer_http.py, for members only.
+
+K1  A request is answered only once it is proven (auth.py), and only from ``Holdings``, ``segment``, ``hub``,
+    ``fresh`` and ``drains``: no path of a file of this node is part of a request. Everything else is one 404.
+K2  Bounded, besides http_server.py: chunks under way in all and per peer, bytes per second, and the time of an
+    answer. No request has a body.
+K3  A chunk goes from the page cache to the socket (sendfile(2)); it is in the page cache before its first byte is
+    sent, so a slow disk never delays the other connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote
+
+from ..config import Settings
+from ..peer.auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
+from ..peer.gossip import Gossip
+from ..peer.inventory import Holdings, Opened, open_range
+from ..peer.peer_http import (
+    DIGEST,
+    HELD,
+    HUB_WAIT_SECONDS,
+    LINES_IN_HEAD_MAX,
+    ME,
+    TIME,
+    WAIT_SECONDS_MAX,
+    ChunkReport,
+    WireError,
+    address_of,
+    parse_json,
+    parse_request,
+    route,
+)
+from ..resources import ThreadPool
+from ..telemetry import BYTES, Repeats, logger
+from ..types import ByteRange, Json, Tier
+from .http_server import HttpServer, begin, refusal, send_seconds, web, write
+
+log = logger("peer")
+
+T = TypeVar("T")
+THREADS_MAX = 16
+SERVES_MAX = 64
+"""Chunks served at a time, to all peers together; a quarter of them to any one."""
+POLL_SECONDS = 0.01
+POLL_SECONDS_MAX = 0.05
+"""Between two looks for a chunk that a peer waits for: at first, and after a long wait."""
+TRIES = 3
+"""Looks for a chunk that was here and could not be opened."""
+RETRY_AFTER_SECONDS = 1
+INTEREST_SECONDS = 10.0
+SLOW_SECONDS = 2.5
+"""A peer that finds this node slow repeats it every second."""
+INTERESTED_MAX = 8192
+PIECE_BYTES = 1 << 20
+"""Bytes sent at a time where the rate is bounded, or through TLS."""
+RATE_SECONDS = 10
+
+
+@dataclass(slots=True)
+class Rates:
+    """Bytes per second over the last ``RATE_SECONDS``, by name."""
+
+    _slots: deque[tuple[int, Counter[str]]] = field(default_factory=deque)
+
+    def add(self, name: str, size_bytes: int) -> None:
+        now = int(time.monotonic())
+        if not self._slots or self._slots[-1][0] != now:
+            self._slots.append((now, Counter()))
+        self._slots[-1][1][name] += size_bytes
+        self._forget(now)
+
+    def now(self) -> dict[str, float]:
+        self._forget(int(time.monotonic()))
+        total: Counter[str] = Counter()
+        for _, counts in self._slots:
+            total.update(counts)
+        return {name: count / RATE_SECONDS for name, count in total.items()}
+
+    def _forget(self, now: int) -> None:
+        while self._slots and self._slots[0][0] <= now - RATE_SECONDS:
+            self._slots.popleft()
+
+
+class RecentNames:
+    """Names recently noted under a version. Bounded, in versions and in names of each."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, float]] = {}
+
+    def note(self, version: str, name: str, seconds: float) -> None:
+        """Note a name. When there are too many versions, those without a note for ``seconds`` are dropped."""
+        now = time.monotonic()
+        if version not in self._names and len(self._names) >= INTERESTED_MAX:
+            self._names = {key: fresh for key in self._names if (fresh := self._fresh(key, now - seconds))}
+        if version in self._names or len(self._names) < INTERESTED_MAX:
+            names = self._names.setdefault(version, {})
+            if name in names or len(names) < INTERESTED_MAX:
+                names[name] = now
+
+    def names(self, version: str, seconds: float) -> set[str]:
+        return set(self._fresh(version, time.monotonic() - seconds))
+
+    def _fresh(self, version: str, since: float) -> dict[str, float]:
+        return {name: at for name, at in self._names.get(version, {}).items() if at > since}
+
+
+class TokenBucket:
+    """Bounds a rate: ``take`` returns when as many bytes may be sent. None: at once."""
+
+    def __init__(self, bytes_per_second: int | None) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    async def take(self, size_bytes: int) -> None:
+        if self.bytes_per_second is None:
+            return
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - 0.1) + size_bytes / self.bytes_per_second
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
+class PeerServer:
+    """Serves what ``holdings`` has, on one event loop; files are read on threads of its own.
+
+    Args:
+        fresh: the answer to ``/v1/fresh``; None: there is none.
+        segment: opens a range of a gradient log of this node.
+        hub: fetches a range of a file of a Hub, or only looks for it, and returns the file that has it and its digest;
+            None: this node serves no Hub.
+        drains: the answer to ``/v1/drains``.
+        bytes_per_second: the most that is served to all peers together.
+
+    Raises:
+        ConfigError: see ``check_listen``; or the secret or the certificates cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        holdings: Holdings,
+        members: Gossip,
+        *,
+        fresh: Callable[[], Json | None] | None = None,
+        segment: Callable[[str, ByteRange], Opened | None] | None = None,
+        hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
+        drains: Callable[[], Awaitable[Json]] | None = None,
+        bytes_per_second: int | None = None,
+    ) -> None:
+        self.holdings, self.members = holdings, members
+        self._where = check_listen(settings)
+        self.verifier = Verifier(read_secret(settings), members.me.name)
+        self._strangers = Repeats(log, logging.WARNING, "requests are refused from %s: %s")
+        self._tls = server_tls(settings)
+        self._fresh, self._segment, self._hub, self._drains = fresh, segment, hub, drains
+        self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
+        self.http = HttpServer("the peer server", self._handle)
+        self.counts = self.http.counts
+        """Requests by result: chunks, missing, busy, refused, malformed, overflowed."""
+        self.bytes_per_second = bytes_per_second
+        self._bucket = TokenBucket(bytes_per_second)
+        self.serving: Counter[str] = Counter()
+        self.freed = asyncio.Event()
+        self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._interested, self._slow = RecentNames(), RecentNames()
+        self._rates = Rates()
+        self.served: Counter[str] = Counter()
+        """Bytes of chunks, by the peer that received them."""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError: the address cannot be listened on."""
+        await self.http.start(*self._where, self._tls)
+
+    @property
+    def address(self) -> str:
+        """The address and the port that it listens on."""
+        return address_of(*self.http.address)
+
+    def _in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Run ``work`` on a thread of the server's own: a slow disk delays nothing else in the agent."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def close(self) -> None:
+        """Stop listening, and end the requests under way. Idempotent."""
+        await self.http.close()
+        for task in (looks := [*self._looks.values()]):
+            task.cancel()
+        if looks:
+            await asyncio.wait(looks)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        client = request.remote or "?"
+        try:
+            asked = parse_request(request.method, request.raw_path, request.raw_headers)
+        except WireError as error:
+            self.http.note_malformed(client, error)
+            return refusal(HTTPStatus.BAD_REQUEST)
+        if request.method not in ("GET", "HEAD"):
+            self.counts["malformed"] += 1
+            return refusal(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
+        try:
+            name, nonce = self.verifier.check(asked.method, asked.target, asked.headers)
+        except OtherTime as error:
+            self.counts["other_time"] += 1
+            log.debug("a member's clock is another: %s", client)
+            response = self._signed(error.nonce, HTTPStatus.UNAUTHORIZED, headers={TIME: str(int(error.now))})
+            response.force_close()
+            return response
+        except Refused as error:
+            self.counts["refused"] += 1
+            self._strangers.note(client, error)
+            return refusal(HTTPStatus.UNAUTHORIZED)
+        except Crowded as error:
+            self.counts["busy"] += 1
+            return _Asked(self, request, "", error.nonce).busy()
+        self.members.asked(name)
+        found = route(asked.target) if "range" not in asked.headers else None
+        return await self._answer(_Asked(self, request, name, nonce), *(found or ("", ())))
+
+    def _signed(
+        self, nonce: str, status: HTTPStatus, body: bytes = b"", headers: Mapping[str, str] = {}
+    ) -> web.Response:
+        said = {"Content-Length": str(len(body)), **headers}
+        return web.Response(status=status, body=body, headers=said | self.verifier.prove(nonce, status, said, body))
+
+    async def _answer(self, asked: _Asked, kind: str, words: tuple[str, ...]) -> web.StreamResponse:
+        if kind == "chunk":
+            version, size, ordinal, after, wait = words
+            return await self._chunk(asked, version, int(size), int(ordinal), int(after), float(wait))
+        if kind == "segment":
+            identity, start, size = words
+            at = ByteRange(int(start), int(start) + int(size))
+            return await self._range(asked, lambda: self._segment and self._segment(identity, at))
+        if kind == "hub":
+            start, size, uri, reads = words
+            at = ByteRange(int(start), int(start) + int(size))
+            return await self._from_hub(asked, unquote(uri), at, reads == "1")
+        if kind == "held":
+            version, size, after, interested = words
+            if interested == "1":
+                self._interested.note(version, asked.name, INTEREST_SECONDS)
+            return asked.json(await self._in_thread(self._held_here, version, int(size), int(after)))
+        if kind == "manifest":
+            data = await self._in_thread(self.holdings.manifest, words[0])
+            return asked.whole(data) if data is not None else asked.missing()
+        if kind == "steps":
+            return asked.json({"steps": await self._in_thread(self.holdings.steps, words[0])})
+        if kind == "slow":
+            self._slow.note(words[0], asked.name, SLOW_SECONDS)
+            return asked.json({})
+        if kind == "status":
+            return asked.json(await self._in_thread(self.status))
+        if kind == "fresh" and self._fresh is not None:
+            fresh = await self._in_thread(self._fresh)
+            return asked.json(fresh) if fresh is not None else asked.missing()
+        if kind == "drains" and self._drains is not None:
+            return asked.json(await self._drains())
+        if kind == "members":
+            return asked.json(self.members.answer(_row(asked.request.headers)))
+        return asked.missing()
+
+    def _held_here(self, version: str, size: int, after: int) -> Json:
+        held = self.holdings.held(version, size, after)
+        return {**held.to_json(), "interested": sorted(self.interested(version))}
+
+    def interested(self, version: str) -> set[str]:
+        """The peers that recently asked for ``version`` as interested, and this node if it fills. Blocking."""
+        names = self._interested.names(version, INTEREST_SECONDS)
+        return names | {self.members.me.name} if self.holdings.is_fetching(version) else names
+
+    def slow_to(self, version: str) -> set[str]:
+        """The peers that recently found this node far slower than others for chunks of ``version``."""
+        return self._slow.names(version, SLOW_SECONDS)
+
+    # --- chunks --------------------------------------------------------------------------------------------------
+
+    async def _chunk(
+        self, asked: _Asked, version: str, size: int, ordinal: int, after: int, wait: float
+    ) -> web.StreamResponse:
+        deadline = time.monotonic() + min(wait, WAIT_SECONDS_MAX)
+        for _ in range(TRIES):
+            if not await self._take_slot(asked.name, deadline):
+                self.counts["busy"] += 1
+                return asked.busy()
+            try:
+                found = self.holdings.open_now(version, size, ordinal, after)
+                found = found or await self._in_thread(self._open, version, size, ordinal, after)
+                if found is not None:
+                    return await self._send_chunk(asked, *found)
+            finally:
+                self._free_slot(asked.name)
+            if not await self._await_chunk(version, size, ordinal, deadline):
+                break
+        self.counts["missing"] += 1
+        return asked.missing()
+
+    async def _from_hub(self, asked: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
+        """Send a range of a file of a Hub once it is here. The first request for it starts the fetch."""
+        bringing = self._hub(uri, at, reads) if self._hub is not None else None
+        if bringing is None:
+            return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
+        future = asyncio.wrap_future(bringing)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([future], timeout=HUB_WAIT_SECONDS)  # the fetch goes on after a timeout
+        if future.done() and not (future.cancelled() or future.exception()):
+            path, digest = future.result()
+            return await self._range(asked, lambda: open_range(path, at, digest), is_coming=True)
+        return self._nothing(asked, is_coming=not future.done())
+
+    def _nothing(self, asked: _Asked, *, is_coming: bool) -> web.StreamResponse:
+        self.counts["busy" if is_coming else "missing"] += 1
+        return asked.busy() if is_coming else asked.missing()
+
+    async def _range(
+        self, asked: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
+    ) -> web.StreamResponse:
+        """Send what ``open_`` opens. ``is_coming``: when it opens nothing, it will a moment later."""
+        if not await self._take_slot(asked.name, time.monotonic()):
+            return self._nothing(asked, is_coming=True)
+        try:
+            found = await self._in_thread(open_)
+            if found is None:
+                return self._nothing(asked, is_coming=is_coming)
+            return await self._send_chunk(asked, found, ChunkReport())
+        finally:
+            self._free_slot(asked.name)
+
+    def _open(self, version: str, size: int, ordinal: int, after: int) -> tuple[Opened, ChunkReport] | None:
+        opened = self.holdings.open(version, size, ordinal)
+        if opened is None:
+            return None
+        return opened, self.holdings.held(version, size, after, LINES_IN_HEAD_MAX)
+
+    async def _send_chunk(self, asked: _Asked, opened: Opened, held: ChunkReport) -> web.StreamResponse:
+        size = opened.byte_range.size_bytes
+        said = {"Content-Length": str(size), DIGEST: opened.digest, HELD: held.to_header()}
+        said |= self.verifier.prove(asked.nonce, HTTPStatus.OK, said, None)
+        paced = SERVES_MAX * size / self.bytes_per_second if self.bytes_per_second else 0.0
+        with contextlib.closing(opened):
+            response = await begin(asked.request, said)
+            if asked.request.method == "HEAD":
+                return response
+            async with asyncio.timeout(send_seconds(size) + paced):
+                await self._send_file(asked.request, response, opened)
+        self.counts["chunks"] += 1
+        name = asked.name if asked.name in self.served or len(self.served) < INTERESTED_MAX else "others"
+        self.served[name] += size
+        self._rates.add(asked.name, size)
+        BYTES.emit(size, tier=Tier.PEER, direction="served")
+        return response
+
+    async def _send_file(self, request: web.BaseRequest, response: web.StreamResponse, opened: Opened) -> None:
+        loop, transport = asyncio.get_running_loop(), request.transport
+        if transport is None:
+            raise EOFError("the peer has gone")
+        is_plain = transport.get_extra_info("sslcontext") is None
+        at, stop = opened.byte_range.start, opened.byte_range.stop
+        with os.fdopen(os.dup(opened.file), "rb", buffering=0) as file:
+            while at < stop:
+                in_pieces = self.bytes_per_second is not None or not is_plain
+                count = min(PIECE_BYTES, stop - at) if in_pieces else stop - at
+                await self._bucket.take(count)
+                if is_plain:
+                    try:
+                        sent = await loop.sendfile(transport, file, at, count, fallback=False)
+                    except asyncio.SendfileNotAvailableError:
+                        if transport.is_closing():
+                            raise EOFError("the peer has gone") from None
+                        is_plain = False  # this file system has no sendfile
+                        continue
+                else:
+                    data = await self._in_thread(os.pread, opened.file, count, at)
+                    await write(response, data)
+                    sent = len(data)
+                if not sent:
+                    raise EOFError("the file has become shorter")  # the connection ends: the peer sees too few bytes
+                at += sent
+
+    async def _take_slot(self, name: str, deadline: float) -> bool:
+        """Take one of the places for chunks under way; False when none is free in time."""
+        while self.serving.total() >= SERVES_MAX or self.serving[name] >= max(1, SERVES_MAX // 4):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.freed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.freed.wait(), left)
+        self.serving[name] += 1
+        return True
+
+    def _free_slot(self, name: str) -> None:
+        self.serving[name] -= 1
+        if not self.serving[name]:
+            del self.serving[name]
+        self.freed.set()
+
+    async def _await_chunk(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
+        """Return True when a look finds a chunk, False after the deadline. Requests for a version share each look."""
+        pause = POLL_SECONDS
+        while time.monotonic() < deadline:
+            await self._look(version, size, pause)
+            if self.holdings.has_seen(version, size, ordinal):
+                return True
+            pause = min(pause * 1.5, POLL_SECONDS_MAX)
+        return False
+
+    async def _look(self, version: str, size: int, pause: float) -> None:
+        key = version, size
+        task = self._looks.get(key)
+        if task is None or task.done():  # awaiting an ended task is no pause: a loop of it would stop the agent
+            task = self._looks[key] = asyncio.ensure_future(self._look_later(version, size, pause))
+            task.add_done_callback(lambda ended: self._looks.pop(key) if self._looks.get(key) is ended else None)
+        await asyncio.shield(task)
+
+    async def _look_later(self, version: str, size: int, pause: float) -> None:
+        await asyncio.sleep(pause)
+        await self._in_thread(self.holdings.locate, version, size, 0)
+
+    def status(self) -> Json:
+        """What this node serves and fetches now. Blocking."""
+        return {
+            "name": self.members.me.name,
+            "served_bytes": dict(self.served),
+            "bytes_per_second": self._rates.now(),
+            "requests": dict(self.counts),
+            "serving": self.serving.total(),
+            "connections": len(self.http.connections),
+            "bad_chunks": self.holdings.bad,
+            "fills": self.holdings.fills(),
+        }
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A proven request of the member ``name``; ``nonce`` is what its answer refers to."""
+
+    server: PeerServer
+    request: web.BaseRequest
+    name: str
+    nonce: str
+
+    def missing(self) -> web.Response:
+        return self.server._signed(self.nonce, HTTPStatus.NOT_FOUND)
+
+    def busy(self) -> web.Response:
+        again = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return self.server._signed(self.nonce, HTTPStatus.SERVICE_UNAVAILABLE, headers=again)
+
+    def whole(self, body: bytes) -> web.Response:
+        return self.server._signed(self.nonce, HTTPStatus.OK, body)
+
+    def json(self, body: Json) -> web.Response:
+        return self.whole(json.dumps(body, separators=(",", ":")).encode())
+
+
+def _row(headers: Mapping[str, str]) -> Json | None:
+    try:
+        return parse_json(headers[ME].encode())
+    except (KeyError, WireError):
+        return None
