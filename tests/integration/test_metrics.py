@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import tierckpt
+from tests import loop_thread
 from tests.states import save
 from tierckpt import telemetry
 from tierckpt.agent import metrics as pages
@@ -37,7 +38,10 @@ class Page:
 
     def __init__(self, local_root: Path, client: Client | None = None) -> None:
         self.metrics = Metrics(Settings.load(local_root=local_root), client.mover.limiter if client else None)
-        self.port = self.metrics.serve(0)
+        self.port = loop_thread.run(self.metrics.serve(0))
+
+    def close(self) -> None:
+        loop_thread.run(self.metrics.close())
 
     def text(self) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
@@ -56,7 +60,7 @@ def page(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     monkeypatch.setattr(pages, "STATE_SECONDS", 0.0)
     page = Page(local_root)
     yield page
-    page.metrics.close()
+    page.close()
 
 
 @pytest.mark.slow
@@ -125,7 +129,7 @@ def test_the_budget_of_the_agents_mover_is_shown_as_it_is_now(
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 0
         assert page.get("tierckpt_drain_paused") == 1
     finally:
-        page.metrics.close()
+        page.close()
         client.close()
 
 
@@ -163,19 +167,19 @@ def test_a_damaged_manifest_and_a_damaged_journal_do_not_take_the_page_down(
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "10.0.0.1", "localhost", "example.org"])
 def test_metrics_are_not_served_to_the_network(page: Page, host: str) -> None:
     with pytest.raises(ConfigError, match="loopback"):
-        page.metrics.serve(0, host)
+        loop_thread.run(page.metrics.serve(0, host))
 
 
 def test_a_port_that_is_taken_is_named(page: Page, local_root: Path) -> None:
     with pytest.raises(ConfigError, match=str(page.port)):
-        Metrics(Settings.load()).serve(page.port)
+        loop_thread.run(Metrics(Settings.load()).serve(page.port))
 
 
 def test_after_close_nothing_is_measured_and_nothing_is_served(local_root: Path) -> None:
     listeners = telemetry.listeners
     page = Page(local_root)
-    page.metrics.close()
-    page.metrics.close()
+    page.close()
+    page.close()
     assert telemetry.listeners == listeners
     with pytest.raises(OSError):
         page.text()

@@ -123,7 +123,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in _ending_signals():
             loop.add_signal_handler(number, self._on_signal, number, loop)
-        self._serve_metrics()
+        await self._serve_metrics()
         looking = asyncio.create_task(self._keep_log_small())
         sampling = asyncio.create_task(self.page.run())
         if self.peers is not None:
@@ -132,7 +132,7 @@ class Agent:
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
             log.info("agent of %s is ready (process %d)", self.settings.local_root, os.getpid())
-            self._serve_hub()
+            await self._serve_hub()
             try:
                 await self._work_until_told()
                 code = await self._finish() if self._signalled else 0
@@ -150,9 +150,12 @@ class Agent:
         await self.page.close()
         await self.mover.close()
         if self._metrics is not None:
-            self._metrics.close()
+            await self._metrics.close()
         if self._hub_proxy is not None:
             await asyncio.to_thread(self._hub_proxy.close)
+        for connection in self._connections:
+            if connection.owner.pid == os.getpid():
+                connection.close()  # a thread of the page waits for its answer, and this process for the thread
         return code
 
     async def _keep_log_small(self) -> None:
@@ -161,7 +164,7 @@ class Agent:
             log_file.keep_small()
             await asyncio.sleep(LOG_CHECK_SECONDS)
 
-    def _serve_metrics(self) -> None:
+    async def _serve_metrics(self) -> None:
         """Prometheus, where it is asked for. An agent that cannot serve it drains all the same."""
         if self.options.metrics_port is None:
             return
@@ -169,11 +172,11 @@ class Agent:
             from .metrics import Metrics
 
             self._metrics = Metrics(self.settings, self.mover.limiter)
-            self._metrics.serve(self.options.metrics_port)
+            await self._metrics.serve(self.options.metrics_port)
         except (ImportError, TierckptError) as error:
             log.error("no metrics are served: %s", error)
 
-    def _serve_hub(self) -> None:
+    async def _serve_hub(self) -> None:
         """A Hub, where it is asked for. It fetches as any client of this agent does, on threads of its own."""
         if self.options.hf_proxy_port is None:
             return

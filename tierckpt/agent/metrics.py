@@ -79,7 +79,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
         self.registry.register(_State(NodeState(settings, limiter)))
-        self._stops: list[Callable[[], None]] = [telemetry.listen(self._record)]
+        self._stop: Callable[[], None] | None = telemetry.listen(self._record)
 
     def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
         ours = self._measured[metric.name]
@@ -91,7 +91,7 @@ class Metrics:
         else:
             child.observe(value)
 
-    def serve(self, port: int, host: str = LOOPBACK) -> int:
+    async def serve(self, port: int, host: str = LOOPBACK) -> int:
         """Serve ``/metrics`` and the page until ``close``. Returns the port; 0 chooses a free one.
 
         Raises:
@@ -102,20 +102,24 @@ class Metrics:
                 f"metrics are served on a loopback address only, {host!r} is none",
                 hint="Scrape them from the node itself, with a sidecar or the node's own exporter",
             )
-        self.server = WebServer(self.settings, host=host, port=port, routes={"/metrics": self.page})
-        self._stops.append(self.server.close)
-        log.info("metrics on %smetrics", self.server.url)
-        return self.server.port
+        server = WebServer(self.settings, host=host, port=port, routes={"/metrics": self.page})
+        await server.start()
+        self.server = server
+        log.info("metrics on %smetrics", server.url)
+        return server.port
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return what Prometheus is told, and its type."""
         encode, kind = choose_encoder(accept)
         return encode(self.registry), kind
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop measuring and serving. Idempotent."""
-        while self._stops:
-            self._stops.pop()()
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+        if self.server is not None:
+            await self.server.close()
 
 
 def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

@@ -1,14 +1,15 @@
-"""The page of a node, over HTTP: ``/`` is the page, ``/events`` the documents it draws (server-sent events), and
-``/status.json`` one of them; ``page_documents.py`` makes the others. Other routes, ``/metrics``
-of the agent, are handed in. Nothing can be changed through it.
+"""The page of a node, over HTTP: ``/`` is the page, ``/events`` the documents that it draws (server-sent events),
+``/status.json`` one of them; ``page_documents.py`` makes the others. More routes, ``/metrics`` of the agent, are
+passed in. Nothing can be changed through it.
 
     B1  Reads only: GET and HEAD, and no route that acts.
     B2  A page of another site cannot read it through a browser on this node: the Host must be an address, or a name of
         this machine, since a name that somebody else's DNS resolves is what such a page would use. ``/metrics`` is
         exempt: Prometheus names it as a site likes.
-    B3  Beyond loopback every request must bear the token.
-    B4  Events are made while somebody listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` when
-        nothing has changed, and never for more than ``CPU_SHARE`` of one core. ``/status.json`` makes one each time.
+    B3  Beyond loopback every request must carry the token.
+    B4  Events are made while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` when nothing
+        has changed, and never for more than ``CPU_SHARE`` of one core. ``/status.json`` makes one each time.
+    B5  Documents are made on threads: the event loop, which may be the agent's, never waits for a disk.
 
 Measured over 20 s on two busy cores, eight local checkpoints: 0.15 % of a core with a page open and nothing changing,
 0.35 % while 32 MiB are saved and drained every 2.5 s (18 documents), nothing without a page.
@@ -24,21 +25,20 @@ import json
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from socketserver import TCPServer
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs, urlsplit
 
 from ..config import Settings
 from ..errors import ConfigError, TierckptError
 from ..redaction import redact, redact_all
+from ..resources import ThreadPool
 from ..telemetry import logger
 from ..types import Json
+from .http_server import HttpServer, begin, web, write
 from .node_document import Known, node_document, peers_document
 from .page_documents import BusyError, NotNamedError, PageDocuments
 from .rollout_watch import RolloutWatch
@@ -49,18 +49,18 @@ LOOPBACK = "127.0.0.1"
 PERIOD_SECONDS = 1.0
 QUIET_SECONDS = 5.0
 QUIET_AFTER = 5
-"""Documents without a change, after which they are made less often."""
+"""Unchanged documents, after which they are made less often."""
 PERIOD_SECONDS_MAX = 60.0
 REFRESH_SECONDS = 60.0
-"""A document is told after so long even if there is no news in it: the free space has changed."""
+"""An unchanged document is sent again after so long: the free space has changed."""
 CPU_SHARE = 0.003
 KEEPALIVE_SECONDS = 15.0
 ROLLOUT_SECONDS = 5.0
 """Between two looks for a rollout while there is none."""
 LISTENERS_MAX = 16
-SEND_SECONDS = 10.0
+THREADS_MAX = 16
 AGES = re.compile(r"(age|lag|uptime|failing)_seconds$|heard_seconds_ago$|^at_unix_seconds$|^(free|served)_bytes$")
-"""Fields that change by themselves: a document in which no other has changed is no news."""
+"""Fields that change by themselves: a document in which only these have changed is not sent."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -71,102 +71,107 @@ HEADERS = {
 }
 
 Route: TypeAlias = Callable[[str], tuple[bytes, str]]
-"""Takes the Accept header; returns a body and its type."""
+"""Takes the Accept header; returns a body and its type. Called on a thread."""
 
 
 class Documents:
-    """The newest document of the node, for all who listen. Makes none while nobody does.
+    """The newest document of the node, for all open pages. Makes none while no page is open. One event loop.
 
     Args:
-        make: makes one; called on a thread of its own.
+        make: makes one; called on a thread.
     """
 
     def __init__(self, settings: Settings, make: Callable[[], Json] | None = None) -> None:
-        self._settings, self._make = settings, make or self._make_document
-        self._news = threading.Condition()
+        self._settings, self._make = settings, make
+        self._news, self._left = asyncio.Condition(), asyncio.Event()
         self._listeners = self._number = 0
-        self._document: Json = {}
         self._text = b""
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+        self._maker = ThreadPool(1, thread_name_prefix="tierckpt-page")
+        # What follows is the maker's.
+        self._document: Json = {}
         self._known: Known = {}
         self._watch: RolloutWatch | None = None
         self._looked_at = float("-inf")
         self._loop: asyncio.Runner | None = None
 
     def listen(self) -> bool:
-        """Count a listener. False when there are too many."""
-        with self._news:
-            if self._listeners >= LISTENERS_MAX or self._closed:
-                return False
-            self._listeners += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tierckpt-page", daemon=True)
-                self._thread.start()
-            return True
+        """Count a page. False when there are too many."""
+        if self._listeners >= LISTENERS_MAX:
+            return False
+        self._listeners += 1
+        self._left.clear()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return True
 
     def leave(self) -> None:
-        with self._news:
-            self._listeners -= 1
-            self._news.notify_all()
+        self._listeners -= 1
+        if not self._listeners:
+            self._left.set()
 
-    def after(self, number: int, timeout_seconds: float) -> tuple[int, bytes]:
-        """Wait for a document that is newer than ``number``. Returns its number and text; the old number and nothing
-        when the time is up or the server closes."""
-        with self._news:
-            self._news.wait_for(lambda: self._number > number or self._closed, timeout_seconds)
-            return (self._number, self._text) if self._number > number else (number, b"")
+    async def after(self, number: int, timeout_seconds: float) -> tuple[int, bytes]:
+        """Wait for a document newer than ``number``. Returns its number and text, or the old number and no text."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds), self._news:
+                await self._news.wait_for(lambda: self._number > number)
+        return (self._number, self._text) if self._number > number else (number, b"")
 
     def now(self) -> bytes:
-        """Make one for this caller."""
-        return json.dumps(self._document_or_problem()).encode()
+        """Make one for this caller. Blocking; any thread."""
+        return json.dumps(self._document_or_problem(self._make or (lambda: self._make_document(None)))).encode()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._maker.shutdown(wait=False)
 
-    def close(self) -> None:
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(5.0)
+    async def _run(self) -> None:
+        """Make documents until no page is open."""
+        loop = asyncio.get_running_loop()
+        unchanged, sent_at = 0, float("-inf")
+        try:
+            while self._listeners:
+                is_old = time.monotonic() - sent_at > REFRESH_SECONDS
+                text, cpu_seconds = await loop.run_in_executor(self._maker, self._make_news, is_old)
+                unchanged += 1
+                if text:
+                    unchanged, sent_at = 0, time.monotonic()
+                    async with self._news:
+                        self._text, self._number = text, self._number + 1
+                        self._news.notify_all()
+                period = max(
+                    PERIOD_SECONDS if unchanged < QUIET_AFTER else QUIET_SECONDS,
+                    min(PERIOD_SECONDS_MAX, cpu_seconds / CPU_SHARE),
+                )
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._left.wait(), period)
+        finally:
+            self._task = None
+            self._maker.submit(self._end_watch)
 
-    def _run(self) -> None:
-        """Make documents until nobody listens any more."""
-        unchanged, told_at = 0, float("-inf")
-        while True:
-            begun = time.thread_time()
-            document = self._document_or_problem()
-            is_old = time.monotonic() - told_at > REFRESH_SECONDS
-            changed = is_old or _without_ages(document) != _without_ages(self._document)
-            told_at = time.monotonic() if changed else told_at
-            text = json.dumps(document).encode() if changed else b""
-            unchanged = 0 if changed else unchanged + 1
-            period = max(
-                PERIOD_SECONDS if unchanged < QUIET_AFTER else QUIET_SECONDS,
-                min(PERIOD_SECONDS_MAX, (time.thread_time() - begun) / CPU_SHARE),
-            )
-            with self._news:
-                if changed:
-                    self._document, self._text, self._number = document, text, self._number + 1
-                    self._news.notify_all()
-                self._news.wait_for(lambda: self._closed or not self._listeners, period)
-                if self._closed or not self._listeners:
-                    self._thread, watch, loop = None, self._watch, self._loop
-                    self._watch = self._loop = None
-                    break
+    def _make_news(self, is_old: bool) -> tuple[bytes, float]:
+        """A document's text, "" when it has no news, and the processor time that it took."""
+        begun = time.thread_time()
+        document = self._document_or_problem(self._make or (lambda: self._make_document(self._known)))
+        text = b""
+        if is_old or _without_ages(document) != _without_ages(self._document):
+            self._document, text = document, json.dumps(document).encode()
+        return text, time.thread_time() - begun
+
+    def _end_watch(self) -> None:
+        watch, loop, self._watch, self._loop = self._watch, self._loop, None, None
         if loop is not None:
             with contextlib.suppress(Exception):
                 if watch is not None:
                     loop.run(watch.close())
                 loop.close()
 
-    def _document_or_problem(self) -> Json:
+    def _document_or_problem(self, make: Callable[[], Json]) -> Json:
         """A document, or one that says why there is none."""
         try:
-            document = self._make()
+            document = make()
         except (OSError, TierckptError) as error:
             document = {"problem": f"the state of the node cannot be read: {error}"}
         except Exception as error:
@@ -175,18 +180,18 @@ class Documents:
         redacted: Json = redact_all(document)
         return redacted
 
-    def _make_document(self) -> Json:
-        is_ours = threading.current_thread() is self._thread
-        document = node_document(self._settings, self._known if is_ours else None)
+    def _make_document(self, known: Known | None) -> Json:
+        """Make a document. ``known``: the maker's, which also watches the rollout."""
+        document = node_document(self._settings, known)
         document["peers"] = document["rollout"] = None
         if self._settings.peers is not None:
             document["peers"] = peers_document(self._settings)
-            if is_ours and document["agent"] is not None:
+            if known is not None and document["agent"] is not None:
                 document["rollout"] = self._rollout()
         return document
 
     def _rollout(self) -> Json | None:
-        """What nodes are filling now. All of them are asked only while there is something."""
+        """The rollout under way. All nodes are asked only while there is one."""
         rollout = self._watch.rollout if self._watch is not None else None
         is_active = rollout is not None and not rollout.is_done
         if is_active or time.monotonic() - self._looked_at >= ROLLOUT_SECONDS:
@@ -209,7 +214,7 @@ def _without_ages(document: Any) -> Any:
 
 
 class WebServer:
-    """Serves the page of a node on threads of its own until ``close``.
+    """Serves the page of a node on the running event loop, from ``start`` to ``close``.
 
     Args:
         host: an address. Beyond loopback a token is made, which ``url`` has.
@@ -217,14 +222,14 @@ class WebServer:
         routes: more pages, by path.
 
     Raises:
-        ConfigError: ``host`` is no address, or the port is taken.
+        ConfigError: ``host`` is no address.
 
     Example:
-        >>> from tierckpt.config import Settings
-        >>> server = WebServer(Settings.load(), port=0)
-        >>> server.url.startswith("http://127.0.0.1:")
-        True
-        >>> server.close()
+        >>> async def serve(settings: Settings) -> None:
+        ...     server = WebServer(settings)
+        ...     await server.start()
+        ...     print(server.url)
+        ...     await server.close()
     """
 
     def __init__(
@@ -237,20 +242,19 @@ class WebServer:
         documents: Documents | None = None,
     ) -> None:
         address = _address(host)
+        self.host, self.port = str(address), port
         self.documents = documents or Documents(settings)
         self.pages = PageDocuments(settings)
         self.routes = dict(routes or {})
         self.token = "" if address.is_loopback else secrets.token_urlsafe(24)
         self.names = _own_names()
-        try:
-            self._server = _Server(self, str(address), port)
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} of {host} cannot be served: {error.strerror or error}", hint="Give another port"
-            ) from error
-        self.host, self.port = str(address), int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="tierckpt-web", daemon=True)
-        self._thread.start()
+        self._http = HttpServer("the page", self._handle)
+        self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-web")
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError: the port is taken."""
+        await self._http.start(self.host, self.port)
+        _, self.port = self._http.address
 
     @property
     def url(self) -> str:
@@ -259,12 +263,11 @@ class WebServer:
         host = socket.gethostname() if unspecified else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop serving. Idempotent."""
-        self.documents.close()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        await self._http.close()
+        await self.documents.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def is_own_name(self, host: str) -> bool:
         """B2: True for an address, and a name of this machine, with or without a port."""
@@ -275,6 +278,62 @@ class WebServer:
         with contextlib.suppress(ValueError):
             return bool(ipaddress.ip_address(name))
         return name in self.names
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path, _, text = request.raw_path.partition("?")
+        query = {name: values[0] for name, values in parse_qs(text).items()}
+        if request.method not in ("GET", "HEAD"):
+            return _say(HTTPStatus.METHOD_NOT_ALLOWED, "Nothing can be changed here", Allow="GET, HEAD")  # B1
+        if path != "/metrics" and not self.is_own_name(request.headers.get("Host", "")):
+            return _say(HTTPStatus.FORBIDDEN, "Host is neither an address nor a name of this machine")  # B2
+        if self.token:
+            given = query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode()):
+                return _say(HTTPStatus.UNAUTHORIZED, "Open the address that `tierckpt status --web` has printed")  # B3
+        if path == "/events":
+            return await self._events(request)
+        if path not in ("/", "/status.json", *self.pages.paths, *self.routes):
+            known = ", ".join(["/events", "/status.json", *self.pages.paths, *self.routes])
+            return _say(HTTPStatus.NOT_FOUND, f"There is /, {known}")
+        accept = request.headers.get("Accept", "")
+        try:
+            body, kind = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._make, path, query, accept
+            )
+        except NotNamedError:
+            return _say(HTTPStatus.NOT_FOUND, "This node has no such run or checkpoint")
+        except BusyError:
+            return _say(HTTPStatus.SERVICE_UNAVAILABLE, "Other pages are being made", **{"Retry-After": "2"})
+        except (OSError, TierckptError) as error:
+            body, kind = json.dumps({"problem": redact(str(error))}).encode(), "application/json"
+        return _reply(body, kind)
+
+    def _make(self, path: str, query: Mapping[str, str], accept: str) -> tuple[bytes, str]:
+        """A body and its type. Blocking."""
+        if path == "/":
+            return resources.files(__package__).joinpath("page.html").read_bytes(), "text/html; charset=utf-8"
+        if path == "/status.json":
+            return self.documents.now(), "application/json"
+        if path in self.pages.paths:
+            return json.dumps(self.pages.make(path, query)).encode(), "application/json"
+        return self.routes[path](accept)
+
+    async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "HEAD":
+            return _reply(b"", "text/event-stream")
+        if not self.documents.listen():
+            again = {"Retry-After": "10"}
+            return _say(HTTPStatus.SERVICE_UNAVAILABLE, f"{LISTENERS_MAX} pages are open", **again)
+        try:
+            response = await begin(request, {"Content-Type": "text/event-stream", **HEADERS})
+            number = 0
+            while True:  # until the page is closed: a write fails then
+                number, text = await self.documents.after(number, KEEPALIVE_SECONDS)
+                # The time of sending: a document without news may be older, and a page's clock may be wrong.
+                now = b'{"sent_unix_seconds": %.3f, ' % time.time()
+                await write(response, b"id: %d\ndata: %b%b\n\n" % (number, now, text[1:]) if text else b":\n\n")
+        finally:
+            self.documents.leave()
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -291,112 +350,9 @@ def _own_names() -> frozenset[str]:
     return frozenset({"localhost", name, name.partition(".")[0]})
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, web: WebServer, host: str, port: int) -> None:
-        self.web = web
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        """As HTTPServer, but for asking DNS what the address is called."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request of %s ended early", client_address, exc_info=True)
+def _say(status: HTTPStatus, text: str, **headers: str) -> web.Response:
+    return _reply(f"{text}\n".encode(), "text/plain; charset=utf-8", status, headers)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = SEND_SECONDS
-    server_version = "tierckpt"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        url, web = urlsplit(self.path), self.server.web
-        is_metrics = url.path == "/metrics"
-        if not is_metrics and not web.is_own_name(self.headers.get("Host", "")):
-            self._say(HTTPStatus.FORBIDDEN, "Host is neither an address nor a name of this machine")  # B2
-        elif web.token and not self._has_token(parse_qs(url.query), web.token):
-            self._say(HTTPStatus.UNAUTHORIZED, "Open the address that `tierckpt status --web` has printed")  # B3
-        elif url.path == "/events":
-            self._events(web.documents)
-        elif url.path == "/status.json":
-            self._send(web.documents.now(), "application/json")
-        elif url.path == "/":
-            self._send(resources.files(__package__).joinpath("page.html").read_bytes(), "text/html; charset=utf-8")
-        elif url.path in web.pages.paths:
-            self._send_page(web.pages, url.path, {name: values[0] for name, values in parse_qs(url.query).items()})
-        elif (route := web.routes.get(url.path)) is not None:
-            self._send(*route(self.headers.get("Accept", "")))
-        else:
-            there = ", ".join(["/events", "/status.json", *web.pages.paths, *web.routes])
-            self._say(HTTPStatus.NOT_FOUND, f"There is /, {there}")
-
-    do_HEAD = do_GET
-
-    def _refuse(self) -> None:
-        self.close_connection = True  # with a body that is not read
-        self._say(HTTPStatus.METHOD_NOT_ALLOWED, "Nothing can be changed here", Allow="GET, HEAD")  # B1
-
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
-
-    def _send_page(self, pages: PageDocuments, path: str, query: Mapping[str, str]) -> None:
-        try:
-            body = json.dumps(pages.make(path, query)).encode()
-        except NotNamedError:
-            self._say(HTTPStatus.NOT_FOUND, "This node has no such run or checkpoint")
-        except BusyError:
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "Other pages are being made", **{"Retry-After": "2"})
-        except (OSError, TierckptError) as error:
-            self._send(json.dumps({"problem": redact(str(error))}).encode(), "application/json")
-        else:
-            self._send(body, "application/json")
-
-    def _has_token(self, query: Mapping[str, list[str]], token: str) -> bool:
-        given = query.get("token", [""])[0] or self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), token.encode())
-
-    def _events(self, documents: Documents) -> None:
-        if self.command == "HEAD":
-            self._send(b"", "text/event-stream")
-            return
-        if not documents.listen():
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"{LISTENERS_MAX} pages are open", **{"Retry-After": "10"})
-            return
-        try:
-            self._begin(HTTPStatus.OK, "text/event-stream")
-            number = 0
-            while not documents.is_closed:
-                number, text = documents.after(number, KEEPALIVE_SECONDS)
-                # The time is that of sending: a document without news may be older, and a page's clock may be wrong.
-                now = b'{"sent_unix_seconds": %.3f, ' % time.time()
-                self.wfile.write(b"id: %d\ndata: %b%b\n\n" % (number, now, text[1:]) if text else b":\n\n")
-                self.wfile.flush()
-        except OSError:
-            pass  # the page was closed
-        finally:
-            documents.leave()
-            self.close_connection = True
-
-    def _say(self, status: HTTPStatus, text: str, **headers: str) -> None:
-        self._send(f"{text}\n".encode(), "text/plain; charset=utf-8", status, headers)
-
-    def _send(
-        self, body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None
-    ) -> None:
-        self._begin(status, kind, {"Content-Length": str(len(body)), **(headers or {})})
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _begin(self, status: HTTPStatus, kind: str, headers: Mapping[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": kind, **HEADERS, **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing: a page asks now and then, and its address may have the token."""
+def _reply(body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] = {}) -> web.Response:
+    return web.Response(status=status, body=body, headers={"Content-Type": kind, **HEADERS, **headers})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,6 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 
 from ..agent.node_document import agent_status, node_document, peers_document
-from ..agent.web import LOOPBACK, WebServer
 from ..checkpoint.catalog import file_size
 from ..config import Settings
 from ..drain.active_drain import SENDING
@@ -82,17 +81,27 @@ def _web(settings: Settings, listen: str | None, *, as_json: bool) -> Report:
             "this node's agent serves no page, and --json would wait for one that is served until Ctrl-C",
             hint="Leave --json out, or start the agent with --metrics-port",
         )
+    from ..agent.web import WebServer  # needs the extra `agent`
+
     host, port = _host_and_port(listen)
     server = WebServer(settings, host=host, port=port)
-    typer.echo(f"{server.url}\n{_from_elsewhere(server.url)}")
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
-        threading.Event().wait()
+
+    async def serve() -> None:
+        await server.start()
+        typer.echo(f"{server.url}\n{_from_elsewhere(server.url)}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
     return Report({"url": server.url}, ["The page is no longer served."])
 
 
 def _host_and_port(listen: str | None) -> tuple[str, int]:
     try:
-        parts = urlsplit(f"//{listen or LOOPBACK}")
+        parts = urlsplit(f"//{listen or '127.0.0.1'}")
         return parts.hostname or "", parts.port or 0
     except ValueError:
         raise ConfigError(f"--listen is {listen!r}", hint="Write it like 127.0.0.1:8642") from None

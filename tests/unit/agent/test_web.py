@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tests import loop_thread
 from tierckpt.agent import web
 from tierckpt.agent.web import Documents, WebServer
 from tierckpt.config import Settings
@@ -53,12 +54,13 @@ def serve(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
 
     def start(**options: Any) -> WebServer:
         settings = Settings.load()
-        servers.append(WebServer(settings, documents=Documents(settings, made), **options))
+        servers.append(WebServer(settings, documents=Documents(settings, options.pop("make", made)), **options))
+        loop_thread.run(servers[-1].start())
         return servers[-1]
 
     yield start
     for server in servers:
-        server.close()
+        loop_thread.run(server.close())
 
 
 def ask(
@@ -220,16 +222,11 @@ def test_news_is_told_once_to_each_page_and_ages_are_no_news(serve: Callable[...
         stream.close()
 
 
-def test_a_document_that_cannot_be_made_is_told_to_who_asks_for_one() -> None:
+def test_a_document_that_cannot_be_made_is_told_to_who_asks_for_one(serve: Callable[..., WebServer]) -> None:
     def make() -> dict[str, Any]:
         raise OSError("disk")
 
-    settings = Settings.load()
-    server = WebServer(settings, documents=Documents(settings, make))
-    try:
-        status, body, _ = ask(server, "/status.json")
-    finally:
-        server.close()
+    status, body, _ = ask(serve(make=make), "/status.json")
     assert status == 200 and "disk" in json.loads(body)["problem"]
 
 
@@ -242,16 +239,11 @@ def test_a_document_that_cannot_be_made_is_told_and_made_again(serve: Callable[.
             raise answer
         return dict(answer)
 
-    settings = Settings.load()
-    server = WebServer(settings, documents=Documents(settings, make))
-    try:
-        stream = Stream(server)
-        assert "disk" in stream.next()["problem"]
-        assert "ZeroDivisionError" in stream.next()["problem"]
-        assert stream.next()["step"] == 3
-        stream.close()
-    finally:
-        server.close()
+    stream = Stream(serve(make=make))
+    assert "disk" in stream.next()["problem"]
+    assert "ZeroDivisionError" in stream.next()["problem"]
+    assert stream.next()["step"] == 3
+    stream.close()
 
 
 def test_a_secret_in_an_error_is_not_told(serve: Callable[..., WebServer], made: Made, monkeypatch: Any) -> None:
@@ -274,16 +266,16 @@ def test_too_many_pages_are_asked_to_come_again(
     stream.close()
 
 
-def test_what_takes_long_is_made_less_often(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_takes_long_is_made_less_often(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """B4: the time between two documents is that of making one, over the share of a core they may take."""
     monkeypatch.setattr(web, "PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(web, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(web, "CPU_SHARE", 1e-9)  # any work asks for a minute
     documents = Documents(Settings.load(), made)
     assert documents.listen()
-    number, text = documents.after(0, PATIENCE_SECONDS)
+    number, text = await documents.after(0, PATIENCE_SECONDS)
     assert (number, json.loads(text)["step"]) == (1, 1)
     made.document = {"step": 2}
-    assert documents.after(1, 0.5) == (1, b"")
+    assert await documents.after(1, 0.5) == (1, b"")
     assert made.count == 1
-    documents.close()
+    await documents.close()
