@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import os
@@ -10,8 +9,7 @@ import random
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +20,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 import tierckpt
+from tests import loop_thread
 from tests.peer_node import Node, serving, settings_of
 from tests.servers.cluster import Cluster, Model
 from tests.servers.fleet import Fleet
@@ -56,9 +55,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def endpoint(hub: FakeHub, tmp_path: Path) -> Iterator[str]:
     settings = Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB, local_high_water=1.0)
     proxy = HubProxy(settings)  # how full the disk of a test machine is must not matter: the cache keeps what came
-    port = proxy.serve(0)
+    port = loop_thread.run(proxy.start(0))
     yield f"http://127.0.0.1:{port}"
-    proxy.close()
+    loop_thread.run(proxy.close())
 
 
 def published(hub: FakeHub, files: int = 3, size_bytes: int = 300 * KIB, gated: bool = False) -> dict[str, bytes]:
@@ -122,8 +121,8 @@ def test_a_hub_is_not_its_own_origin(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{port}/")
     proxy = HubProxy(Settings.load(local_root=tmp_path / "root"))
     with pytest.raises(ConfigError, match="HF_ENDPOINT"):
-        proxy.serve(port)
-    proxy.close()
+        loop_thread.run(proxy.start(port))
+    loop_thread.run(proxy.close())
 
 
 def test_some_files_only_and_nothing_else_is_fetched(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
@@ -180,14 +179,14 @@ def test_who_waits_for_a_piece_gets_a_byte_meanwhile(
     hub.seconds_per_answer = 0.3
     proxy = HubProxy(Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB, concurrency=1))
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", proxy.serve(0), timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", loop_thread.run(proxy.start(0)), timeout=60)
         connection.request("GET", path)
         answer, came = connection.getresponse(), []
         while piece := answer.read1():
             came.append(piece)
         connection.close()
     finally:
-        proxy.close()
+        loop_thread.run(proxy.close())
     assert b"".join(came) == files["model-00001.safetensors"]
     assert sum(len(piece) == 1 for piece in came) >= 2
     assert hub.sent.total() == len(files["model-00001.safetensors"])
@@ -220,7 +219,7 @@ NOT_FOR_READERS = (
 def test_what_readers_do_not_ask_never_reaches_the_hub(path: str, hub: FakeHub, endpoint: str) -> None:
     """A Hub answers some with tokens of the agent's, and others lead elsewhere than they seem to."""
     published(hub)
-    assert ask(endpoint, path)[0] == 404
+    assert ask(endpoint, path)[0] in (400, 404)
     assert not hub.requests
     assert ask(endpoint, f"/api/models/{REPO}/tree/main?recursive=true")[0] == 200
 
@@ -257,26 +256,21 @@ class Hubs:
     """Nodes of this process, each a Hub and a peer server. They agree on who they are; no clock decides who reads."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.nodes: list[Node] = []
         self.proxies: list[HubProxy] = []
         for number in range(count):
             root = folder / f"node-{number}"
             self.proxies.append(HubProxy(settings_of(root, chunk_size_bytes=64 * KIB), partial(self._live, number)))
             self.nodes.append(Node(root, name=root.name, hub=self.proxies[-1].bring))
-            self.run(self.nodes[-1].server.start())
+            loop_thread.run(self.nodes[-1].server.start())
         self.members: Sequence[Member] = [node.member for node in self.nodes]
         self.come = count
         """So many of them are members by now."""
-        self.endpoints = [f"http://127.0.0.1:{proxy.serve(0)}" for proxy in self.proxies]
+        self.endpoints = [f"http://127.0.0.1:{loop_thread.run(proxy.start(0))}" for proxy in self.proxies]
 
     async def _live(self, number: int) -> Live:
         others = [one for one in self.members[: self.come] if one is not self.members[number]]
         return Live(self.members[number], tuple(others))
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def get(self, number: int, name: str) -> bytes:
         path = f"/{REPO}/resolve/main/{quote(name)}"
@@ -298,10 +292,9 @@ class Hubs:
 
     def close(self) -> None:
         for proxy in self.proxies:
-            proxy.close()
+            loop_thread.run(proxy.close())
         for node in self.nodes:
-            self.run(node.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+            loop_thread.run(node.close())
 
 
 @contextmanager
@@ -386,7 +379,7 @@ def test_an_owner_that_is_gone_costs_what_it_took_with_it(
     files, first = published(hub), "model-00000.safetensors"
     with several(tmp_path, 4) as hubs:
         assert hubs.get(0, first) == files[first]
-        hubs.run(hubs.nodes[0].server.close())
+        loop_thread.run(hubs.nodes[0].server.close())
         host, _, port = hubs.members[0].address.partition(":")
         listener = socket.create_server((host, int(port))) if is_silent else None
         hubs.all_get(range(1, 4), files)
@@ -433,7 +426,7 @@ async def test_a_member_gets_files_of_commits_and_nothing_else(uri: str, hub: Fa
             with pytest.raises(PeerError, match="HTTP 405"):  # it serves no Hub
                 await node.client().hub_range(node.member, f"hf://{REPO}@{commit}/config.json", 0, into)
     finally:
-        await asyncio.to_thread(proxy.close)
+        await proxy.close()
 
 
 @pytest.mark.slow

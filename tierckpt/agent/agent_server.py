@@ -152,7 +152,7 @@ class Agent:
         if self._metrics is not None:
             await self._metrics.close()
         if self._hub_proxy is not None:
-            await asyncio.to_thread(self._hub_proxy.close)
+            await self._hub_proxy.close()
         for connection in self._connections:
             if connection.owner.pid == os.getpid():
                 connection.close()  # a thread of the page waits for its answer, and this process for the thread
@@ -177,7 +177,7 @@ class Agent:
             log.error("no metrics are served: %s", error)
 
     async def _serve_hub(self) -> None:
-        """A Hub, where it is asked for. It fetches as any client of this agent does, on threads of its own."""
+        """Serve a Hub, if the options ask for it. It fetches as any client of this agent does, on a loop of its own."""
         if self.options.hf_proxy_port is None:
             return
         try:
@@ -189,7 +189,7 @@ class Agent:
                 return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._live(), loop))
 
             self._hub_proxy = HubProxy(settings, live if self.peers is not None else None)
-            self._hub_proxy.serve(self.options.hf_proxy_port)
+            await self._hub_proxy.start(self.options.hf_proxy_port)
         except TierckptError as error:
             log.error("no Hub is served: %s", error)
 

@@ -44,6 +44,8 @@ LINGER_SECONDS = 10.0
 HEAD_BYTES_MAX = 16 << 10
 HEADERS_MAX = 64
 BACKLOG = 1024
+WRITE_BYTES = 256 << 10
+"""Bytes given to a socket at a time: asyncio copies those that it does not take at once."""
 
 Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -264,8 +266,10 @@ async def begin(
 
 async def write(response: web.StreamResponse, data: bytes | memoryview) -> None:
     """Send a part of a body. Raises OSError: the client has gone, or does not receive it in time (L4)."""
-    async with asyncio.timeout(send_seconds(len(data))):
-        await response.write(data)
+    view = memoryview(data)
+    async with asyncio.timeout(send_seconds(len(view))):
+        for at in range(0, len(view), WRITE_BYTES):
+            await response.write(view[at : at + WRITE_BYTES])
 
 
 def send_seconds(size_bytes: int) -> float:

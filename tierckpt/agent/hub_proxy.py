@@ -1,19 +1,19 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
-Files come through the node cache; where there are ``peers``, the Hub sends each chunk to one node, its owner, and the
-others have it from there (peer/fetch/hub_owners.py). Of its API, what readers ask of repositories is passed on
-(``_READS``), without the mention of xet, which would go round the cache.
+Files come through the node cache. With ``peers``, the Hub sends each chunk to one node, its owner, and the other nodes
+fetch it from there (peer/fetch/hub_owners.py). Of the Hub's API, what readers ask of repositories is passed on
+(``_READS``), without the fields for xet, which would bypass the cache.
 
 Invariants:
     X1  Read only: GET, HEAD, and the POST that asks what some paths are. On the loopback address, for requests that
         name it as their host.
     X2  The token is the agent's own: whoever can connect to the port reads the repositories that it may read, and gets
-        nothing else by it: a Hub also answers a GET with tokens that may write, and with whose the token is. A client's
-        token is not looked at, passed on, or kept.
-        Members of the cluster read files of commits by each other's tokens.
-    X3  The last piece of a file is sent when all of it has passed the digest that the Hub lists. What cannot be had
-        ends the connection early, so that no client takes it for whole. A file that came damaged is read from the Hub
-        by this node alone the next time: an owner that has a part of it does not know.
+        nothing else by it: a Hub also answers a GET with tokens that may write, and with the token's owner. A client's
+        token is neither read, passed on, nor kept. Members of the cluster read files of commits by each other's tokens.
+    X3  The last piece of a file is sent when all of it has passed the digest that the Hub lists. An error ends the
+        connection early, so that no client takes the file for whole. A damaged file is read from the Hub by this node
+        alone the next time: the owner of a part of it does not know.
+    X4  Requests are answered on the agent's event loop; files and stores are read on the client's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 from ..cache.entry import STALL_SECONDS_MIN, CacheEntry
 from ..cache.node_cache import NodeCache
@@ -52,29 +51,31 @@ from ..peer.peer_catalog import Live
 from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
 from ..telemetry import ignore_progress, logger
 from ..types import ByteRange, ObjectInfo
+from .http_server import IDLE_SECONDS, HttpServer, begin, web, write
+
+T = TypeVar("T")
 
 log = logger("agent.hub")
 
 HOST: Final = "127.0.0.1"
 KNOWN_SECONDS: Final = 10.0
-"""What a revision is, and what the API said, is as good as new for so long."""
+"""How long the commit of a revision and an answer of the API are reused."""
 KNOWN_MAX: Final = 256
-IDLE_SECONDS_MAX: Final = 60.0
 TURN_SECONDS: Final = 5.0
 """A client that waits for a piece gets a byte so often: Hugging Face's give up after 10 s without one."""
 HELD_BYTES: Final = 12
-"""What is kept of each piece for that."""
+"""Bytes kept of each piece for that."""
 PIECES_AHEAD: Final = 8
-"""Pieces under way for a client; the settings bound those of all of them."""
+"""Pieces under way for one client; the settings bound those of all clients."""
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _KINDS = ("datasets", "spaces")
 _READS = ("revision", "tree", "refs", "commits", "discussions", "paths-info", "auth-check")
-"""What of a repository is asked of the API, besides what it is."""
+"""Paths of the API below a repository that are passed on."""
 _LISTS = ("tree", "paths-info")
-"""Of these, what lists files."""
+"""Of these, the lists of files."""
 FORM_BYTES_MAX: Final = 4 << 20
-"""Of a POST that names paths: a client asks for a few hundred at a time."""
+"""Size of a POST that names paths: a client asks for a few hundred at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,16 @@ class _File:
 
 
 class HubProxy:
-    """Serves one Hub from ``serve`` until ``close``."""
+    """Serves one Hub on the running event loop, from ``start`` to ``close``.
+
+    Args:
+        live: returns the nodes; None: this one is alone.
+
+    Raises:
+        ConfigError: ``HF_ENDPOINT`` of this process is no URL; or the secret or the certificates cannot be used.
+    """
 
     def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> None:
-        """``live``: who the nodes are; None: this one is alone.
-
-        Raises ConfigError: ``HF_ENDPOINT`` of this process is no URL; or the secret or the certificates cannot be used.
-        """
         self._client = Client(settings)
         mover = self._client.mover
         self._hub = hub_of(mover.drainer.retries)
@@ -104,88 +108,77 @@ class HubProxy:
             NodeCache(settings, mover.store, ignore_progress, owners) for owners in (None, *self._owners)
         )
         self._damaged: set[str | None] = set()
-        """Etags of files that came with other bytes than the Hub lists."""
+        """Etags of files whose bytes were not those that the Hub lists."""
         self._bringing: dict[tuple[str, ByteRange, bool], concurrent.futures.Future[tuple[Path, str]]] = {}
-        """What is on its way for other nodes."""
-        self._known: dict[str, tuple[float, Any]] = {}
+        """Fetches under way for other nodes."""
         self._lock = threading.Lock()
-        self._server: ThreadingHTTPServer | None = None
+        self._known: dict[str, tuple[float, Any]] = {}
+        self._http = HttpServer("the Hub", self._handle, body_bytes_max=FORM_BYTES_MAX)
 
-    def serve(self, port: int) -> int:
-        """Listen on ``port`` (0: any) and return it; threads answer. Raises ConfigError: the port is taken, or
-        is that of the Hub which is served."""
-        proxy = self
+    async def start(self, port: int) -> int:
+        """Listen on ``port`` (0: a free one) and return it.
+
+        Raises:
+            ConfigError: the port is taken, or is that of the Hub which is served.
+        """
         if self._hub.host in (f"{HOST}:{port}", f"localhost:{port}"):
             raise ConfigError(
                 "HF_ENDPOINT of the agent names the agent itself", hint="Start the agent without it, or with the Hub's"
             )
+        await self._http.start(HOST, port)
+        _, port = self._http.address
+        log.info("HF_ENDPOINT=http://%s:%d serves %s", HOST, port, self._hub.endpoint)
+        return port
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            timeout = IDLE_SECONDS_MAX
+    async def close(self) -> None:
+        """Stop serving, and what is fetched for it."""
+        await self._http.close()
+        await asyncio.to_thread(self._close_client)
 
-            def do_GET(self) -> None:
-                try:
-                    proxy.answer(self)
-                except (
-                    ConnectionError,
-                    TimeoutError,
-                    concurrent.futures.CancelledError,
-                ):  # the client, or we, have gone
-                    self.close_connection = True
-
-            do_HEAD = do_POST = do_GET
-
-            def log_message(self, *_: Any) -> None: ...
-
-        try:
-            self._server = ThreadingHTTPServer((HOST, port), Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"no Hub can be served on port {port}: {error.strerror or error}", hint="Give another --hf-proxy"
-            ) from error
-        threading.Thread(target=self._server.serve_forever, name="tierckpt-hub", daemon=True).start()
-        log.info("HF_ENDPOINT=http://%s:%d serves %s", HOST, self._server.server_port, self._hub.endpoint)
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+    def _close_client(self) -> None:
         for owners in self._owners:
             if owners is not None:
                 self._client.run(owners.close())
         self._client.close()
 
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine on the client's loop."""
+        return await asyncio.wrap_future(self._client.start(work))
+
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer one request, on a thread of its own."""
-        request.has_begun = False  # type: ignore[attr-defined]
-        form = _form_of(request) if request.command == "POST" else None
-        if (request.headers.get("Host") or "").rpartition(":")[0] not in (HOST, "localhost"):
-            return _say(request, 403, b"", {})  # a page in a browser that was told another name of this address
-        parts = [unquote(part) for part in urlsplit(request.path).path.split("/") if part]
-        if not request.path.startswith("/") or not is_safe_path("/".join(parts)):
-            return _say(request, 404, b"", {})  # it would lead elsewhere on the Hub, or to another host
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.raw_path
+        form = await _form_of(request) if request.method == "POST" else None
+        if request.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
+            return _reply(403)  # a page in a browser that was told another name of this address
+        parts = [unquote(part) for part in re.split("[?#]", path, maxsplit=1)[0].split("/") if part]
+        if not path.startswith("/") or not path.isascii() or not is_safe_path("/".join(parts)):
+            return _reply(404)  # it would lead elsewhere on the Hub, or to another host
+        is_form = parts[4:5] == ["paths-info"]
+        if request.method not in ("HEAD", "GET", "POST") or is_form != (request.method == "POST"):
+            return _reply(404)
+        if is_form and form is None:
+            return _reply(404)
         try:
-            is_form = parts[4:5] == ["paths-info"]
-            if (request.command == "POST") != is_form or (is_form and form is None):
-                return _say(request, 404, b"", {})
             if parts[0] == "api" and _is_for_readers(parts[1:]):
-                return self._pass_on(request, form, is_list=parts[4:5] != [] and parts[4] in _LISTS)
+                return await self._pass_on(request, form, is_list=parts[4:5] != [] and parts[4] in _LISTS)
             kind = parts.pop(0) if parts[0] in _KINDS else "models"
             if len(parts) >= 5 and parts[2] == "resolve" and all(map(NAME.fullmatch, parts[:2])):
-                return self._send(request, self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:])))
-            return _say(request, 404, b"", {})
+                return await self._send(
+                    request, await self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+                )
+            return _reply(404)
         except TierckptError as error:
-            log.info("%s: %s", request.path, error.message)
-            return _refuse(request, error)
+            log.info("%s: %s", path, error.message)
+            if request.writer.output_size:
+                raise EOFError("the answer has begun") from None  # the client sees that it is cut short (X3)
+            return _refusal(error)
 
-    def _pass_on(self, request: BaseHTTPRequestHandler, form: bytes | None, is_list: bool) -> None:
-        path = request.path
+    async def _pass_on(self, request: web.BaseRequest, form: bytes | None, is_list: bool) -> web.StreamResponse:
+        path = request.raw_path
         key = path if form is None else f"{path} {digest_of(form)}"
-        found: Answer = self._recent(key, lambda: self._client.run(self._hub.answer(path, form)))
+        found: Answer = await self._recent(key, lambda: self._hub.answer(path, form))
         headers = {name: value for name, value in found.headers.items() if name in _PASSED_ON}
         for name in ("link", "location"):  # pages of a list, and repositories that were renamed
             if name in found.headers:
@@ -194,33 +187,30 @@ class HubProxy:
         body = found.body
         if found.status == 200 and is_list:
             body = json.dumps([{k: v for k, v in item.items() if k != "xetHash"} for item in found.json()]).encode()
-        _say(request, found.status, body, headers)
+        return _reply(found.status, body, headers)
 
-    def _file(self, kind: str, name: str, revision: str, path: str) -> _File:
+    async def _file(self, kind: str, name: str, revision: str, path: str) -> _File:
         repository = Repository(kind, name, revision)
-        commit = self._recent(f"{kind}/{name}@{revision}", lambda: self._client.run(self._hub.commit(repository)))
+        commit = await self._recent(f"{kind}/{name}@{revision}", lambda: self._hub.commit(repository))
         location = parse_uri(f"hf://{'' if kind == 'models' else f'{kind}/'}{name}@{commit}/{path}")
         store = self._client.mover.store(location.parent)
-        return _File(location, self._client.run(store.head(location.name)), commit)
+        return _File(location, await self._run(store.head(location.name)), commit)
 
-    def _recent(self, key: str, ask: Any) -> Any:
-        """What ``ask`` has said within ``KNOWN_SECONDS``, so that the clients of a node ask once."""
-        with self._lock:
-            at, known = self._known.get(key, (0.0, None))
-            if known is not None and time.monotonic() - at < KNOWN_SECONDS:
-                return known
-        found = ask()
-        with self._lock:
-            now = time.monotonic()
-            old = [name for name, (at, _) in self._known.items() if now - at >= KNOWN_SECONDS]
-            for name in old if len(self._known) < KNOWN_MAX else [*self._known]:
-                del self._known[name]
-            self._known[key] = now, found
+    async def _recent(self, key: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The answer to ``ask``, reused for ``KNOWN_SECONDS``, so that the clients of a node ask once."""
+        at, known = self._known.get(key, (0.0, None))
+        if known is not None and time.monotonic() - at < KNOWN_SECONDS:
+            return known
+        found, now = await self._run(ask()), time.monotonic()
+        old = [name for name, (at, _) in self._known.items() if now - at >= KNOWN_SECONDS]
+        for name in old if len(self._known) < KNOWN_MAX else [*self._known]:
+            del self._known[name]
+        self._known[key] = now, found
         return found
 
     # --- files ---------------------------------------------------------------------------------------------------
 
-    def _send(self, request: BaseHTTPRequestHandler, file: _File) -> None:
+    async def _send(self, request: web.BaseRequest, file: _File) -> web.StreamResponse:
         kind, _, digest = (file.info.etag or "").partition(":")
         size_bytes, status = file.info.size_bytes, 200
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": file.commit, "Accept-Ranges": "bytes"}
@@ -230,60 +220,66 @@ class HubProxy:
         if asked := _RANGE.fullmatch(request.headers.get("Range") or ""):
             wanted = ByteRange(int(asked[1]), min(size_bytes, int(asked[2] or size_bytes) + 1))
             if wanted.start >= wanted.stop:
-                return _say(request, 416, b"", headers | {"Content-Range": f"bytes */{size_bytes}"})
+                return _reply(416, headers=headers | {"Content-Range": f"bytes */{size_bytes}"})
             headers["Content-Range"], status = f"bytes {wanted.start}-{wanted.stop - 1}/{size_bytes}", 206
-        if request.command == "HEAD" or not wanted.size_bytes:
-            return _begin(request, status, wanted.size_bytes, headers)
-        held = memoryview(b"")
-        with self._opened(file) as (entry, path, coming):
+        headers["Content-Length"] = str(wanted.size_bytes)
+        if request.method == "HEAD" or not wanted.size_bytes:
+            return web.Response(status=status, headers=headers)
+        held, response = memoryview(b""), None
+        async with self._opened(file) as (entry, path, coming):
             pieces = list(_pieces(wanted, entry.chunk_size_bytes))
             for number, at in enumerate(pieces):
                 for more in pieces[number + len(coming) : number + PIECES_AHEAD]:
-                    is_last = more.stop == size_bytes  # it has come when the whole file has passed its digest (X3)
-                    coming.append(self._client.start(entry.fill([path]) if is_last else entry.ensure(path, more)))
-                while not concurrent.futures.wait(coming[:1], TURN_SECONDS if held else None).done:
-                    request.wfile.write(held[:1])
+                    is_last = more.stop == size_bytes  # the whole file must have passed its digest (X3)
+                    fetch = entry.fill([path]) if is_last else entry.ensure(path, more)
+                    coming.append(asyncio.wrap_future(self._client.start(fetch)))
+                while not (await asyncio.wait(coming[:1], timeout=TURN_SECONDS if held else None))[0]:
+                    assert response is not None
+                    await write(response, held[:1])
                     held = held[1:]
                 coming.pop(0).result()
                 piece = memoryview(bytearray(at.size_bytes))
-                self._client.run(entry.read_into(path, at, piece))
-                if not number:  # what cannot be had at all has been refused by now
-                    _begin(request, status, wanted.size_bytes, headers)
-                request.wfile.write(held)
-                request.wfile.write(piece[:-HELD_BYTES])
+                await self._run(entry.read_into(path, at, piece))
+                if response is None:  # an error until now is an answer of its own
+                    response = await begin(request, headers, status=status)
+                await write(response, held)
+                await write(response, piece[:-HELD_BYTES])
                 held = piece[-HELD_BYTES:]
-            request.wfile.write(held)
-        return None
+            assert response is not None
+            await write(response, held)
+        return response
 
-    @contextlib.contextmanager
-    def _opened(self, file: _File) -> Iterator[tuple[CacheEntry, str, list[concurrent.futures.Future[None]]]]:
-        """The entry that has a file, its path there, and what is being fetched. Where the client has gone, that is
-        waited for and kept: it comes again, and the Hub need not send it again."""
+    @contextlib.asynccontextmanager
+    async def _opened(self, file: _File) -> AsyncIterator[tuple[CacheEntry, str, list[asyncio.Future[None]]]]:
+        """The entry that has a file, its path there, and the fetches under way. When the client has gone, these are
+        waited for and kept: it comes again, and the Hub need not send them again."""
         cache = self._alone if file.info.etag in self._damaged else self._shared
-        entry = self._client.run(_open(cache, file.location, file.info))
-        coming: list[concurrent.futures.Future[None]] = []
+        entry = await self._run(_open(cache, file.location, file.info))
+        coming: list[asyncio.Future[None]] = []
         try:
             yield entry, _path_in(entry, file.location), coming
-        except TierckptError as error:
+        except (TierckptError, asyncio.CancelledError) as error:
             if isinstance(error, IntegrityError):
                 self._damaged = {file.info.etag, *list(self._damaged)[: KNOWN_MAX - 1]}
             for future in coming:
                 future.cancel()
             raise
         finally:
-            concurrent.futures.wait(coming, STALL_SECONDS_MIN)
+            if coming:
+                await asyncio.wait(coming, timeout=STALL_SECONDS_MIN)
             for future in coming:
                 future.cancel()
-            self._client.run(entry.close())
+            await asyncio.gather(self._run(entry.close()), *coming, return_exceptions=True)
 
     def bring(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
-        """Begin to have a range of a file of a commit here, for another node; comes to the file that has it, and the
-        digest ('': not known). Any thread.
+        """Fetch a range of a file of a commit for another node, on any thread. Returns a future of the file that has it
+        and its digest ('': not known).
 
         Args:
-            reads: from the Hub, where it is not here; else the future comes to an ObjectNotFoundError then.
+            reads: read a range that is not here from the Hub; else the future raises ObjectNotFoundError.
 
-        Raises TierckptError: closed.
+        Raises:
+            TierckptError: the proxy is closed.
         """
         key = uri, at, reads
         with self._lock:
@@ -331,14 +327,14 @@ def _is_for_readers(parts: list[str]) -> bool:
     return is_named and (len(parts) <= 3 or parts[3] in _READS)
 
 
-def _form_of(request: BaseHTTPRequestHandler) -> bytes | None:
-    """The body of a POST; None for one that is not read, whose connection ends with the answer."""
+async def _form_of(request: web.BaseRequest) -> bytes | None:
+    """The body of a POST; None for one that is not read, and ends the connection."""
     length = request.headers.get("Content-Length", "")
     kind = request.headers.get("Content-Type", "").partition(";")[0]
     if not length.isdecimal() or int(length) > FORM_BYTES_MAX or kind != "application/x-www-form-urlencoded":
-        request.close_connection = True
         return None
-    return request.rfile.read(int(length))
+    async with asyncio.timeout(IDLE_SECONDS):
+        return await request.content.read()
 
 
 def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
@@ -350,33 +346,19 @@ def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
         at = stop
 
 
-def _refuse(request: BaseHTTPRequestHandler, error: TierckptError) -> None:
+def _refusal(error: TierckptError) -> web.Response:
     says = {"X-Error-Message": " ".join(error.message.split()).encode("ascii", "replace").decode()}
-    if request.has_begun:  # type: ignore[attr-defined]
-        request.close_connection = True  # the client sees that it is cut short (X3)
-    elif isinstance(error, BucketNotFoundError):
+    if isinstance(error, BucketNotFoundError):
         what = "Revision" if "revision" in error.context else "Repo"
-        _say(request, 404, b"", {"X-Error-Code": f"{what}NotFound"} | says)
-    elif isinstance(error, ObjectNotFoundError):
-        _say(request, 404, b"", {"X-Error-Code": "EntryNotFound"} | says)
-    elif isinstance(error, PermissionDeniedError):
-        _say(request, 403, b"", {"X-Error-Code": "GatedRepo"} | says)
-    else:
-        is_later = isinstance(error, StoreUnavailableError)
-        status = 503 if is_later else 502 if isinstance(error, IntegrityError) else 500
-        _say(request, status, error.message.encode(), {"Retry-After": "5"} if is_later else {})
+        return _reply(404, headers={"X-Error-Code": f"{what}NotFound"} | says)
+    if isinstance(error, ObjectNotFoundError):
+        return _reply(404, headers={"X-Error-Code": "EntryNotFound"} | says)
+    if isinstance(error, PermissionDeniedError):
+        return _reply(403, headers={"X-Error-Code": "GatedRepo"} | says)
+    if isinstance(error, StoreUnavailableError):
+        return _reply(503, error.message.encode(), {"Retry-After": "5"})
+    return _reply(502 if isinstance(error, IntegrityError) else 500, error.message.encode())
 
 
-def _say(request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
-    _begin(request, status, len(body), headers)
-    if request.command != "HEAD":
-        request.wfile.write(body)
-
-
-def _begin(request: BaseHTTPRequestHandler, status: int, length: int, headers: dict[str, str]) -> None:
-    request.send_response(status)
-    for name, value in headers.items():
-        request.send_header(name, value)
-    request.send_header("Content-Length", str(length))
-    request.end_headers()
-    request.has_begun = True  # type: ignore[attr-defined]
+def _reply(status: int, body: bytes = b"", headers: Mapping[str, str] = {}) -> web.Response:
+    return web.Response(status=status, body=body, headers=headers)

@@ -18,6 +18,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.stores import get_concurrency
 
 PATIENCE_SECONDS = 60.0
+SOON_SECONDS = 15.0
 
 
 async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -124,7 +125,7 @@ async def test_the_head_of_the_first_request_has_a_deadline(begun: bytes, monkey
     async with serving() as server:
         reader, writer = await connect(server)
         writer.write(begun)
-        assert 0.2 <= await until_closed(reader) < PATIENCE_SECONDS / 2
+        assert 0.2 <= await until_closed(reader) < SOON_SECONDS
 
 
 async def test_the_head_of_a_later_request_has_a_deadline_from_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ async def test_the_head_of_a_later_request_has_a_deadline_from_its_first_byte(mo
         writer.write(get())  # an idle connection has longer
         await reader.readuntil(b"GET /")
         writer.write(b"GET / HT")
-        assert 0.4 <= await until_closed(reader) < PATIENCE_SECONDS / 2
+        assert 0.4 <= await until_closed(reader) < SOON_SECONDS
 
 
 async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
         reader, writer = await connect(server)
         writer.write(get())
         await reader.readuntil(b"GET /")
-        assert 0.2 <= await until_closed(reader) < PATIENCE_SECONDS / 2
+        assert 0.2 <= await until_closed(reader) < SOON_SECONDS
 
 
 async def test_a_request_that_is_too_long_is_not_kept() -> None:
@@ -159,8 +160,10 @@ async def test_a_request_that_is_too_long_is_not_kept() -> None:
 
 async def test_an_unread_body_ends_the_connection() -> None:
     async with serving() as server:
+        begun = time.monotonic()
         said = await ask(server, get("/", "Content-Length: 1000") + b"x")
         assert said.count(b"HTTP/1.1") == 1
+        assert time.monotonic() - begun < 5.0
 
 
 async def test_a_connection_counts_until_its_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +214,7 @@ async def test_close_ends_what_is_under_way_at_once_and_may_be_called_again() ->
         await server.close()
         assert not server.connections
         await until_closed(reader)
-        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
+        assert time.monotonic() - begun < SOON_SECONDS
         with pytest.raises(OSError):
             await asyncio.open_connection(*where)
 
