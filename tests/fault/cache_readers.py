@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
@@ -63,34 +62,33 @@ class CountingStore(LocalStore):
 
 def no_ownership() -> None:
     """Whoever wants a chunk fetches it."""
-    Claims.take = lambda self, name: True  # type: ignore[method-assign]
+    Claims.take = lambda self, at: True  # type: ignore[method-assign]
 
 
 def no_second_look() -> None:
-    """Who gets a claim does not look whether the chunk has landed before it did."""
-    real = CacheEntry.claimed
+    """A process that gets a claim does not look whether the chunk has landed before."""
+    real = PartialEntry.claimed
 
-    @contextlib.asynccontextmanager
-    async def claimed(self: CacheEntry, filling: PartialEntry, index: int, chunk: int) -> Any:
-        has, filling.has = filling.has, lambda *_: False  # type: ignore[method-assign]
-        try:
-            async with real(self, filling, index, chunk) as turn:
-                yield turn
-        finally:
-            filling.has = has  # type: ignore[method-assign]
+    @contextlib.contextmanager
+    def claimed(self: PartialEntry, index: int, chunk: int) -> Any:
+        time.sleep(5 * REQUEST_SECONDS)  # between the look before and the claim others get on
+        has, self.has = self.has, lambda *_: False  # type: ignore[method-assign]
+        with real(self, index, chunk) as turn:
+            self.has = has  # type: ignore[method-assign]
+            yield turn
 
-    CacheEntry.claimed = claimed  # type: ignore[method-assign]
+    PartialEntry.claimed = claimed  # type: ignore[method-assign]
 
 
 def line_first() -> None:
     """A chunk is said to be here before its bytes are."""
     real = PartialEntry.land
 
-    def land(self: PartialEntry, index: int, chunk: int, data: Buffer, digest: str = "") -> None:
+    def land(self: PartialEntry, index: int, chunk: int, data: Buffer, digest: str = "", **more: Any) -> None:
         self.prepare(index)
-        self._append(f"{index} {chunk} {digest}")
+        self.append_line(f"{index} {chunk} {digest}")
         time.sleep(0.2)
-        real(self, index, chunk, data, digest)
+        real(self, index, chunk, data, digest, **more)
 
     PartialEntry.land = land  # type: ignore[method-assign]
 

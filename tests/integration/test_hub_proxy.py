@@ -29,6 +29,7 @@ from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.agent import hub_proxy
 from tierckpt.agent.hub_proxy import HubProxy
+from tierckpt.cache.partial_entry import PUBLISHES
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
 from tierckpt.errors import ConfigError, ObjectNotFoundError, PeerError
@@ -355,7 +356,7 @@ def nobody_owns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def nobody_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Claims.take
-    monkeypatch.setattr(Claims, "take", lambda self, name: name != "publish" or take(self, name))
+    monkeypatch.setattr(Claims, "take", lambda self, at: at != PUBLISHES or take(self, at))
 
 
 @pytest.mark.parametrize("bug", [nobody_owns, nobody_claims])

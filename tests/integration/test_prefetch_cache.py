@@ -21,8 +21,9 @@ import pytest
 import tierckpt
 from tests.integration.test_cli import COMMAND, Done, saved
 from tests.services import HttpServer
+from tierckpt.cache.partial_entry import CLAIMS, FETCHES, read_entry
 from tierckpt.cli.ui.app import run
-from tierckpt.disk.claims import Heartbeat
+from tierckpt.disk.claims import Claims
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
@@ -446,12 +447,12 @@ def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket) -> None:
     with open_cached(MODEL) as view:
         view._cached.stall_seconds = 0.3  # private: a user has a minute at least
         incoming = view.path(name).parent
-        stuck = Heartbeat(incoming / ".tierckpt/filling/owners")  # alive, with a heartbeat, and doing nothing
-        stuck.begin()
-        index = sorted(FILES).index(name)
-        (incoming / f".tierckpt/filling/claims/{index}-0").symlink_to(stuck.name)
+        stuck = Claims(incoming / CLAIMS)  # of a process that is stopped, say
+        frozen = read_entry(incoming)
+        assert frozen is not None
+        assert stuck.take(FETCHES + frozen.first_ordinals[frozen.index_of(name)])
         assert bytes(view.read(name, 0, 10)) == FILES[name][:10]
-        stuck.end()
+        stuck.close()
 
 
 def test_a_checkpoint_of_ours_still_goes_where_restore_finds_it(

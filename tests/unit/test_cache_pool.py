@@ -19,7 +19,6 @@ from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import Pool, Row
 from tierckpt.config import Settings
-from tierckpt.disk.claims import Heartbeat
 from tierckpt.errors import CapacityError, ConfigError
 from tierckpt.quantities import human_bytes
 from tierckpt.save.eviction import make_room
@@ -147,18 +146,6 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     pool.reserve(model("large", 2 * SIZE), 2 * SIZE)
     assert "leased" not in there(pool)
     assert not pool.state_dir(leased).exists(), "a killed reader leaves nothing behind"
-
-
-def test_a_process_older_than_an_upgrade_keeps_what_it_holds(pool: Pool) -> None:
-    """Releases before held an entry by a file with a heartbeat."""
-    name = fill(pool, model("a"))
-    former = Heartbeat(pool.state_dir(name) / "leases")
-    former.begin()
-    assert not pool.evict(name)
-    assert len(pool.leases(name)) == 1
-    former.end()
-    assert pool.evict(name)
-    assert not pool.state_dir(name).exists()
 
 
 def test_what_was_refused_can_be_had_once_it_is_unpinned(pool: Pool) -> None:

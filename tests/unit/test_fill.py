@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +47,11 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
     filling = begin(tmp_path, frozen)
     fetched: list[object] = []
 
-    @contextlib.asynccontextmanager
-    async def claimed(*_: Any) -> AsyncIterator[str]:
+    @contextlib.contextmanager
+    def claimed(*_: Any) -> Iterator[str]:
         yield "fetch"
+
+    filling.claimed = claimed  # type: ignore[method-assign, assignment]
 
     async def fetch(*_: Any, keep: bool, request: object) -> None:
         fetched.append(request)
@@ -68,7 +70,6 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         idle=asyncio.Lock(),
         tally=FetchStats(),
         stall_seconds=60.0,
-        claimed=claimed,
         fetch=fetch,
     )
     async with asyncio.timeout(60):

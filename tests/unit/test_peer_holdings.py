@@ -13,7 +13,7 @@ import pytest
 
 from tests.peer_node import CHUNK, begin, bytes_of, commit, freeze, land, model, publish
 from tierckpt.cache.file_set import FileSet
-from tierckpt.cache.partial_entry import FILLING, PartialEntry
+from tierckpt.cache.partial_entry import FILLING, PUBLISHES, PartialEntry
 from tierckpt.disk.open_beneath import open_beneath
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.format.manifest import digest_of
@@ -28,7 +28,6 @@ DATA = model()
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "SCAN_SECONDS", 0.0)
-    monkeypatch.setattr(chunk_files, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(chunk_files, "RECHECK_SECONDS", 0.0)
 
 
@@ -136,9 +135,8 @@ def test_what_was_forgotten_is_not_given_and_is_listed_again_when_it_is_back(roo
 def test_chunks_that_live_processes_read_from_shared_storage_are_said_to_be_on_their_way(root: Path) -> None:
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
-    filling.fetching.take("1-3")
-    filling.claims.take("publish")
-    (filling.incoming / FILLING / "shared" / "0-1").symlink_to("1-1-1-deadbeef")
+    filling.mark_shared(1, 3, True)
+    filling.claims.take(PUBLISHES)
     assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
     assert here.is_fetching(frozen.version)
     filling.close()
@@ -149,19 +147,18 @@ def test_chunks_that_live_processes_read_from_shared_storage_are_said_to_be_on_t
 def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
-    filling.fetching.take("1-3")
+    filling.mark_shared(1, 3, True)
     assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
     source = here.by_version[frozen.version][0]
     assert isinstance(source, chunk_files.Incoming)
-    look = source.look_at_claims
+    look = source.claimed
 
     def look_just_after_it_landed() -> list[tuple[int, int]]:
         land(filling, DATA, [5 + 3])
-        filling.fetching.release("1-3")
+        filling.mark_shared(1, 3, False)
         return list(look())
 
-    monkeypatch.setattr(source, "look_at_claims", look_just_after_it_landed)
-    monkeypatch.setattr(chunk_files, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(source, "claimed", look_just_after_it_landed)
     held = here.held(frozen.version, CHUNK)
     assert 5 + 3 in held.fetching | {ordinal for ordinal, _ in held.new}
     filling.close()

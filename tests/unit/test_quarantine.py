@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault.test_strange_files import KINDS
 from tierckpt import ownership
-from tierckpt.disk.claims import Claims, Heartbeat
+from tierckpt.disk.claims import Claims, HostLease
 from tierckpt.disk.durable import durable_write, make_dirs, read_whole
 from tierckpt.disk.file_lock import lock, try_lock
 from tierckpt.disk.quarantine import QUARANTINE, open_regular, set_aside
@@ -71,32 +71,22 @@ def test_a_directory_takes_the_place_of_what_is_none(root: Path, kind: str) -> N
     assert (root / "below" / "deep").is_dir() and not (root / "below").is_symlink()
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "fifo", "socket"])
-def test_a_claim_that_is_none_is_taken_and_set_aside(root: Path, kind: str) -> None:
-    """A local root that was copied without its links has a regular file there: `prefetch` looked at it for ever."""
-    make_dirs(root / "claims")
-    presence = Heartbeat(root / "owners")
-    presence.begin()
-    try:
-        claims = Claims(root / "claims", root / "owners", presence.name)
-        KINDS[kind](root / "claims" / "one")
-        assert claims.take("one") and claims.is_held("one")
-        assert len(list((root / QUARANTINE).iterdir())) == 1
-    finally:
-        presence.end()
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_claims_and_a_lease_take_the_place_of_what_is_no_file(root: Path, kind: str) -> None:
+    KINDS[kind](root / "claims")
+    KINDS[kind](root / "host")
+    claims, lease = Claims(root / "claims"), HostLease(root / "host", "1")
+    assert claims.take(1) and lease.take()
+    assert not Claims(root / "claims").take(1) and not HostLease(root / "host", "2").take()
+    claims.close()
+    lease.release()
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
-def test_a_claim_that_is_none_is_an_error_where_nothing_may_be_moved(tmp_path: Path, kind: str) -> None:
-    presence = Heartbeat(tmp_path / "owners")
-    presence.begin()
-    try:
-        claims = Claims(tmp_path, tmp_path / "owners", presence.name)
-        KINDS[kind](tmp_path / "one")
-        with pytest.raises(StoreError, match="no claim"):
-            claims.take("one")
-    finally:
-        presence.end()
+@pytest.mark.parametrize("kind", ["directory", "fifo"])
+def test_a_lease_is_an_error_where_nothing_may_be_moved(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "host")
+    with pytest.raises(StoreError, match="not a file"):
+        HostLease(tmp_path / "host", "1").take()
 
 
 @pytest.mark.parametrize("kind", NOT_FILES)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ..stores.verified_read import corrupt, reread
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .direct_write import landing_memory
-from .fetch_job import FetchJob, FetchStats, Turn
+from .fetch_job import FetchJob, FetchStats
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import PartialEntry, read_file, same_digest, tidy
 from .peer_fill import PeerFill, PeerJoin
@@ -417,11 +417,12 @@ class CacheEntry:
             filling.refresh()
             if filling.has(index, chunk):
                 return None
-            async with self._read_gate, self.claimed(filling, index, chunk) as turn:
-                if turn == "fetch":
-                    return await self.fetch(filling, index, chunk, keep=True)
-                if turn == "landed":
-                    return None
+            async with self._read_gate:
+                with filling.claimed(index, chunk) as turn:
+                    if turn == "fetch":
+                        return await self.fetch(filling, index, chunk, keep=True)
+                    if turn == "landed":
+                        return None
             found = await self.await_other(filling, index, chunk)
             if found == "free":
                 await asyncio.sleep(LOCAL.first_seconds)  # who keeps us from a free claim does not make us spin
@@ -430,33 +431,13 @@ class CacheEntry:
                 async with self._read_gate:
                     return await self.fetch(filling, index, chunk, keep=True)
 
-    @contextlib.asynccontextmanager
-    async def claimed(self, filling: PartialEntry, index: int, chunk: int) -> AsyncIterator[Turn]:
-        """Within it a chunk is fetched, or not: what is said to do with it. A claim is released at the end."""
-        name = f"{index}-{chunk}"
-        try:
-            is_ours = await to_completion(asyncio.to_thread(filling.claims.take, name))
-        except FileNotFoundError:  # published meanwhile: the claims are gone with the rest, and all has landed
-            is_ours = True
-        except asyncio.CancelledError:
-            filling.claims.release(name)
-            raise
-        if not is_ours:
-            yield "later"
-            return
-        try:
-            filling.refresh()  # it may have landed before the claim
-            yield "landed" if filling.has(index, chunk) else "fetch"
-        finally:
-            await to_completion(asyncio.to_thread(filling.claims.release, name))
-
     async def await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
         """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
         async for _ in Poll(self.stall_seconds):
             filling.refresh()
             if filling.has(index, chunk):
                 return "landed"
-            if not filling.claims.is_held(f"{index}-{chunk}"):
+            if not filling.is_claimed(index, chunk):
                 return "free"
         return "stalled"
 
@@ -620,7 +601,7 @@ class CacheEntry:
         async def work() -> None:
             while todo:
                 index, chunk = todo.pop()
-                async with self.claimed(filling, index, chunk) as turn:
+                with filling.claimed(index, chunk) as turn:
                     copy = partial(copy_chunk, filling, index, chunk, *copies[index, chunk])
                     if turn == "fetch" and await to_completion(asyncio.to_thread(copy)):
                         self.tally.cached_bytes += self.frozen.chunk_range(index, chunk).size_bytes
@@ -638,10 +619,10 @@ class CacheEntry:
 
         False when this host is to fill it: the other has ended, or has landed nothing for ``stall_seconds``.
         """
-        what, landed, moved_at = f"prefetch {self.frozen.uri}", filling.landed_elsewhere(), time.monotonic()
+        what, landed, moved_at = f"prefetch {self.frozen.uri}", filling.progress_bytes(), time.monotonic()
         async for _ in Poll():
             try:
-                if not await asyncio.to_thread(filling.is_filled_elsewhere):
+                if await asyncio.to_thread(filling.host.take):
                     return False
             except ObjectNotFoundError:
                 if not self._look():
@@ -651,7 +632,7 @@ class CacheEntry:
                 self.tally.others_bytes += self.frozen.size_bytes - self.tally.here_bytes
                 return True
             listener(Progress(what, 0, self.frozen.size_bytes, "another node fills the directory"))
-            if (now := await asyncio.to_thread(filling.landed_elsewhere)) != landed:
+            if (now := await asyncio.to_thread(filling.progress_bytes)) != landed:
                 landed, moved_at = now, time.monotonic()
             elif time.monotonic() > moved_at + self.stall_seconds:
                 log.warning("%s: the node that fills it makes no progress, filling it here", self.target)

@@ -6,22 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
 from ..telemetry import ignore_progress, logger
 from ..types import Buffer, ByteRange, FileProgress, Progress, ProgressListener
 from .file_set import FileSet
-from .partial_entry import PartialEntry
+from .partial_entry import PartialEntry, Turn
 from .peer_fill import ChunkOrder, NotNowError, PeerFill, Work
 
 log = logger("prefetch")
-
-Turn: TypeAlias = Literal["fetch", "landed", "later"]
-"""What to do with a chunk: fetch it; nothing, it has landed; come back, another process has claimed it."""
 
 
 class FillTarget(Protocol):
@@ -35,10 +32,6 @@ class FillTarget(Protocol):
     idle: asyncio.Lock
     stall_seconds: float
     fetches_max: int
-
-    def claimed(
-        self, filling: PartialEntry, index: int, chunk: int
-    ) -> contextlib.AbstractAsyncContextManager[Turn]: ...
 
     async def fetch(
         self, filling: PartialEntry, index: int, chunk: int, *, keep: bool, request: object | None = None
@@ -96,6 +89,8 @@ class FetchJob:
         self.fatal = False
         self.poll = Poll()
         self.moved_at = time.monotonic()
+        self.is_overtaking = False
+        """Once other processes have stalled: their claims count no more in this pass."""
 
     async def run(self) -> None:
         self._say()
@@ -107,7 +102,6 @@ class FetchJob:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.cached.tally.taken_over = self.filling.claims.taken_over
         if self.failures:
             raise self._error()
 
@@ -121,10 +115,11 @@ class FetchJob:
                 self._advance(work, others=not self.cached.has_streamed(index, chunk))
                 continue
             try:
-                async with self.cached.gate, self._turn(index, chunk) as turn:
-                    if turn == "fetch":
-                        with self._moving(index):
-                            await self.cached.fetch(self.filling, index, chunk, keep=False, request=work.request)
+                async with self.cached.gate:
+                    with self._turn(index, chunk) as turn:
+                        if turn == "fetch":
+                            with self._moving(index):
+                                await self.cached.fetch(self.filling, index, chunk, keep=False, request=work.request)
                 if turn == "later":
                     self.order.put_back(work)
                     await self._rest()
@@ -151,17 +146,18 @@ class FetchJob:
         finally:
             self._fetching.remove(index)
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, index: int, chunk: int) -> AsyncIterator[Turn]:
-        """Within it a chunk is fetched if nobody else is at it."""
-        if time.monotonic() >= self.moved_at + self.cached.stall_seconds:
+    @contextlib.contextmanager
+    def _turn(self, index: int, chunk: int) -> Iterator[Turn]:
+        """Hold the claim on a chunk; yield what to do with the chunk."""
+        if not self.is_overtaking and time.monotonic() >= self.moved_at + self.cached.stall_seconds:
             log.warning("%s: other processes make no progress, fetching the chunks they claimed", self.filling.incoming)
-            self.moved_at = time.monotonic()
-            yield "fetch"
-        elif self.filling.claims.count() >= self.cached.fetches_max:
-            yield "later"  # the node fetches enough of it
-        else:
-            async with self.cached.claimed(self.filling, index, chunk) as turn:
+            self.is_overtaking = True
+        with self.filling.claimed(index, chunk) as turn:
+            if self.is_overtaking:
+                yield "fetch" if turn == "later" else turn
+            elif turn == "fetch" and self.filling.count_fetches() > self.cached.fetches_max:
+                yield "later"  # the node fetches enough of it
+            else:
                 yield turn
 
     async def _rest(self) -> None:
@@ -230,7 +226,6 @@ class FetchStats:
     peer_bytes: int = 0
     others_bytes: int = 0
     requests: int = 0
-    taken_over: int = 0
     slowest_seconds: float = 0.0
     slowest: str = ""
     slowest_from: str = SHARED_NAME

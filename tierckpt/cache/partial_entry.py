@@ -5,10 +5,8 @@
         entry.json            what is to be here (cache/file_set.py): uri, files, chunk size
         progress-<boot>-<chunk size>    a line for each chunk that has landed: "<file> <chunk> <digest>"; "!<file>.":
                               forget its chunks; "=<file>.": it is whole and durable
-        claims/               who brings which chunk now (disk/claims.py)
-        shared/               and which of them from shared storage, where other nodes take part
-        host/                 which host fills it, on a file system that several have mounted
-        owners/               heartbeats of the processes that are at it
+        claims                locks on its bytes: which processes fill it, and which chunk each fetches (disk/claims.py)
+        host                  which host fills it, on a file system that several have mounted
     <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
     <parent>/NAME/.tierckpt/prefetched.blocks           digests of blocks, so that a small read verifies little
 
@@ -33,10 +31,11 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-from ..disk.claims import SILENT_SECONDS, TRIES, Claims, Heartbeat, Owner, is_live
+from ..disk.claims import SILENT_SECONDS, TRIES, Claims, HostLease, holder_name, locked
 from ..disk.durable import (
     fsync_dir,
     make_dirs,
@@ -49,7 +48,7 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import allocate, clone_range, read_into
-from ..disk.processes import boot_id, host_id
+from ..disk.processes import boot_id
 from ..disk.quarantine import open_regular
 from ..disk.temporary_names import beside, stem_of
 from ..errors import CheckpointError, IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
@@ -77,15 +76,23 @@ log = logger("cache")
 BLOCKS = f"{PRIVATE_DIR}/prefetched.blocks"
 FILLING = f"{PRIVATE_DIR}/filling"
 ENTRY = f"{FILLING}/entry.json"
+CLAIMS = f"{FILLING}/claims"
+HOST = f"{FILLING}/host"
 SUFFIX = ".incoming"
-PUBLISH = "publish"
-SHARED = "shared"
-HOST = "host"
-FILL = "fill"
+FILLS, PUBLISHES = 0, 1
+"""Bytes of the file of claims: shared by the processes that fill the entry, and held by the one that publishes it."""
+STREAMS, FETCHES, SHARED = 1 << 32, 1 << 40, 1 << 48
+"""The first of a range of bytes each: a file that is streamed whole; a chunk, by its ordinal, that is fetched; one that
+is fetched from shared storage, where other nodes take part."""
+STREAM = -1
+"""In the place of a chunk: the whole file."""
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
 REMOVED = {errno.ENOENT, errno.ESTALE}
 """Of a file that is open here and that another host has removed."""
+
+Turn: TypeAlias = Literal["fetch", "landed", "later"]
+"""What to do with a chunk: fetch it; nothing, it has landed; come back, another process has claimed it."""
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
 _MARK = re.compile(rb"([!=])(\d+)\.")
@@ -141,14 +148,23 @@ def _entry_of(incoming: Path) -> FileSet:
     return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
 
 
-def is_being_filled(incoming: Path) -> bool:
-    """True while a live process works on ``incoming``."""
-    owners = incoming / FILLING / "owners"
+def is_filled_here(incoming: Path) -> bool:
+    """True while a process of this host works on ``incoming``."""
     try:
-        names = os.listdir(owners)  # noqa: PTH208
+        file = os.open(incoming / CLAIMS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
-    return any(is_live(name, owners) for name in names)
+    try:
+        return bool(locked(file, FILLS, FILLS + 1))
+    finally:
+        os.close(file)
+
+
+def is_being_filled(incoming: Path) -> bool:
+    """True while a process works on ``incoming``, of this host or of another."""
+    if is_filled_here(incoming):
+        return True
+    return HostLease(incoming / HOST, holder_name(has_locks=True)).is_held_elsewhere()
 
 
 def remove_dir(directory: Path) -> None:
@@ -245,29 +261,26 @@ class PartialEntry:
         self.preallocate = preallocate
         self._lock = threading.Lock()
         self._prepared: set[int] = set()
-        base = self.incoming / FILLING
-        self.presence = Heartbeat(base / "owners")
         self._log = -1
-        try:
+        with contextlib.ExitStack() as stack:
             with translated(self.incoming):
                 if not self._is_new:
                     make_dirs(self.incoming, is_durable=False)
                     inherit_group(directory, self.incoming)
-                self.presence.begin()  # before there is an entry: without one of the two it is being made (_is_begun)
-                for name in ("claims", SHARED, HOST):  # durable when it is published, not before (G3)
-                    make_dirs(base / name, is_durable=False)
+                make_dirs(self.incoming / FILLING, is_durable=False)  # durable when it is published, not before (G3)
+                self.claims = Claims(self.incoming / CLAIMS)
+                stack.callback(self.claims.close)
+                self.claims.share(
+                    FILLS
+                )  # before there is an entry: without one of the two it is being made (_is_begun)
                 self.frozen = self._agree(frozen)
                 self._lines = ProgressLog(self.frozen)
                 self.progress_path = self._lines.path(self.incoming)
                 self._log = open_regular(
                     self.progress_path, os.O_RDWR | os.O_APPEND | os.O_CREAT, file_mode(self.progress_path)
                 )
-        except BaseException:
-            self.presence.end()
-            raise
-        self.claims = Claims(base / "claims", base / "owners", self.presence.name)
-        self.fetching = Claims(base / SHARED, base / "owners", self.presence.name)
-        self._hosts = Claims(base / HOST, base / "owners", self.presence.name)
+            stack.pop_all()
+        self.host = HostLease(self.incoming / HOST, holder_name(has_locks=self.claims.has_locks))
         self.refresh()
 
     def _agree(self, frozen: FileSet) -> FileSet:
@@ -311,7 +324,8 @@ class PartialEntry:
         """Leave. What has landed stays. Idempotent."""
         if self._log < 0:
             return
-        self.presence.end()
+        self.claims.close()
+        self.host.release(is_last=not is_filled_here(self.incoming))
         os.close(self._log)
         self._log = -1
 
@@ -321,27 +335,47 @@ class PartialEntry:
             with contextlib.suppress(TierckptError):
                 remove_dir(self.incoming)
 
-    def is_filled_elsewhere(self) -> bool:
-        """True while a live process of another host fills the directory: what it writes cannot be read here (G3).
-
-        Otherwise this host fills it, and the next one to ask waits.
-
-        Raises:
-            ObjectNotFoundError: the directory was published, or removed.
-        """
-        if self._hosts.take(FILL):
-            return False
-        owner = Owner.parse(self._hosts.holder(FILL) or "")
-        return owner is not None and owner.host != host_id()
-
-    def landed_elsewhere(self) -> dict[str, int]:
-        """The size of each progress file of other hosts: it grows while they get on."""
+    def progress_bytes(self) -> dict[str, int]:
+        """The size of each progress file: that of another host grows while it makes progress."""
         found = {}
         for path in self._lists():
-            if path != self.progress_path:
-                with contextlib.suppress(OSError):
-                    found[path.name] = path.stat().st_size
+            with contextlib.suppress(OSError):
+                found[path.name] = path.stat().st_size
         return found
+
+    # --- which process does what (C1 to C3) -----------------------------------------------------------------------
+
+    def _claim_of(self, index: int, chunk: int) -> int:
+        return STREAMS + index if chunk == STREAM else FETCHES + self.frozen.first_ordinals[index] + chunk
+
+    @contextlib.contextmanager
+    def claimed(self, index: int, chunk: int) -> Iterator[Turn]:
+        """Hold the claim on a chunk, or on ``STREAM``, within the block; yield what to do with the chunk."""
+        claim = self._claim_of(index, chunk)
+        if not self.claims.take(claim):
+            yield "later"
+            return
+        try:
+            self.refresh()  # it may have landed before the claim
+            yield "landed" if self.has(index, chunk) else "fetch"
+        finally:
+            self.claims.release(claim)
+
+    def is_claimed(self, index: int, chunk: int) -> bool:
+        claim = self._claim_of(index, chunk)
+        return bool(self.claims.held(claim, claim + 1))
+
+    def count_fetches(self) -> int:
+        """How many chunks the processes of this node fetch now."""
+        return len(self.claims.held(FETCHES, FETCHES + self.frozen.first_ordinals[-1]))
+
+    def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
+        """Say, or take back, that the chunk is fetched from shared storage."""
+        at = SHARED + self.frozen.first_ordinals[index] + chunk
+        if is_fetched:
+            self.claims.take(at)
+        else:
+            self.claims.release(at)
 
     # --- what has landed -----------------------------------------------------------------------------------------
 
@@ -515,14 +549,15 @@ class PartialEntry:
         """
         if self.is_published():
             return True
-        try:
-            if not self.claims.take(PUBLISH):
-                return False
-        except FileNotFoundError:
-            return self._is_elsewhere()
+        if not self.claims.take(PUBLISHES):
+            return False
         try:
             if self.is_published():
                 return True
+            if not (self.incoming / ENTRY).exists():
+                raise StoreError(
+                    f"{self.incoming} was removed while it was being filled", hint="Run it again", path=self.incoming
+                )
             self.refresh()
             if not self.has_all():
                 return False
@@ -539,7 +574,7 @@ class PartialEntry:
                         self._publish()
             return True
         finally:
-            self.claims.release(PUBLISH)
+            self.claims.release(PUBLISHES)
 
     @property
     def _is_new(self) -> bool:
@@ -555,13 +590,6 @@ class PartialEntry:
             hint="Run it again to put this version there, or give another directory",
             path=self.directory,
             tier=Tier.LOCAL,
-        )
-
-    def _is_elsewhere(self) -> bool:
-        if self.is_published():
-            return True
-        raise StoreError(
-            f"{self.incoming} was removed while it was being filled", hint="Run it again", path=self.incoming
         )
 
     def _publish(self) -> None:

@@ -28,7 +28,6 @@ from typing import Literal, TypeAlias
 
 from ..config import Settings
 from ..disk import read_lease
-from ..disk.claims import is_live
 from ..disk.durable import make_dirs, matching, read_whole, remove_tree, replace_file, space_of, translated
 from ..disk.file_lock import lock, try_lock
 from ..disk.local_root import make_local_root
@@ -220,15 +219,7 @@ class Pool:
 
     def leases(self, name: str) -> list[int]:
         """The live processes that hold an entry."""
-        return read_lease.holders(self.lease_path(name)) + [0] * self._is_held_as_before(name)
-
-    def _is_leased(self, name: str) -> bool:
-        return read_lease.is_held(self.lease_path(name)) or self._is_held_as_before(name)
-
-    def _is_held_as_before(self, name: str) -> bool:
-        """True when a process holds an entry that runs since before an upgrade: by a file with a heartbeat."""
-        beats = self.state_dir(name) / "leases"
-        return any(is_live(left.name, beats) for left in matching(beats, "*"))
+        return read_lease.holders(self.lease_path(name))
 
     def remove_state(self, name: str) -> None:
         """Remove what is written about an entry that is gone, unless somebody holds it: it is going to be made (H2)."""
@@ -307,7 +298,7 @@ class Pool:
                 break
             if row.is_pinned or self.is_pinned(row.name):
                 room.pinned.append(row)
-            elif self._is_leased(row.name):
+            elif read_lease.is_held(self.lease_path(row.name)):
                 room.leased.append(row)
             else:
                 room.evicted.append(row)
@@ -348,7 +339,7 @@ class Pool:
         with translated(self.root):
             make_dirs(path.parent)
             with try_lock(path, remove=True) as is_free:
-                if not is_free or self.is_pinned(name) or self._is_held_as_before(name):
+                if not is_free or self.is_pinned(name):
                     return False
                 incoming = self.incoming(name)
                 for directory in (self.directory(name), *([incoming] if incoming is not None else [])):

@@ -1,7 +1,7 @@
 """Replaces the files of a directory by those of another version, inside the directory: it keeps inode, owner and mode.
 
     .tierckpt/written.json     names of files of other prefetches that the directory still has, or may have
-    .tierckpt/publishing/      the claim of the process that replaces files
+    .tierckpt/publishing       the lease of the host that replaces files
 
 Invariants:
     R1  ``written.json`` names the files of both versions before the old receipt goes, and the new receipt comes last.
@@ -14,44 +14,43 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..disk.claims import Claims, Heartbeat
+from ..disk.claims import HostLease, holder_name
 from ..disk.durable import fsync_dir, make_dirs, matching
-from ..errors import ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
 from .file_set import FileSet
 from .receipt import RECEIPT, WRITTEN, put_receipt, put_written, written_in
 
 PUBLISHING = f"{PRIVATE_DIR}/publishing"
-CLAIM = "publish"
 
 
 @contextlib.contextmanager
 def turn_at(directory: Path) -> Iterator[bool]:
     """Within it no other process replaces files of ``directory``; False while one does (R3)."""
-    base = directory / PUBLISHING
-    presence = Heartbeat(base / "owners")
-    presence.begin()
-    claims = Claims(base / "claims", base / "owners", presence.name)
+    folder = os.open(directory / PRIVATE_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        make_dirs(claims.folder, is_durable=False)
+        has_locks = True
         try:
-            is_ours = claims.take(CLAIM)
-        except ObjectNotFoundError:  # another process has ended, and removed the folder of claims
-            is_ours = False
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            has_locks = False
+        lease = HostLease(directory / PUBLISHING, holder_name(has_locks=has_locks))
         try:
-            yield is_ours
+            yield lease.take()
         finally:
-            claims.release(CLAIM)
+            lease.release()
     finally:
-        presence.end()
-        for folder in (base / "owners", claims.folder, base):
-            with contextlib.suppress(OSError):  # another process is there
-                folder.rmdir()
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has this descriptor too
+        os.close(folder)
 
 
 class Replacement:

@@ -20,23 +20,15 @@ from ..stores.verified_read import again, corrupt
 from ..telemetry import BYTES
 from ..types import Buffer, Tier
 from .direct_write import landing_memory
-from .fetch_job import Turn
 from .file_set import FileSet
-from .partial_entry import PartialEntry, same_digest
+from .partial_entry import STREAM, PartialEntry, same_digest
 from .version_check import Versions
-
-STREAM = -1
-"""Stands for the chunk in the claim on a whole file."""
 
 
 class StreamTarget(Protocol):
     """What is filled (``entry.CacheEntry``)."""
 
     frozen: FileSet
-
-    def claimed(
-        self, filling: PartialEntry, index: int, chunk: int
-    ) -> contextlib.AbstractAsyncContextManager[Turn]: ...
 
     async def await_other(self, filling: PartialEntry, index: int, chunk: int) -> str: ...
 
@@ -73,7 +65,7 @@ class WholeFile:
     async def _run(self) -> None:
         """Stream the file, or wait while another process does."""
         while True:
-            async with self._target.claimed(self._filling, self._index, STREAM) as turn:
+            with self._filling.claimed(self._index, STREAM) as turn:
                 if turn != "later":
                     self._filling.refresh()
                     if not self._filling.has_file(self._index):

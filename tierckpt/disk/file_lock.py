@@ -120,9 +120,9 @@ def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
     )
 
 
-def open_lock(path: Path) -> int:
+def open_lock(path: Path, mode: int = 0o600) -> int:
     """Open the file of a lock; a forked child closes its copy (K5)."""
-    file = open_regular(path, os.O_RDWR | os.O_CREAT)
+    file = open_regular(path, os.O_RDWR | os.O_CREAT, mode)
     _files.add(file)
     return file
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import time
+import weakref
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +16,10 @@ from typing import ClassVar
 from xxhash import xxh3_128
 
 from ..cache.file_set import FileSet, decode, from_manifest
-from ..cache.partial_entry import ENTRY, FILLING, SHARED, ProgressLog, is_being_filled
+from ..cache.partial_entry import CLAIMS, ENTRY, FILLS, SHARED, ProgressLog
 from ..cache.receipt import RECEIPT
 from ..checkpoint.branches import NOTE, parse
-from ..disk.claims import holder_of, is_live
+from ..disk.claims import locked
 from ..disk.file_io import read_into, stat_version
 from ..disk.open_beneath import open_beneath
 from ..errors import ManifestError
@@ -26,8 +29,6 @@ from ..format.manifest import decode as decode_manifest
 from ..types import ByteRange
 from .peer_http import MANIFEST_BYTES_MAX
 
-LOOK_SECONDS = 0.05
-"""How long what was seen of claims and owners is taken to be so."""
 RECHECK_SECONDS = 1.0
 BAD_SECONDS = 60.0
 """A damaged chunk is looked at again after this long: somebody may have mended it."""
@@ -170,9 +171,7 @@ class Incoming(Recorded):
         self.order = self.lines.order
         self._size_bytes = 0
         self._progress = self.lines.path(directory)
-        self._looked_at = self._owned_at = float("-inf")
-        self._claims: list[tuple[int, int]] = []
-        self._is_owned = False
+        self._claims = -1
         self.refresh()
 
     def _decode(self, record: bytes, directory: Path) -> FileSet:
@@ -208,31 +207,21 @@ class Incoming(Recorded):
         return True  # it covers only what has a line of this boot: verified when it landed
 
     def is_filled_now(self) -> bool:
-        now = time.monotonic()
-        if now - self._owned_at > LOOK_SECONDS:
-            self._is_owned, self._owned_at = is_being_filled(self.directory), now
-        return self._is_owned
+        return bool(self._locked(FILLS, FILLS + 1))
 
     def claimed(self) -> Iterable[tuple[int, int]]:
-        """Chunks that live processes fetch from shared storage now."""
-        now = time.monotonic()
-        if now - self._looked_at > LOOK_SECONDS:
-            self._claims, self._looked_at = list(self.look_at_claims()), now
-        return self._claims
+        """Return the chunks that live processes fetch from shared storage now."""
+        firsts = self.frozen.first_ordinals
+        for at in self._locked(SHARED, SHARED + firsts[-1]):
+            index = bisect_right(firsts, at - SHARED) - 1
+            yield index, at - SHARED - firsts[index]
 
-    def look_at_claims(self) -> Iterable[tuple[int, int]]:
-        base = self.directory / FILLING
-        live: dict[str, bool] = {}
-        for name in _listed(base / SHARED):
-            index, _, chunk = name.partition("-")
-            if not (index.isdecimal() and chunk.isdecimal()) or int(index) >= len(self.frozen.files):
-                continue
-            if (holder := holder_of(base / SHARED / name)) is None:
-                continue
-            if holder not in live:
-                live[holder] = is_live(holder, base / "owners")
-            if live[holder] and int(chunk) < self.frozen.chunks_of(int(index)):
-                yield int(index), int(chunk)
+    def _locked(self, start: int, stop: int) -> list[int]:
+        if self._claims < 0:
+            with contextlib.suppress(FileNotFoundError):
+                self._claims = open_beneath(self.directory, CLAIMS)
+                weakref.finalize(self, os.close, self._claims)
+        return locked(self._claims, start, stop) if self._claims >= 0 else []
 
 
 class Committed(Recorded):
@@ -397,10 +386,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return -1
-
-
-def _listed(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)  # noqa: PTH208
-    except OSError:
-        return []

@@ -22,7 +22,6 @@ from ...cache.file_set import FileSet
 from ...cache.partial_entry import PartialEntry
 from ...cache.peer_fill import NotNowError, PeerSources, ReceivedChunk, StoreReader, Work
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
-from ...stores.common import to_completion
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
 from ..membership import Member
@@ -72,13 +71,9 @@ class LocalChunks:
     async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
         """Say, or take back, that this node fetches a chunk from shared storage: from the request until it is held.
 
-        Peers see it (peer/inventory.py). One that cannot be made costs a request at worst.
+        Peers see it (peer/inventory.py).
         """
-        marks, name = self._filling.fetching, f"{index}-{chunk}"
-        try:
-            await to_completion(asyncio.to_thread(marks.take if is_fetched else marks.release, name))
-        except OSError:
-            pass  # published meanwhile
+        self._filling.mark_shared(index, chunk, is_fetched)
 
 
 class FetchSession:
