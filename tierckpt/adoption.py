@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .cache import space
 from .checkpoint import local_commit, marks
 from .checkpoint.journal import READY, Journal
 from .client import Client, get_client, wait
@@ -30,7 +31,6 @@ from .format.manifest import RANKS_MAX, FileEntry, Manifest, is_token
 from .format.uris import local_path
 from .rank_store import RankStore, ranks_of_job
 from .save import adopted_directory as source
-from .save import eviction
 from .stores.schemes import check_location, check_mirrored_target
 from .telemetry import COMMITS, ignore_progress, logger
 from .tracebacks import short_traceback
@@ -161,7 +161,7 @@ def _adopt(
     settings, token = client.settings, part.token
     directory, journal = local_dir(settings.local_root, location), Journal(settings.local_root)
     sizes = {path: file.size_bytes for path, file in files.items()}
-    eviction.make_room(settings, sum(sizes.values()), directory)
+    space.make_room(settings, sum(sizes.values()), directory)
     with read_lease.reading(settings.local_root, directory), journal.own(token) as hold:
         if not hold or journal.read(token) is not None:
             raise CheckpointError(f"{location.uri}: an adoption of this name ({token}) is under way on this node")

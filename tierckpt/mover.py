@@ -22,9 +22,9 @@ from .cache.entry import CacheEntry
 from .cache.file_set import Receipt
 from .cache.hub_layout import check_hub_cache, hub_of, prefetch_to_hub_cache
 from .cache.node_cache import Check, Kind, NodeCache, ResolvedUri
-from .cache.pool import AdmissionPlan
 from .cache.prefetch import PrefetchResult, check_size, prefetch
 from .cache.reuse import Held
+from .cache.space import AdmissionPlan, plan_prefetch
 from .checkpoint import catalog, local_commit, marks, shared_commit
 from .checkpoint.branches import Branch
 from .checkpoint.catalog import Checkpoint, Row
@@ -535,7 +535,7 @@ class Mover:
         resolved = await self.node_cache.freeze(location, include=include, exclude=exclude)
         if self.local_place(resolved) is not None:
             return None
-        return await asyncio.to_thread(self.node_cache.pool.plan, resolved.frozen)
+        return await asyncio.to_thread(plan_prefetch, self.node_cache.pool, resolved.frozen)
 
     def local_place(self, resolved: ResolvedUri) -> Path | None:
         """Where a checkpoint of ours, all of it, goes by default; None for what goes to the node cache: there what was

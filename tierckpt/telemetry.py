@@ -97,6 +97,9 @@ LOG_BLOCKED_SECONDS = Metric(
 RETRIES = Metric("counter", "tierckpt_retries_total", "Tries again after a failure, by operation.", ("operation",))
 QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies set aside, by tier.", ("tier",))
 ERRORS = Metric("counter", "tierckpt_errors_total", "Errors that ended an operation.", ("operation", "error"))
+EVICTED_BYTES = Metric(
+    "counter", "tierckpt_evicted_bytes_total", "Bytes evicted from the local tier for room, by kind.", ("kind",)
+)
 COMMITS = Metric("counter", "tierckpt_commits_total", "Checkpoints committed by this node, by tier.", ("tier",))
 REPLICAS = Metric("counter", "tierckpt_replicas_total", "Copies of other nodes' checkpoints, by outcome.", ("outcome",))
 READS_ALONE = Metric("counter", "tierckpt_reads_alone_total", "Loads in which a rank gave up reading with its node.")

@@ -162,7 +162,7 @@ def test_disk_full_in_the_middle_of_a_save(small_disk: Path, file_uri: str, monk
     """The estimate is blind here (as it is for objects, or when others fill the disk): the write itself fails."""
     options = {"local_root": small_disk, "drain": False, "shard_size_bytes_max": "1MiB", "chunk_size_bytes": "64KiB"}
     save(f"{file_uri}/step-1", small_state(1), **options)
-    monkeypatch.setattr("tierckpt.save.eviction.make_room", lambda *_, **__: None)
+    monkeypatch.setattr("tierckpt.cache.space.make_room", lambda *_, **__: None)
     big = {f"w{index}": torch.ones(200_000) for index in range(8)}
     with pytest.raises(CapacityError, match="no room") as caught:
         save(f"{file_uri}/step-2", big, **options)

@@ -340,7 +340,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The estimate is blind, as it is when others fill the disk at the same time; the file system says no."""
-    monkeypatch.setattr("tierckpt.save.eviction.make_room", lambda *_, **__: None)
+    monkeypatch.setattr("tierckpt.cache.space.make_room", lambda *_, **__: None)
     root = small_disk(*(["-O", "^extent,^64bit,^has_journal"] if finds_it == "pwrite" else []))
     options = {"local_root": root, "drain": False}
     save(f"{file_uri}/step-1", state_of(1), way, **options)

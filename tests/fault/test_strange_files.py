@@ -198,13 +198,14 @@ def places(node: Node) -> list[Path]:
     state = node.root / "cache" / ".state" / entry.name
     step, agent = node.step, node.root / "agent"
     passing = [
-        *(node.root / "cache" / name for name in (".leases", f".leases/{entry.name}.lock", ".admission.lock")),
+        *(node.root / "cache" / name for name in (".leases", f".leases/{entry.name}.lock")),
         *(state / name for name in ("reserved", "reserved.new", "used", "pinned", "leases")),
         *(step / ".tierckpt" / name for name in ("lock", "incoming", "origin", "removed", "parts", "superseded.json")),
         *(step.parent / "step-3", step / "__0_0-strange.distcp"),
         lease_path(node.root, step),
         *(node.root / "journal" / name for name in ("strange.json", "strange.lock")),
-        *(node.root / name for name in ("leases", "control.json", "control.lock", "flush.mark", "quarantine")),
+        *(node.root / name for name in ("leases", "control.json", "control.lock", "admission.lock", "flush.mark")),
+        node.root / "quarantine",
         *(node.root / name for name in ("read-modes.json", "model-read-modes.json", "read-modes.lock")),
         *(agent / name for name in ("agent.lock", "agent.log", "agent.sock", "agent.starting", "node")),
     ]

@@ -252,5 +252,5 @@ def test_the_dashboard_and_the_alerts_ask_only_for_what_there_is(page: Page) -> 
 
 def test_no_label_has_values_without_bound() -> None:
     labels = {label for metric in METRICS.values() for label in metric.labels}
-    assert labels <= {"tier", "direction", "operation", "error", "state", "reason", "outcome"}
+    assert labels <= {"tier", "direction", "operation", "error", "state", "reason", "outcome", "kind"}
     assert all(name == name.lower() and name.startswith("tierckpt_") for name in METRICS)

@@ -21,6 +21,7 @@ import torch
 import tierckpt
 from tests.services import REPOSITORY
 from tierckpt.agent.node_document import checkpoints
+from tierckpt.cache import space
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import has_shards
@@ -38,7 +39,6 @@ from tierckpt.format.layout import DRAINED, MANIFEST, METADATA, ORIGIN_DIR, PART
 from tierckpt.format.manifest import FileEntry, Manifest
 from tierckpt.mover import Mover
 from tierckpt.replication.local_index import LocalIndex
-from tierckpt.save import eviction
 from tierckpt.training.checkpointer import Checkpointer
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "6"))
@@ -76,8 +76,8 @@ def superseded(settings: Settings) -> None:
 LOOKS: dict[str, Callable[[Settings], object]] = {
     "what removals left": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
-    "bytes": lambda settings: eviction.space_counter(settings.local_root).total(exact=True),
-    "room": lambda settings: eviction.evict(settings, 1 << 50, settings.local_root),
+    "bytes": lambda settings: space.space_counter(settings.local_root).total(exact=True),
+    "room": lambda settings: space.evict(settings, 1 << 50, settings.local_root),
     "whose": lambda settings: LocalIndex(settings.local_root).look(),
     "status": lambda settings: list(
         checkpoints(settings.local_root, [*marked_directories(settings.local_root / "checkpoints")], {})

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.states import load, same, save, small_state
+from tierckpt.cache import space
 from tierckpt.checkpoint.journal import READY, SET_ASIDE, Entry, Journal
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all, wait
@@ -26,7 +27,6 @@ from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUn
 from tierckpt.format.layout import CLAIM, local_dir, parse_uri
 from tierckpt.format.manifest import seal
 from tierckpt.mover import Mover
-from tierckpt.save import eviction
 from tierckpt.stores import retry
 
 AGENT = (
@@ -217,6 +217,6 @@ def test_nothing_evicts_it(saved: str, local_root: Path) -> None:
     set_aside(local_root)
     settings = Settings.load(local_root=local_root, local_bytes_max=1, local_full_policy="error")
     directory = local_dir(local_root, parse_uri(saved))
-    assert not eviction.has_room(settings, 1 << 20, directory.parent / "step-2")
+    assert not space.has_room(settings, 1 << 20, directory.parent / "step-2")
     assert cli(["prune", str(Path(saved).parent), "--keep-last", "1"]) == 0
     assert same(load(saved, small_state(1)), small_state(1))

@@ -17,11 +17,12 @@ from tests.open_files import open_files
 from tests.states import load, same, zeros_like
 from tests.states import save as save_at_once
 from tierckpt.arena import slots
+from tierckpt.cache import space
 from tierckpt.dcp import staging_copy
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.poll import LOCAL, Poll
-from tierckpt.save import eviction, write_ahead
+from tierckpt.save import write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
 LARGE = 150_000
@@ -198,7 +199,7 @@ def test_nothing_is_written_ahead_where_something_would_have_to_go(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
-    monkeypatch.setattr(eviction, "room_bytes", lambda settings: 100 * KiB)
+    monkeypatch.setattr(space, "room_bytes", lambda settings: 100 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
     assert seen.taken == 0
@@ -209,13 +210,13 @@ def test_what_the_disk_has_given_already_is_not_asked_for_again(
 ) -> None:
     """The last checkpoint that fits: once its file is there, no room for another is left."""
     asked: list[tuple[int, int]] = []
-    real = eviction.make_room
+    real = space.make_room
 
     def spy(settings: Any, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
         asked.append((needed_bytes, reserved_bytes))
         real(settings, needed_bytes, directory, reserved_bytes=reserved_bytes)
 
-    monkeypatch.setattr(eviction, "make_room", spy)
+    monkeypatch.setattr(space, "make_room", spy)
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
@@ -223,7 +224,7 @@ def test_what_the_disk_has_given_already_is_not_asked_for_again(
     assert first == second and none == 0 and abs(reserved - second) < 4 * KiB
     status = os.statvfs(local_root)
     free = status.f_bavail * status.f_frsize
-    margin = eviction.FREE_BYTES_MARGIN_MAX
+    margin = space.MARGIN_BYTES_MAX
     settings = tierckpt.Settings.load(local_root=local_root, local_full_policy="error", local_high_water=1.0)
     with pytest.raises(TierckptError, match="no room"):
         real(settings, free + margin, local_root)

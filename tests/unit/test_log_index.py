@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tierckpt.cache import space
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, IntegrityError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
@@ -18,7 +19,7 @@ from tierckpt.peer.replica_policy import LogRow
 from tierckpt.replay.log import GradientLog, roll_forward
 from tierckpt.replication import log_copies
 from tierckpt.replication.log_copies import LogIndex, fetch_log
-from tierckpt.save import eviction, log_segments
+from tierckpt.save import log_segments
 from tierckpt.types import ByteRange
 
 RUN = "s3://bucket/run"
@@ -140,7 +141,7 @@ async def test_damage_does_not_count_and_says_where(source: Source, holder: Hold
 
 async def test_without_room_there_is_no_copy(source: Source, holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     source.step(1)
-    monkeypatch.setattr(eviction, "has_room", lambda *_: False)
+    monkeypatch.setattr(space, "has_room", lambda *_: False)
     with pytest.raises(CapacityError):
         await holder.fetch()
     holder.index.look()

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from tierckpt.cache import space
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError
 from tierckpt.format.manifest import digest_of
-from tierckpt.save import eviction, spool
+from tierckpt.save import spool
 from tierckpt.save.spool import Spool
 
 KiB = 1 << 10
@@ -115,7 +116,7 @@ def test_a_save_that_does_not_fit_is_told_so_while_it_is_written(
         if needed_bytes > 1000 * KiB:
             raise CapacityError("no room", hint="none")
 
-    monkeypatch.setattr(eviction, "make_room", room)
+    monkeypatch.setattr(space, "make_room", room)
     with Spool(settings, is_kept=True) as file, pytest.raises(CapacityError):
         for _ in range(100):
             file.write(bytes(50 * KiB))

@@ -34,6 +34,7 @@ from ..stores.common import to_completion
 from ..stores.verified_read import corrupt, reread
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
+from . import space
 from .direct_write import landing_memory
 from .fetch_job import FetchJob, FetchStats
 from .file_set import FileSet, FileSpec, Receipt
@@ -212,7 +213,7 @@ class CacheEntry:
 
     def _reserve(self, size_bytes: int) -> None:
         if self.pool is not None and size_bytes > self._granted_bytes:
-            self.pool.reserve(self.frozen, size_bytes)
+            space.reserve(self.pool, self.frozen, size_bytes)
             self._granted_bytes = size_bytes
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """Prunes a run on each tier by the rules of retention.py, and finishes interrupted removals.
 
-``save/eviction.py`` makes room for saves.
+``cache/space.py`` makes room for a save.
 """
 
 from __future__ import annotations

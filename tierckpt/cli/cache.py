@@ -11,6 +11,7 @@ import typer
 
 from ..cache.node_cache import Check
 from ..cache.pool import Pool, Row
+from ..cache.space import shrink_cache
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError
 from ..format.layout import Location
 from ..format.uris import local_path
@@ -107,7 +108,7 @@ def evict(
         return evicted([location_of(uri) for uri in uris or ()], local_root)
     pool = Pool(load_settings(local_root))
     before = pool.rows()
-    pool.make_room(sum(row.reserved_bytes for row in before) - size_bytes_max)
+    shrink_cache(pool, sum(row.reserved_bytes for row in before) - size_bytes_max)
     left = pool.rows()
     names = {row.name for row in left}
     is_too_much = sum(row.reserved_bytes for row in left) > size_bytes_max

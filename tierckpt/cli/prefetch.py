@@ -214,14 +214,14 @@ class _Job:
             "would_fetch_bytes": fetch_bytes,
             "would_copy_bytes": copy_bytes,
             "would_fetch": found.missing if fetch_bytes else [],
-            "would_evict": [{"uri": row.uri, "size_bytes": row.reserved_bytes} for row in going],
+            "would_evict": [{"uri": row.uri, "size_bytes": row.size_bytes} for row in going],
             "fits": fits,
         }
         summary = {
             "uri": location.uri,
             "would fetch": f"{human_bytes(fetch_bytes)} in {len(document['would_fetch'])} files",
             "would copy": f"{human_bytes(copy_bytes)} of this node",
-            "would evict": ", ".join(f"{row.uri} ({human_bytes(row.reserved_bytes)})" for row in going) or "none",
+            "would evict": ", ".join(f"{row.uri} ({human_bytes(row.size_bytes)})" for row in going) or "none",
             "fits": "yes" if fits else "no",
         }
         return Report(document, [facts(summary)], 0 if fits else 1)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import Lease, write_buffers
+from ..cache import space
 from ..checkpoint.journal import Entry
 from ..client import Client
 from ..config import Settings
@@ -33,7 +34,7 @@ from ..format.manifest import FileEntry
 from ..format.shard import Flushed
 from ..quantities import round_up
 from ..read import block_digests
-from ..save import direct_put, eviction
+from ..save import direct_put
 from ..save.flush import flush
 from ..save.shard_plan import Shard
 from ..telemetry import logger
@@ -115,7 +116,7 @@ class ShardDelivery:
         """Write to the SSD what a rank that has ended left in memory."""
         for shard in shards:
             shard.path.unlink(missing_ok=True)
-        eviction.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
+        space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
         flushed = self._flush(shards, cached=True)
         fsync_dir(self.directory)
         return self._entries(flushed)
@@ -171,7 +172,7 @@ class ShardDelivery:
         shards, results, streamed = laid_out.shards, laid_out.results, laid_out.streamed
         size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, streamed))
         reserved_bytes = sum(lease.ahead.reserved_bytes for lease in laid_out.leases if lease.ahead is not None)
-        eviction.make_room(self.settings, size_bytes, self.directory, reserved_bytes=reserved_bytes)
+        space.make_room(self.settings, size_bytes, self.directory, reserved_bytes=reserved_bytes)
         flushed = self._flush(shards)
         for lease in laid_out.leases:
             lease.in_place = all(shard.image for shard in shards)

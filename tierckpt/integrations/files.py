@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..cache import space
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.journal import Entry
 from ..checkpoint.namespace import Thing, root_of
@@ -28,7 +29,6 @@ from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
 from ..read.file_copies import Copy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
-from ..save import eviction
 from ..save.spool import PIECE_BYTES, Spool, spooled
 from ..stores.schemes import check_target
 from ..telemetry import logger
@@ -373,7 +373,7 @@ def put(
     if write_back:
         client.recover()
         with stream if isinstance(stream, Spool) else spooled(settings, stream) as spool:
-            eviction.make_room(settings, spool.size_bytes, settings.local_root, reserved_bytes=spool.reserved_bytes)
+            space.make_room(settings, spool.size_bytes, settings.local_root, reserved_bytes=spool.reserved_bytes)
             client.drain_in_background(drained.write(settings, location, spool.size_bytes, spool.keep_as))
         return
     if size_bytes <= PIECE_BYTES:

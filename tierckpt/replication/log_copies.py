@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from ..cache import space
 from ..checkpoint.retention import marked_directories
 from ..config import Settings
 from ..disk.durable import fsync_dir, make_dirs, matching, translated
@@ -34,7 +35,6 @@ from ..peer.inventory import Opened
 from ..peer.membership import Member
 from ..peer.peer_catalog import PeerCatalog, PeerWire
 from ..peer.replica_policy import BASES_MAX, LogRow
-from ..save import eviction
 from ..save.log_segments import Tail, paths_in, remove_before, step_of_path
 from ..types import Buffer, ByteRange, Tier
 
@@ -187,7 +187,7 @@ async def fetch_log(
     async with lock_async(directory.with_name(f".{directory.name}.lock"), LOCK_SECONDS, str(directory)):
         lacking = await asyncio.to_thread(index.lacking, directory, row, after)
         needed = sum(size_bytes - tail.size_bytes for tail, size_bytes in lacking)
-        if needed and not await asyncio.to_thread(eviction.has_room, settings, needed, directory):
+        if needed and not await asyncio.to_thread(space.has_room, settings, needed, directory):
             raise CapacityError(f"{needed} bytes are needed, and only this node's own work is in the way")
         for tail, size_bytes in lacking:
             identity = row.identity(tail.path.name)

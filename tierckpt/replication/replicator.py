@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..cache import space
 from ..checkpoint import commit_times, local_commit, marks, shared_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import Journal
@@ -41,7 +42,6 @@ from ..peer.membership import Member
 from ..peer.peer_catalog import Live, PeerCatalog, PeerReplicas
 from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, FreshCheckpoint, LogRow, holders, outdated, sources
 from ..read.range_sources import PeerSource
-from ..save import eviction
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
 from ..telemetry import REPLICAS, logger
@@ -354,7 +354,7 @@ class Replicator:
         lacking = [entry for entry in files if file_size(directory / entry.key) != entry.size_bytes]
         needed = sum(entry.size_bytes for entry in (*lacking, *manifest.metadata))
         async with read_lease.reading_async(self.settings.local_root, directory):
-            if not await asyncio.to_thread(eviction.has_room, self.settings, needed, directory):
+            if not await asyncio.to_thread(space.has_room, self.settings, needed, directory):
                 raise CapacityError(f"{needed} bytes are needed, and only this node's own work is in the way")
             if is_new and not await self._adopt(elsewhere, directory, [member]):
                 raise ManifestError(f"another save stands at {directory}", hint="It is this node's own, and stays")

@@ -18,12 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+from ..cache import space
 from ..config import Settings
 from ..disk.durable import create_file, make_dirs, translated, write_all
 from ..disk.file_io import begin_writeback
 from ..format.layout import written_file
 from ..format.manifest import BlockDigests, digest_of, digest_of_blocks
-from . import eviction
 
 MEMORY_BYTES = 1 << 20
 PIECE_BYTES = 8 << 20
@@ -110,7 +110,7 @@ class Spool(io.BufferedIOBase):
     def _write_piece(self, piece: memoryview) -> None:
         stop = self._at + len(piece)
         if self._is_kept and stop > self._room_bytes:
-            eviction.make_room(self._settings, stop, self._settings.local_root, reserved_bytes=self.size_bytes)
+            space.make_room(self._settings, stop, self._settings.local_root, reserved_bytes=self.size_bytes)
             self._room_bytes = stop + PIECE_BYTES
         self._file.write(piece)
         self._is_in_order = self._is_in_order and self._at == self.size_bytes

@@ -33,6 +33,7 @@ from typing import Protocol
 
 from ..arena.memory import Memory
 from ..arena.slots import Lease
+from ..cache import space
 from ..config import Settings
 from ..disk.file_io import DirectFile, allocate, open_direct
 from ..disk.io_tuner import segment_bytes
@@ -40,7 +41,6 @@ from ..errors import CapacityError
 from ..quantities import round_up
 from ..resources import start_thread
 from ..telemetry import logger
-from . import eviction
 
 log = logger("flush")
 
@@ -306,9 +306,7 @@ def prepare(settings: Settings, lease: Lease, layout: Layout) -> WriteAhead | No
         return None
     unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
     spans = layout.spans(lease.memory.address)
-    ahead = WriteAhead(
-        settings.local_root, lease.memory, spans, unit, lambda: eviction.room_bytes(settings) >= size_bytes
-    )
+    ahead = WriteAhead(settings.local_root, lease.memory, spans, unit, lambda: space.room_bytes(settings) >= size_bytes)
     if ahead.planned_bytes < BYTES_MIN:
         return None
     lease.ahead = ahead

@@ -14,13 +14,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..cache.space import room_bytes
 from ..config import Settings, ranks_of_node
 from ..disk.illness import Errands
 from ..errors import CheckpointSkippedError
 from ..format.layout import MANIFEST, local_dir, parse_uri
 from ..planning import drain_policy
 from ..planning.drain_policy import Decision, Rules, Situation, Version
-from ..save.eviction import room_bytes
 from ..telemetry import logger
 from .saves import SaveRecord
 

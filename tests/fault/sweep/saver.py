@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tierckpt.arena.slots import write_buffers
+from tierckpt.cache import space
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
 from tierckpt.config import Settings
@@ -29,7 +30,7 @@ from tierckpt.format.manifest import FileEntry, Manifest, digests_of
 from tierckpt.format.shard import Flushed
 from tierckpt.mover import Mover
 from tierckpt.quantities import round_up
-from tierckpt.save import direct_put, eviction, flush, shard_plan
+from tierckpt.save import direct_put, flush, shard_plan
 
 KiB = 1 << 10
 CHUNK_BYTES = 64 * KiB
@@ -158,7 +159,7 @@ class _OneSave:
         flushed = self._straight(shards) if is_direct_put else None
         self.is_direct_put = flushed is not None
         if flushed is None:
-            eviction.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
+            space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
             flushed = self._flush(shards)
         files = tuple(FileEntry(file.path.name, file.size_bytes, file.digests, rank, token) for file in flushed)
         self.collected += files

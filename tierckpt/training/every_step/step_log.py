@@ -43,6 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...cache.space import has_room, room_bytes
 from ...checkpoint.branches import NOTE, Branch
 from ...checkpoint.branches import parse as parse_branch
 from ...client import get_client
@@ -57,7 +58,6 @@ from ...replay.optimizers import check_replayable, optimizers_in
 from ...replication.log_copies import bring_log, copies_of
 from ...resources import exhausted
 from ...save import log_segments
-from ...save.eviction import has_room, room_bytes
 from ...telemetry import logger
 from ..codec.attachment import Attached, Attachments, Place
 from ..rank_exchange import all_gather, is_distributed

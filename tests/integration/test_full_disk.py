@@ -20,6 +20,7 @@ import torch
 import tierckpt
 from tests.services import needs, unavailable
 from tests.states import load, save
+from tierckpt.cache import space
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
@@ -27,7 +28,6 @@ from tierckpt.disk import read_lease
 from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CapacityError
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.save import eviction
 
 MiB = 1 << 20
 STEP_BYTES = 8 * MiB
@@ -203,8 +203,8 @@ def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
     options = {"local_high_water": 0.75, "exit_timeout_seconds": 0}
     for step in (1, 2, 3):
         save_step(uri, step, disk, drained=False, **options)
-    say = eviction.log.warning
-    monkeypatch.setattr(eviction.log, "warning", lambda *what: (say(*what), held_drains.set()))
+    say = space.log.warning
+    monkeypatch.setattr(space.log, "warning", lambda *what: (say(*what), held_drains.set()))
     with caplog.at_level(logging.WARNING, "tierckpt"):
         save_step(uri, 4, disk, drained=False, **options)
     assert held_drains.is_set()
@@ -224,7 +224,7 @@ def test_a_save_that_finds_no_room_is_refused_by_policy(
     disk: Path, uri: str, held_drains: threading.Event, policy: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``error`` at once: one that waited would not be back before the test's deadline."""
-    monkeypatch.setattr(eviction, "ROOM_SECONDS", seconds)
+    monkeypatch.setattr(space, "ROOM_SECONDS", seconds)
     options: dict[str, Any] = {"local_high_water": 0.75, "exit_timeout_seconds": 0, "local_full_policy": policy}
     for step in (1, 2, 3):
         save_step(uri, step, disk, drained=False, **options)
@@ -263,7 +263,7 @@ def test_a_drain_that_has_failed_for_good_is_not_waited_for(disk: Path, uri: str
     journal.write(replace(entry, state="ready", error="PermissionDeniedError: no permission"))
     settings = Settings.load(local_root=disk, **options)
     with pytest.raises(CapacityError) as caught:
-        eviction.make_room(settings, STEP_BYTES, local_dir(disk, parse_uri(f"{uri}/step-3")))
+        space.make_room(settings, STEP_BYTES, local_dir(disk, parse_uri(f"{uri}/step-3")))
     assert caught.value.context["last_error"].startswith("PermissionDeniedError")
 
 
@@ -292,7 +292,7 @@ def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path
     for path in [run.parent, *run.rglob("*"), run, tmp_path / "checkpoints", tmp_path / "checkpoints/file"]:
         os.utime(path, (old, old))
     directory = run / "step-19"
-    seconds = best_seconds(lambda: eviction.make_room(settings, 1 << 20, directory))
+    seconds = best_seconds(lambda: space.make_room(settings, 1 << 20, directory))
     looking = best_seconds(lambda: [path.stat() for path in run.rglob("*")], 20)
     print(f"make_room with room, local_bytes_max={limit}: {seconds * 1e6:.0f} microseconds of {looking * 1e6:.0f}")
     assert seconds < looking / 4
@@ -300,7 +300,7 @@ def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path
 
 def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:
     top = tmp_path / "checkpoints"
-    counter = eviction.SpaceCounter(top)
+    counter = space.SpaceCounter(top)
     assert counter.total(exact=False) == 0
     shard = top / "run/step-1/__0_0-t.distcp"
     shard.parent.mkdir(parents=True)

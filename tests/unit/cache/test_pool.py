@@ -1,4 +1,4 @@
-"""Room in the node cache: what is reserved, what may go, and what the files tell of it (H1 to H4 in pool.py)."""
+"""Entries of the node cache: what is reserved and may go, what the files tell (H1 to H3 of pool.py, E3 of space.py)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import Pool, Row
+from tierckpt.cache.space import make_room, plan_prefetch, reserve, shrink_cache
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, ConfigError
 from tierckpt.quantities import human_bytes
-from tierckpt.save.eviction import make_room
 
 KIB = 1024
 SIZE = 64 * KIB
@@ -48,7 +48,7 @@ def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
     try:
         filling = PartialEntry(pool.directory(frozen.name), frozen, preallocate=True)
         try:
-            pool.reserve(frozen, frozen.size_bytes)
+            reserve(pool, frozen, frozen.size_bytes)
         except CapacityError:
             remove_dir(filling.incoming)
             raise
@@ -104,7 +104,7 @@ def test_room_is_reserved_before_the_first_byte_and_the_least_recently_used_goes
     pool.used(model("a").name)
     assert there(pool) == {"a", "b", "c"}
     filling = PartialEntry(pool.directory(model("d").name), model("d"), preallocate=False)
-    room = pool.reserve(model("d"), SIZE)
+    room = reserve(pool, model("d"), SIZE)
     assert [row.uri for row in room.evicted] == ["s3://bucket/b"]
     assert not pool.directory(model("b").name).exists()
     assert sum(row.reserved_bytes for row in pool.rows()) == QUOTA
@@ -129,7 +129,7 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     assert there(pool) == {"leased", "pinned", "fourth"}
     assert not pool.directory(third).exists()
     with pytest.raises(CapacityError) as caught:
-        pool.reserve(model("large", 2 * SIZE), 2 * SIZE)
+        reserve(pool, model("large", 2 * SIZE), 2 * SIZE)
     facts = caught.value.context
     assert (facts["needed_bytes"], facts["free_bytes"], facts["evictable_bytes"]) == (2 * SIZE, 0, SIZE)
     assert (facts["pinned_bytes"], facts["leased_bytes"]) == (SIZE, SIZE)
@@ -143,7 +143,7 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     process.kill()
     process.wait()
     assert pool.leases(leased) == []
-    pool.reserve(model("large", 2 * SIZE), 2 * SIZE)
+    reserve(pool, model("large", 2 * SIZE), 2 * SIZE)
     assert "leased" not in there(pool)
     assert not pool.state_dir(leased).exists(), "a killed reader leaves nothing behind"
 
@@ -162,7 +162,7 @@ def test_what_was_refused_can_be_had_once_it_is_unpinned(pool: Pool) -> None:
 def test_more_than_the_quota_is_refused_at_once(pool: Pool) -> None:
     fill(pool, model("a"))
     with pytest.raises(CapacityError, match=f"{human_bytes(QUOTA + 1)} are needed"):
-        pool.reserve(model("huge", QUOTA + 1), QUOTA + 1)
+        reserve(pool, model("huge", QUOTA + 1), QUOTA + 1)
     assert there(pool) == {"a"}
 
 
@@ -184,20 +184,21 @@ def test_what_is_planned_is_what_is_done_and_planning_does_nothing(pool: Pool) -
     for name in "abc":
         fill(pool, model(name))
     before = sorted(path for path in pool.root.rglob("*"))
-    room = pool.plan(model("d", 2 * SIZE))
+    room = plan_prefetch(pool, model("d", 2 * SIZE))
     assert [row.uri for row in room.evicted] == ["s3://bucket/a", "s3://bucket/b"]
     assert room.fits
-    assert not pool.plan(model("e", QUOTA + 1)).fits
+    assert not plan_prefetch(pool, model("e", QUOTA + 1)).fits
     assert sorted(path for path in pool.root.rglob("*")) == before
 
 
-def test_the_cache_gives_way_to_a_save(pool: Pool) -> None:
+def test_a_cache_can_be_made_smaller(pool: Pool) -> None:
     for name in "abc":
         fill(pool, model(name))
     pool.pin(model("a").name)
-    assert pool.make_room(SIZE + 1) == 2 * SIZE
+    shrink_cache(pool, SIZE + 1)
     assert there(pool) == {"a"}
-    assert pool.make_room(SIZE) == 0
+    shrink_cache(pool, SIZE)
+    assert there(pool) == {"a"}
 
 
 def test_blocks_that_no_user_gets_are_not_taken_for_used_ones(
@@ -301,7 +302,7 @@ def test_reservations_of_many_processes_together_stay_within_the_quota(local_roo
             lease = own.lease(frozen.name)
             filling = PartialEntry(own.directory(frozen.name), frozen, preallocate=True)
             try:
-                own.reserve(frozen, SIZE)
+                reserve(own, frozen, SIZE)
                 code = 0
             except CapacityError:
                 code = 1
@@ -330,7 +331,7 @@ def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
 
     monkeypatch.setattr(os, "statvfs", Full)
     with pytest.raises(CapacityError):
-        pool.reserve(model("a"), SIZE)
+        reserve(pool, model("a"), SIZE)
 
 
 # --- what the files tell ---------------------------------------------------------------------------------------------
@@ -385,14 +386,6 @@ def test_an_entry_that_is_published_during_the_look_is_counted(filled: Pool, mon
 
     monkeypatch.setattr(Pool, "incoming", published_meanwhile)
     assert [row.state for row in filled.rows("s3://bucket/half")] == ["complete"]
-
-
-def test_the_index_of_an_earlier_version_goes(pool: Pool) -> None:
-    fill(pool, model("a"))
-    for name in ("index.sqlite", "index.sqlite-wal"):
-        (pool.root / name).write_bytes(b"SQLite format 3")
-    fill(pool, model("b"))
-    assert there(pool) == {"a", "b"} and not list(pool.root.glob("index*"))
 
 
 def test_a_cache_that_cannot_be_written_says_so(local_root: Path) -> None:

@@ -1,0 +1,164 @@
+"""Room on the SSD: what goes for a save, a copy of another node's checkpoint, and a prefetch, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from tests.unit.cache.test_pool import SIZE, fill, model, there
+from tierckpt import telemetry
+from tierckpt.cache import space
+from tierckpt.cache.pool import Pool
+from tierckpt.checkpoint import local_commit, marks
+from tierckpt.config import Settings
+from tierckpt.disk.durable import Space
+from tierckpt.disk.file_lock import try_lock
+from tierckpt.errors import CapacityError
+from tierckpt.format.layout import METADATA, attempt_metadata, local_dir, parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest, digests_of
+
+RUN = "s3://bucket/run"
+STEP_BYTES = 2 * SIZE
+Lack: TypeAlias = Callable[[int], None]
+
+
+def checkpoint(root: Path, step: int, *, is_drained: bool = True) -> Path:
+    location, attempt = parse_uri(f"{RUN}/step-{step}"), f"attempt{step}"
+    directory, metadata, shard = local_dir(root, location), b"metadata", bytes(STEP_BYTES)
+
+    def entry(path: str, data: bytes, source: str = "") -> FileEntry:
+        return FileEntry(path, len(data), digests_of(data, 1 << 20), 0, attempt, source)
+
+    files = (entry(f"__0_0-{attempt}.distcp", shard),)
+    described = (entry(METADATA, metadata, attempt_metadata(attempt)),)
+    manifest = Manifest(attempt, 1, 1 << 20, described, files, created_unix_seconds=1000.0 + step)
+    directory.mkdir(parents=True)
+    (directory / files[0].path).write_bytes(shard)
+    local_commit.write_attempt_metadata(directory, manifest, {METADATA: metadata})
+    local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
+    if is_drained:
+        marks.mark_drained(directory, attempt)
+    return directory
+
+
+@pytest.fixture
+def node(local_root: Path) -> Pool:
+    """Three drained steps and three cache entries."""
+    pool = Pool(Settings.load(local_root=local_root, local_high_water=1.0))
+    for step in (1, 2, 3):
+        checkpoint(local_root, step)
+    for name in "abc":
+        fill(pool, model(name))
+    return pool
+
+
+def steps(root: Path) -> set[int]:
+    return {int(path.name[5:]) for path in local_dir(root, parse_uri(RUN)).iterdir() if path.name != ".tierckpt"}
+
+
+@pytest.fixture
+def evicted() -> Iterator[dict[str, float]]:
+    """Bytes that were evicted, by kind."""
+    seen: dict[str, float] = {}
+
+    def listener(metric: telemetry.Metric, value: float, labels: telemetry.Labels, /) -> None:
+        if metric is telemetry.EVICTED_BYTES:
+            seen[labels["kind"]] = seen.get(labels["kind"], 0) + value
+
+    stop = telemetry.listen(listener)
+    yield seen
+    stop()
+
+
+@pytest.fixture
+def lack(evicted: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have a disk of 1 GiB lack so many bytes for one byte more, and get back what is evicted."""
+    size_bytes = 1 << 30
+
+    def set_lack(lacking_bytes: int) -> None:
+        begun = sum(evicted.values())
+
+        def space_of(_: Path) -> Space:
+            gone = int(sum(evicted.values()) - begun)
+            free = 1 + int(size_bytes * space.MARGIN_FRACTION) - lacking_bytes + gone
+            return Space(free, size_bytes - free)
+
+        monkeypatch.setattr(space, "space_of", space_of)
+
+    return set_lack
+
+
+def test_a_save_evicts_old_checkpoints_before_models(node: Pool, lack: Lack) -> None:
+    root = node.settings.local_root
+    for lacking_bytes, left, models in ((1, {2, 3}, "abc"), (STEP_BYTES + 1, {3}, "bc")):
+        lack(lacking_bytes)
+        space.make_room(node.settings, 1, root / "checkpoints/new")
+        assert steps(root) == left and there(node) == {*models}
+    lack(1 << 30)
+    with pytest.raises(CapacityError):
+        space.make_room(node.settings, 1, root / "checkpoints/new")
+    assert steps(root) == {3}, "the newest stays"
+
+
+def test_a_quota_of_checkpoints_takes_no_model(node: Pool) -> None:
+    root = node.settings.local_root
+    settings = node.settings.model_copy(update={"local_bytes_max": STEP_BYTES})
+    with pytest.raises(CapacityError):
+        space.make_room(settings, 1, root / "checkpoints/new")
+    assert steps(root) == {3} and there(node) == {*"abc"}
+
+
+def test_a_copy_of_another_node_takes_no_model(node: Pool, lack: Lack) -> None:
+    root = node.settings.local_root
+    lack(1 << 30)
+    assert not space.has_room(node.settings, 1, root / "checkpoints/new")
+    assert steps(root) == {3} and there(node) == {*"abc"}
+
+
+def test_a_prefetch_takes_no_checkpoint(node: Pool, lack: Lack) -> None:
+    root = node.settings.local_root
+    node.pin(model("a").name)
+    lack(SIZE + 2)
+    with pytest.raises(CapacityError) as caught:
+        space.reserve(node, model("d"), SIZE)
+    assert caught.value.context["pinned_bytes"] == SIZE
+    assert steps(root) == {1, 2, 3} and there(node) == {*"abc"}
+
+
+def test_what_goes_is_counted_by_kind(node: Pool, lack: Lack, evicted: dict[str, float]) -> None:
+    lack(2 * STEP_BYTES + 1)
+    space.make_room(node.settings, 1, node.settings.local_root / "checkpoints/new")
+    assert evicted == {"checkpoint": 2 * STEP_BYTES, "cache": SIZE}
+
+
+def test_a_save_does_not_fail_for_an_admission_that_hangs(
+    node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = node.settings.local_root
+    monkeypatch.setattr(space, "SAVE_ADMISSION_SECONDS", 0.01)
+    lack(1)
+    with try_lock(root / "admission.lock"):
+        space.make_room(node.settings, 1, root / "checkpoints/new")
+    assert steps(root) == {2, 3}
+
+
+def test_a_model_that_is_leased_meanwhile_is_not_counted_as_room(
+    node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the plan of a reservation and its evictions a reader takes the first candidate."""
+    real, leases = Pool.evict, []
+
+    def late(pool: Pool, name: str) -> bool:
+        if not leases:
+            leases.append(pool.lease(name))
+        return real(pool, name)
+
+    monkeypatch.setattr(Pool, "evict", late)
+    lack(2 - SIZE)
+    plan = space.reserve(node, model("d"), SIZE)
+    leases[0].close()
+    assert [one.uri for one in plan.evicted] == ["s3://bucket/b"]
+    assert there(node) == {"a", "c"}

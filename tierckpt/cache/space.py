@@ -1,0 +1,507 @@
+"""Makes room on the SSD of the local root, for saves, copies of other nodes' checkpoints, and prefetches.
+
+Two limits are hard: the free bytes of the disk less a margin, and the quota of the kind (``local_bytes_max`` for
+checkpoints, ``cache_bytes_max`` for the node cache). ``local_high_water`` is soft: above it evictable data goes and
+saves wait for drains, but the disk is still used when other files keep it above the mark.
+
+    who asks      evicts                           without enough of it
+    save          checkpoints, then cache entries  waits for drains by ``local_full_policy``, or raises CapacityError
+    replica       checkpoints                      is not made
+    prefetch      cache entries                    raises CapacityError, and evicts nothing
+
+Candidates, first to last: checkpoints of abandoned branches, drained or superseded checkpoints by step, partial cache
+entries that no process fills, whole cache entries by last use. Checkpoints go before cache entries because the newest
+of each run stays: only a job that goes back reads the older ones, while the next start of a server reads its model. A
+prefetch evicts no checkpoint: a restore from the SSD is worth more than a second fetch.
+
+``checkpoint/retention.py`` decides which checkpoints may go; ``checkpoint/prune.py`` removes by policy.
+
+Invariants:
+    E1  A checkpoint is evicted only when it is drained or superseded, no process reads, saves or drains it, and it is
+        not the newest of its run (N1). A cache entry is evicted only when it is neither pinned nor leased.
+    E2  A save never waits for what cannot come: no drain under way, or not enough of it, ends the wait at once.
+    E3  A prefetch reserves its room before its first byte, one process of the node at a time: all reservations together
+        stay within the quota and the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checkpoint import local_commit, marks
+from ..checkpoint.branches import abandoned_here
+from ..checkpoint.journal import READY, Journal
+from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, protect
+from ..checkpoint.select import age_of
+from ..config import Settings
+from ..disk import read_lease
+from ..disk.durable import UNKNOWN_BYTES, make_dirs, space_of, translated
+from ..disk.file_lock import lock
+from ..errors import CapacityError, TierckptError
+from ..format.layout import PRIVATE_DIR, local_dir, step_of
+from ..format.manifest import Manifest
+from ..poll import SHARED, Poll
+from ..quantities import human_bytes
+from ..telemetry import EVICTED_BYTES, logger
+from ..types import Tier
+from .file_set import FileSet
+from .pool import Pool, Row, allocated_bytes
+
+log = logger("space")
+
+MARGIN_FRACTION = 0.01
+MARGIN_BYTES_MAX = 64 << 20
+"""Room left on the disk for manifests, the journal, and small files of other programs."""
+EVICTED_FRACTION = 0.1
+"""Share of the disk by which a prefetch evicts below ``local_high_water``, so that the next one need not evict."""
+ROOM_SECONDS = 600.0
+"""How long a save waits for drains."""
+ADMISSION_SECONDS = 120.0
+SAVE_ADMISSION_SECONDS = 10.0
+SETTLED_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint or a cache entry that may be evicted."""
+
+    kind: str
+    """``checkpoint`` or ``cache``."""
+    uri: str
+    """A checkpoint has its directory here."""
+    size_bytes: int
+    """Bytes that its removal frees."""
+    is_pinned: bool
+    is_used: Callable[[], bool]
+    remove: Callable[[], bool]
+    """Returns False when a process uses it."""
+
+
+class Shortfall(NamedTuple):
+    """Bytes that must go: until the disk and the quota hold what is needed, and until the mark is met."""
+
+    disk_bytes: int = 0
+    quota_bytes: int = 0
+    mark_bytes: int = 0
+    free_bytes: int = 0
+
+    @property
+    def hard_bytes(self) -> int:
+        return max(self.disk_bytes, self.quota_bytes)
+
+    @property
+    def is_none(self) -> bool:
+        return max(self.hard_bytes, self.mark_bytes) <= 0
+
+
+@dataclass(slots=True)
+class AdmissionPlan:
+    """The candidates to evict, those that stay, and events that free room without an eviction."""
+
+    lack: Shortfall
+    evicted: list[Candidate] = field(default_factory=list)
+    pinned: list[Candidate] = field(default_factory=list)
+    leased: list[Candidate] = field(default_factory=list)
+    waits: dict[str, int] = field(default_factory=dict)
+    """Drains under way, and readers of drained checkpoints, with their bytes."""
+    drain_error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.lack.hard_bytes <= sum(one.size_bytes for one in self.evicted)
+
+
+# --- saves -----------------------------------------------------------------------------------------------------
+
+
+def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
+    """Return when a save of ``needed_bytes`` to ``directory`` may begin: evict, then wait or refuse by policy.
+
+    Args:
+        reserved_bytes: part of ``needed_bytes`` that the save has allocated already, in files without a name.
+
+    Raises:
+        CapacityError: no room, at once with ``local_full_policy="error"`` or where waiting cannot help, else after
+            ``ROOM_SECONDS``. Nothing was written.
+    Cost: with room one statvfs (20 microseconds); with ``local_bytes_max`` also one stat for each directory of the
+        local tier. The manifests are read only when there is no room.
+    """
+    if _checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes).is_none:
+        return
+    begun, said = time.monotonic(), False
+    for _ in Poll(ROOM_SECONDS, SHARED):
+        plan = evict(settings, needed_bytes, directory, reserved_bytes)
+        if plan.lack.is_none:
+            return
+        if not plan.waits or sum(plan.waits.values()) < plan.lack.hard_bytes:
+            if plan.lack.hard_bytes > 0:
+                break
+            log.warning("%s is above its high-water mark, and nothing of ours can go: saving all the same", directory)
+            return
+        if settings.local_full_policy == "error":
+            break
+        if not said:
+            what = ", ".join(sorted(plan.waits))
+            log.warning("the local tier is full: a save of %s waits for %s", human_bytes(needed_bytes), what)
+            said = True
+    waited_seconds = round(time.monotonic() - begun, 1)
+    raise _no_room(
+        "the local tier has no room for this save",
+        needed_bytes,
+        plan,
+        "Drain and remove older checkpoints, or give local_root a larger disk: it needs room for two checkpoints, "
+        "the newest one stays until the next is committed. Nothing was written and older checkpoints are whole",
+        local_root=settings.local_root,
+        waited_seconds=waited_seconds or None,
+        draining=len(plan.waits) or None,
+        last_error=plan.drain_error or None,
+    )
+
+
+def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
+    """Return True when ``needed_bytes`` of another node's checkpoint fit, after evicting checkpoints (E1).
+
+    Does not wait, and evicts no cache entry.
+    """
+    return (
+        _checkpoint_shortfall(settings, needed_bytes, directory).is_none
+        or evict(settings, needed_bytes, directory, spares_cache=True).lack.is_none
+    )
+
+
+def room_bytes(settings: Settings) -> int:
+    """Bytes that saves may take now without an eviction."""
+    return max(0, -_checkpoint_shortfall(settings, 0, settings.local_root).hard_bytes)
+
+
+def evict(
+    settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, spares_cache: bool = False
+) -> AdmissionPlan:
+    """Evict until ``needed_bytes`` of a checkpoint fit or nothing may go. The plan returned has the rest."""
+    with contextlib.ExitStack() as admission:
+        # Safe without the lock: each removal holds a lease alone. Two processes then may evict too much.
+        with contextlib.suppress(OSError, TierckptError):
+            admission.enter_context(_admission(settings, SAVE_ADMISSION_SECONDS))
+        while True:
+            plan = AdmissionPlan(_checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes, exact=True))
+            if plan.lack.is_none:
+                return plan
+            candidates = [_checkpoints(settings, directory, plan), () if spares_cache else _entries(Pool(settings))]
+            _choose(plan, chain(*candidates), "checkpoint")
+            gone = [one for one in plan.evicted if _evict(one, plan)]
+            for one in gone:
+                log.warning("evicted %s from the local tier: a save needs %s", one.uri, human_bytes(needed_bytes))
+            if not gone:
+                for one in plan.leased:
+                    if one.kind == "checkpoint":
+                        plan.waits[f"the reader of {Path(one.uri).name}"] = one.size_bytes
+                return plan
+
+
+def _checkpoint_shortfall(
+    settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, exact: bool = False
+) -> Shortfall:
+    quota = settings.local_bytes_max
+    held_bytes = space_counter(settings.local_root).total(exact=exact) if quota is not None else 0
+    return _shortfall(settings, needed_bytes, directory, quota, held_bytes, reserved_bytes)
+
+
+# --- the node cache --------------------------------------------------------------------------------------------
+
+
+def reserve(pool: Pool, frozen: FileSet, size_bytes: int) -> AdmissionPlan:
+    """Let the entry of ``frozen`` take ``size_bytes`` altogether, after evictions if need be (E3).
+
+    Hold its lease first, and have its directory made (an empty ``PartialEntry``): other processes see it by that.
+
+    Raises:
+        CapacityError: no room even so; says bytes needed, free, pinned and leased. Nothing was evicted.
+    """
+    make_dirs(pool.state_dir(frozen.name))
+    with translated(pool.root), _admission(pool.settings, ADMISSION_SECONDS):
+        pool.clear_evicted()
+        while True:
+            plan = plan_prefetch(pool, frozen, size_bytes)
+            if not plan.fits:
+                raise _no_room(
+                    f"the cache has no room for {frozen.uri}",
+                    size_bytes - pool.reserved(frozen.name),
+                    plan,
+                    "Unpin or stop using something (`tierckpt cache ls` lists the cache), raise cache_bytes_max, "
+                    "or give local_root a larger disk. Nothing was fetched, nothing was evicted",
+                )
+            if all(_evict(one) for one in plan.evicted):  # else one was leased or pinned meanwhile
+                if size_bytes > pool.reserved(frozen.name):
+                    pool.note_reserved(frozen.name, size_bytes)
+                return plan
+
+
+def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) -> AdmissionPlan:
+    """Return what ``reserve`` of ``size_bytes``, by default all of ``frozen``, would evict. Changes nothing."""
+    own_bytes = pool.reserved(frozen.name)
+    added_bytes = (frozen.size_bytes if size_bytes is None else size_bytes) - own_bytes
+    if added_bytes <= 0:
+        return AdmissionPlan(Shortfall())
+    rows = [row for row in pool.rows() if row.name != frozen.name]
+    held_bytes, outstanding_bytes = own_bytes, 0
+    for row in rows:
+        held_bytes += row.reserved_bytes
+        if row.state == "partial":
+            incoming = pool.incoming(row.name)
+            allocated = allocated_bytes(incoming) if incoming is not None else 0
+            outstanding_bytes += max(0, row.reserved_bytes - allocated)
+    quota = pool.settings.cache_bytes_max
+    lack = _shortfall(pool.settings, added_bytes, pool.root, quota, held_bytes, -outstanding_bytes, EVICTED_FRACTION)
+    return _choose(AdmissionPlan(lack), _entries(pool, rows), "cache")
+
+
+def shrink_cache(pool: Pool, size_bytes: int) -> None:
+    """Evict ``size_bytes`` of the node cache, or as much as may go."""
+    if pool.root.is_dir():
+        with _admission(pool.settings, ADMISSION_SECONDS):
+            for one in _choose(AdmissionPlan(Shortfall(size_bytes)), _entries(pool), "cache").evicted:
+                _evict(one)
+
+
+# --- deciding --------------------------------------------------------------------------------------------------
+
+
+def _shortfall(
+    settings: Settings, needed_bytes: int, directory: Path, quota_bytes: int | None, held_bytes: int,
+    reserved_bytes: int, below_mark_fraction: float = 0.0,
+) -> Shortfall:  # fmt: skip
+    """``reserved_bytes``: used for the disk, free for the caller; negative: free for the disk, used for the caller."""
+    space = space_of(directory)
+    free, used = space.free_bytes + reserved_bytes, space.used_bytes - reserved_bytes
+    total = used + free  # as df has it: without blocks reserved for root or by the host
+    margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
+    quota_free = quota_bytes - held_bytes if quota_bytes is not None else UNKNOWN_BYTES
+    mark = used + needed_bytes - int(settings.local_high_water * total)
+    if mark > 0:
+        mark += int(min(below_mark_fraction, settings.local_high_water) * total)
+    free_bytes = max(0, min(free - margin, quota_free))
+    return Shortfall(needed_bytes + margin - free, needed_bytes - quota_free, mark, free_bytes)
+
+
+def _choose(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str) -> AdmissionPlan:
+    """Take ``candidates`` in their order until enough would go. ``quota_of``: the kind that the quota counts."""
+    left = iter(candidates)
+    disk_bytes, quota_bytes = max(plan.lack.disk_bytes, plan.lack.mark_bytes), plan.lack.quota_bytes
+    while max(disk_bytes, quota_bytes) > 0 and (one := next(left, None)) is not None:
+        if one.kind != quota_of and disk_bytes <= 0:
+            continue
+        if one.is_pinned:
+            plan.pinned.append(one)
+        elif one.is_used():
+            plan.leased.append(one)
+        else:
+            plan.evicted.append(one)
+            disk_bytes -= one.size_bytes
+            quota_bytes -= one.size_bytes if one.kind == quota_of else 0
+    return plan
+
+
+def _evict(one: Candidate, plan: AdmissionPlan | None = None) -> bool:
+    """Return False when a process uses it. Raises TierckptError; with ``plan`` notes instead why it stays."""
+    try:
+        is_gone = one.remove()
+    except TierckptError as error:
+        if plan is None:
+            raise
+        log.warning("%s cannot be evicted: %s", one.uri, error)
+        return False
+    if is_gone:
+        EVICTED_BYTES.emit(one.size_bytes, kind=one.kind)
+    elif plan is not None:
+        plan.leased.append(one)
+    return is_gone
+
+
+def _admission(settings: Settings, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """One process of the node evicts and reserves at a time. Raises OperationTimeoutError."""
+    return lock(settings.local_root / "admission.lock", seconds, f"admissions to {settings.local_root}")
+
+
+def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **facts: Any) -> CapacityError:
+    for name, candidates in (("evictable", plan.evicted), ("pinned", plan.pinned), ("leased", plan.leased)):
+        facts[f"{name}_bytes"] = sum(one.size_bytes for one in candidates)
+        if name != "evictable" and candidates:
+            facts[name] = ", ".join(f"{one.uri} ({human_bytes(one.size_bytes)})" for one in candidates)
+    return CapacityError(
+        f"{what}: {human_bytes(needed_bytes)} are needed, {human_bytes(plan.lack.free_bytes)} are free",
+        hint=hint,
+        tier=Tier.LOCAL,
+        needed_bytes=needed_bytes,
+        free_bytes=plan.lack.free_bytes,
+        **facts,
+    )
+
+
+# --- candidates ------------------------------------------------------------------------------------------------
+
+
+def _entries(pool: Pool, rows: list[Row] | None = None) -> Iterator[Candidate]:
+    """Cache entries in the order in which they go; none of a cache that cannot be read, unless ``rows`` are given.
+
+    An entry that a process fills is leased, and stays for that.
+    """
+    if rows is None:
+        try:
+            with translated(pool.root):
+                rows = pool.rows() if pool.root.is_dir() else []
+        except TierckptError as error:
+            log.warning("the node cache cannot be evicted: %s", error)
+            return
+    for row in sorted(rows, key=lambda row: (row.state != "partial", row.used_unix_ns, row.name)):
+        is_used, remove = partial(pool.is_leased, row.name), partial(pool.evict, row.name)
+        yield Candidate("cache", row.uri, row.reserved_bytes, row.is_pinned, is_used, remove)
+
+
+def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> Iterator[Candidate]:
+    """Checkpoints in the order in which they go, but for ``directory``. Adds drains under way to ``plan``."""
+    root = settings.local_root
+    here = list(local_checkpoints(root))
+    abandoned = abandoned_here(here)
+    stay = _newest_of_each_run(here, abandoned) | {directory}
+    busy = set()
+    for entry in Journal(root).entries():
+        place = local_dir(root, entry.location)
+        busy.add(place)
+        if entry.error:
+            plan.drain_error = entry.error  # its drain has given up: waiting does not bring it back
+        elif entry.state == READY and settings.drain and place not in stay:
+            plan.waits[f"the drain of {entry.uri}"] = plan.waits.get(f"the drain of {entry.uri}", 0) + entry.size_bytes
+    for old, manifest in sorted(_oldest_first(here), key=lambda item: item[0] not in abandoned):
+        if old in stay | busy or not marks.is_evictable(old, manifest.attempt):
+            continue
+        if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier: removing ours frees nothing
+            is_used, remove = partial(read_lease.is_read, root, old), partial(_remove, root, old, manifest.attempt)
+            yield Candidate("checkpoint", str(old), size_bytes, False, is_used, remove)
+
+
+def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    """By step within a run, between runs by time. A clock that went back makes no step older than the one before."""
+    ages: dict[Path, float] = {}
+    latest: dict[Path, float] = {}
+    for directory, manifest in sorted(here, key=lambda item: age_of(item[0].name)):
+        latest[directory.parent] = max(latest.get(directory.parent, 0.0), manifest.created_unix_seconds)
+        ages[directory] = latest[directory.parent]
+    return sorted(here, key=lambda item: (ages[item[0]], age_of(item[0].name)))
+
+
+def _newest_of_each_run(here: list[tuple[Path, Manifest]], abandoned: Set[Path]) -> set[Path]:
+    """The copies that retention never removes (N1), for every run on this node."""
+    runs: dict[Path, list[CheckpointCopy]] = {}
+    for directory, manifest in here:
+        step = step_of(directory.name)
+        copy = CheckpointCopy(
+            directory.name,
+            -1 if step is None else step,
+            Tier.LOCAL,
+            local_health(directory, manifest),
+            is_replicated=marks.is_replicated(directory, manifest.attempt)
+            and not marks.is_drained(directory, manifest.attempt),
+            is_abandoned=directory in abandoned,
+        )
+        runs.setdefault(directory.parent, []).append(copy)
+    counting = {run: [copy for copy in copies if not copy.is_abandoned] or copies for run, copies in runs.items()}
+    return {run / name for run, copies in counting.items() for name in protect(copies)}
+
+
+def _remove(local_root: Path, directory: Path, attempt: str) -> bool:
+    with read_lease.removing(local_root, directory) as free:
+        return free and local_commit.remove_local(directory, attempt)
+
+
+def _own_bytes(directory: Path, manifest: Manifest) -> int:
+    """Bytes that removing the copy would free."""
+    total = 0
+    for entry in manifest.files:
+        with contextlib.suppress(OSError):
+            status = (directory / entry.key).stat()
+            total += _allocated(status) if status.st_nlink <= 1 else 0
+    return total
+
+
+# --- counting --------------------------------------------------------------------------------------------------
+
+
+class _Counted(NamedTuple):
+    """One directory: when its names last changed, the bytes of its files, and the directories below it."""
+
+    changed_ns: int
+    size_bytes: int
+    below: list[str]
+    newest_ns: int
+
+
+class SpaceCounter:
+    """Bytes of files on the local tier that only it has. What has not changed since is not looked at again.
+
+    A directory's time changes with its names; the times of its files say whether one is still being written. What
+    changed less than SETTLED_SECONDS before it was counted is counted again.
+    """
+
+    def __init__(self, top: Path) -> None:
+        self._top = str(top)
+        self._settled: dict[str, _Counted] = {}
+
+    def total(self, *, exact: bool) -> int:
+        known = {} if exact else self._settled
+        total, settled = 0, {}
+        settled_ns = time.time_ns() - int(SETTLED_SECONDS * 1e9)
+        waiting = [self._top]
+        while waiting:
+            path = waiting.pop()
+            try:
+                counted = known.get(path)
+                if counted is None or counted.changed_ns != os.stat(path).st_mtime_ns:  # noqa: PTH116  # a save waits
+                    counted = _count(path)
+            except OSError:
+                continue  # removed meanwhile
+            if counted.newest_ns < settled_ns:
+                settled[path] = counted
+            total += counted.size_bytes
+            waiting += counted.below
+        self._settled = settled
+        return total
+
+
+def _count(path: str) -> _Counted:
+    changed = newest = os.stat(path).st_mtime_ns  # noqa: PTH116
+    size_bytes, below = 0, []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name != PRIVATE_DIR:
+                    below.append(entry.path)
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # removed meanwhile, and the rest is there
+            newest = max(newest, status.st_mtime_ns)
+            size_bytes += _allocated(status) if status.st_nlink <= 1 else 0
+    return _Counted(changed, size_bytes, below, newest)
+
+
+_counters: dict[Path, SpaceCounter] = {}
+
+
+def space_counter(local_root: Path) -> SpaceCounter:
+    if local_root not in _counters:
+        _counters[local_root] = SpaceCounter(local_root / "checkpoints")
+    return _counters[local_root]
+
+
+def _allocated(status: os.stat_result) -> int:
+    """The bytes that a file takes on the disk; its size where the file system counts no blocks."""
+    return status.st_blocks * 512 or status.st_size
