@@ -81,6 +81,21 @@ def test_a_table_is_neither_cut_nor_wrapped_when_piped(output: Output, capsys: p
     assert any("short" in line and line.rstrip().endswith("-") for line in lines)
 
 
+def test_cells_and_facts_are_filled_from_rows(output: Output, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"uri": "{a:b}", "size_bytes": 2048, "good": True, "age": None}, ("more", 1, False, "text")]
+    summary = {"size": "{size_bytes:bytes} in {count}", "uri": "{uri}", "left out": ""}
+    columns = "uri >its_size=size_bytes:bytes good:yes age:seconds"
+    output.show(Report({}, [table(columns, rows), facts(summary, rows[0], count=7), table("empty", [])]))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line and "─" not in line[0]] == [
+        ["uri", "its", "size", "good", "age"],
+        ["{a:b}", "2.0", "KiB", "yes", "-"],
+        ["more", "1", "B", "no", "text"],
+        ["size", "2.0", "KiB", "in", "7"],
+        ["uri", "{a:b}"],
+    ]
+
+
 def test_names_are_printed_as_they_are_and_command_no_terminal(
     output: Output, capsys: pytest.CaptureFixture[str]
 ) -> None:

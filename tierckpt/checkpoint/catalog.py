@@ -302,6 +302,10 @@ class Row:
     def age_seconds(self) -> float | None:
         return None if self.created_unix_seconds is None else max(0.0, time.time() - self.created_unix_seconds)
 
+    @property
+    def note(self) -> str:
+        return ", ".join([*["adopted"] * self.is_adopted, *["abandoned"] * self.is_abandoned])
+
     def to_json(self) -> Json:
         return {
             "uri": self.location.uri,

@@ -11,7 +11,7 @@ import typer
 from ..adoption import adopt as adopt_directory
 from ..errors import ConfigError
 from ..types import Json
-from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.output import Report, facts, progress_bar
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, closing_clients, load_settings
 
 Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What was written, and is closed.")]
@@ -63,12 +63,12 @@ def adopt(
         "seconds": adopted_seconds,
     }
     summary = {
-        "checkpoint": handle.uri,
-        "files": f"{handle.files}, {human_bytes(handle.size_bytes)}",
+        "checkpoint": "{uri}",
+        "files": "{files}, {size_bytes:bytes}",
         "committed on": "shared storage" if wait else "this node; `tierckpt status` shows the drain",
-        "took": human_seconds(adopted_seconds),
+        "took": "{seconds:seconds}",
     }
-    return Report(document, [facts(summary)])
+    return Report(document, [facts(summary, document)])
 
 
 def _ranks(text: str | None) -> tuple[int, int] | None:

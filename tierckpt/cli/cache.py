@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..cache.node_cache import Check
 from ..cache.pool import Pool, Row
 from ..cache.space import shrink_cache
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError
@@ -131,7 +129,19 @@ def checked(
             found = await client.mover.check_prefetched(location, to, include, exclude, hf_cache=hf_cache)
             if read_data and not hf_cache:
                 await client.mover.node_cache.read_again(found)
-            view = _check_view(found)
+            summary = {
+                "uri": "{uri}",
+                "state": "{state}",
+                "directory": "{directory}",
+                "here": "{here_bytes:bytes} of {size_bytes:bytes}",
+                "pinned": "{is_pinned:yes}",
+                "in use by": "{leases} processes",
+            }
+            view = [
+                facts(summary, found),
+                table("missing >bytes:bytes", sorted(found.missing.items())),
+                table("bad problem", sorted(found.bad.items())),
+            ]
             if hf_cache and found.bad:
                 view.append("A prefetch trusts a blob of the right size: remove the bad ones before the next.")
             code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
@@ -165,9 +175,10 @@ def _eviction(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
         "kept": [{"uri": row.uri, "version": row.version, "pinned": row.is_pinned} for row in stayed],
         "freed_bytes": freed,
     }
-    summary = {"evicted": f"{len(went)} entries, {human_bytes(freed)}"}
-    if stayed:
-        summary["kept"] = ", ".join(f"{row.uri} ({'pinned' if row.is_pinned else 'in use'})" for row in stayed)
+    summary = {
+        "evicted": f"{len(went)} entries, {human_bytes(freed)}",
+        "kept": ", ".join(f"{row.uri} ({'pinned' if row.is_pinned else 'in use'})" for row in stayed),
+    }
     return Report(document, [facts(summary)], PARTIAL if stayed else 0)
 
 
@@ -178,25 +189,6 @@ def joined(reports: Sequence[Report]) -> Report:
     code = max(report.exit_code for report in reports)
     view = [part for report in reports for part in report.view]
     return Report({"uris": [report.document for report in reports]}, view, code)
-
-
-def _check_view(found: Check) -> list[Any]:
-    summary = {
-        "uri": found.uri,
-        "state": found.state,
-        "directory": found.directory,
-        "here": f"{human_bytes(found.here_bytes)} of {human_bytes(found.size_bytes)}",
-        "pinned": "yes" if found.is_pinned else "no",
-        "in use by": f"{found.leases} processes",
-    }
-    view: list[Any] = [facts(summary)]
-    if found.missing:
-        view.append(
-            table("missing >bytes", [(path, human_bytes(size)) for path, size in sorted(found.missing.items())])
-        )
-    if found.bad:
-        view.append(table("bad problem", sorted(found.bad.items())))
-    return view
 
 
 def cache_report(pool: Pool) -> Report:
@@ -222,20 +214,11 @@ def cache_report(pool: Pool) -> Report:
             for row in rows
         ],
     }
-    lines = [
-        (
-            item["uri"],
-            item["state"],
-            human_bytes(item["size_bytes"]),
-            "yes" if item["pinned"] else "no",
-            item["leases"],
-            datetime.fromtimestamp(item["used_unix_seconds"], UTC).isoformat(timespec="minutes"),
-            item["directory"],
-        )
-        for item in document["entries"]
-    ]
     summary = {
-        "cache": document["cache"],
-        "held": f"{human_bytes(document['cache_bytes'])} of {human_bytes(quota) if quota else 'what the disk has'}",
+        "cache": "{cache}",
+        "held": "{cache_bytes:bytes} of " + ("what the disk has" if quota is None else "{cache_bytes_max:bytes}"),
     }
-    return Report(document, [facts(summary), table("uri state >size pinned >in_use last_used directory", lines)])
+    columns = (
+        "uri state >size=size_bytes:bytes pinned:yes >in_use=leases last_used_(UTC)=used_unix_seconds:day directory"
+    )
+    return Report(document, [facts(summary, document), table(columns, document["entries"])])

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -81,10 +81,9 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
         "local_root": str(settings.local_root),
         "uri": location.uri if location is not None else None,
         "ok": all(check.status != FAIL for check in checks),
-        "checks": [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks],
+        "checks": [asdict(check) for check in checks],
     }
-    lines = [(check.name, check.status, check.detail) for check in checks]
-    return Report(document, [table("check status detail", lines)], 0 if document["ok"] else 1)
+    return Report(document, [table("check=name status detail", checks)], 0 if document["ok"] else 1)
 
 
 # --- this installation ------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from .ui.output import Report, facts, human_bytes, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client, rate_of
 
 POLL_SECONDS = 0.5
+NOTHING = "The journal is empty: nothing to drain."
 
 Wait = Annotated[
     bool, typer.Option("--wait", help="Keep trying, and wait for other ranks and other movers, until nothing is left.")
@@ -107,9 +108,8 @@ def drain(
         work = client.run(_drain_within(client.mover, wait, timeout))
     rows = work.rows()
     document: Json = {"entries": rows, "drained": work.drained, "left": len(work.left)}
-    columns = [(row["uri"], row["rank"], row["outcome"], human_bytes(row["size_bytes"]), row["error"]) for row in rows]
-    view = [table("uri >rank outcome >size error", columns)] if rows else ["The journal is empty: nothing to drain."]
-    return Report(document, view, work.exit_code())
+    columns = "uri >rank outcome >size=size_bytes:bytes error"
+    return Report(document, [table(columns, rows) if rows else NOTHING], work.exit_code())
 
 
 def _forget(journal: Journal, uri: str) -> Report:
@@ -118,11 +118,10 @@ def _forget(journal: Journal, uri: str) -> Report:
         raise CheckpointNotFoundError(
             f"nothing of {uri} is set aside on this node", hint="`tierckpt status` lists what is, and why"
         )
-    document: Json = {"uri": uri, "forgotten": len(gone), "size_bytes": sum(entry.size_bytes for entry in gone)}
-    size = human_bytes(document["size_bytes"])
+    size_bytes = sum(entry.size_bytes for entry in gone)
     rest = "it is removed from this node" if gone[0].state == FILE_SET_ASIDE else "its files stay here"
-    line = f"{uri} is not drained any more ({len(gone)} entries, {size}); {rest}"
-    return Report(document, [line])
+    line = f"{uri} is not drained any more ({len(gone)} entries, {human_bytes(size_bytes)}); {rest}"
+    return Report({"uri": uri, "forgotten": len(gone), "size_bytes": size_bytes}, [line])
 
 
 def _change(local_root: Path, limit: str | None, concurrency: int | None, paused: bool | None) -> Report:

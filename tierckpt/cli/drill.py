@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from ..checkpoint.verify import record_check
 from ..errors import IntegrityError
-from ..types import Json
-from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar, table
+from .ui.output import Report, facts, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 Seed = Annotated[
@@ -46,17 +44,12 @@ def drill(
         found = client.run(client.mover.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None))
         record_check(client.settings.local_root, "drill", found.to_json())
     document = found.to_json()
-    return Report(document, _view(document), IntegrityError.exit_code if found.problems else 0)
-
-
-def _view(document: Json) -> list[RenderableType]:
     summary = {
-        "checkpoint": document["uri"],
-        "chosen from": f"{document['committed']} committed on shared storage, seed {document['seed']}",
-        "restored": f"{human_bytes(document['restored_bytes'])} of {human_bytes(document['size_bytes'])} "
-        f"in {document['files']} files",
-        "took": f"{human_seconds(document['seconds'])}, {human_bytes(document['bytes_per_second'])}/s",
-        "result": "good" if document["good"] else f"{len(document['problems'])} damaged or missing files",
+        "checkpoint": "{uri}",
+        "chosen from": "{committed} committed on shared storage, seed {seed}",
+        "restored": "{restored_bytes:bytes} of {size_bytes:bytes} in {files} files",
+        "took": "{seconds:seconds}, {bytes_per_second:rate}",
+        "result": f"{len(found.problems)} damaged or missing files" if found.problems else "good",
     }
-    lines = [(row["file"], row["problem"]) for row in document["problems"]]
-    return [facts(summary), *([table("file problem", lines)] if lines else [])]
+    view = [facts(summary, document), table("file problem", document["problems"])]
+    return Report(document, view, IntegrityError.exit_code if found.problems else 0)

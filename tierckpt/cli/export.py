@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..errors import ConfigError, MissingExtraError
 from ..format.uris import local_path
 from ..process_start import leave_removed_directory
 from ..types import Json
-from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.output import Report, facts, progress_bar
 from .ui.session import (
     JsonOption,
     LocalRootOption,
@@ -22,6 +21,7 @@ from .ui.session import (
     closing_clients,
     load_settings,
     location_of,
+    size_of,
 )
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty directory.")]
@@ -48,7 +48,9 @@ def export(
 
     DIR appears when all of it is written and durable.
     """
-    shard_size_bytes_max = _size(max_shard_size)
+    shard_size_bytes_max = size_of("--max-shard-size", max_shard_size)
+    if not shard_size_bytes_max:
+        raise ConfigError(f"--max-shard-size is {max_shard_size!r}", hint="Write it like 5GiB")
     location, target = location_of(uri), local_path(to, "--to")
     leave_removed_directory()
     try:
@@ -67,25 +69,13 @@ def export(
             settings=load_settings(local_root),
             listener=listener,
         )
-    seconds = time.monotonic() - begun
-    document: Json = {**result.to_json(), "seconds": seconds}
+    document: Json = {**result.to_json(), "seconds": time.monotonic() - begun}
     summary = {
-        "checkpoint": result.uri,
-        "directory": result.directory,
-        "tensors": f"{result.tensors}, {human_bytes(result.size_bytes)} in {len(result.files)} files",
-        "left out": f"{result.skipped} entries that are no tensors or not below {only!r}"
-        if only
-        else f"{result.skipped} entries that are no tensors",
-        "took": human_seconds(seconds),
+        "checkpoint": "{uri}",
+        "directory": "{directory}",
+        "tensors": "{tensors}, {size_bytes:bytes} in {count} files",
+        "left out": "{skipped} entries that are no tensors{unasked}",
+        "took": "{seconds:seconds}",
     }
-    return Report(document, [facts(summary)])
-
-
-def _size(text: str) -> int:
-    try:
-        size = TypeAdapter(ByteSize).validate_python(text)
-    except ValidationError:
-        size = ByteSize(0)
-    if size <= 0:
-        raise ConfigError(f"--max-shard-size {text!r} is no size", hint="Write it like 5GiB")
-    return int(size)
+    unasked = f" or not below {only!r}" if only else ""
+    return Report(document, [facts(summary, document, count=len(result.files), unasked=unasked)])

@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Collection
-from datetime import UTC, datetime
-
-from rich.console import RenderableType
 
 from ..cache.file_set import FileSpec
 from ..cache.prefetch import from_listing
@@ -27,7 +24,7 @@ from ..format.manifest import Manifest
 from ..mover import Mover
 from ..save import log_segments
 from ..types import Json
-from .ui.output import Report, facts, human_bytes, table
+from .ui.output import Report, day, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
@@ -87,17 +84,10 @@ def _logs(mover: Mover, run: Location) -> list[Json]:
     return [{"rank": rank, **dataclasses.asdict(one)} for rank, one in found]
 
 
-def _logs_table(logs: list[Json]) -> RenderableType:
-    lines = [
-        (item["rank"], item["base_step"], _shown(item["newest_step"]), item["steps"], human_bytes(item["size_bytes"]),
-         _shown(item["verified_step"]), item["ended"] or "whole")
-        for item in logs
-    ]  # fmt: skip
-    return table(">rank >behind_step >newest_step >steps >size >parameters_verified_at state", lines)
-
-
-def _shown(step: int | None) -> str:
-    return "none" if step is None else str(step)
+LOGS = (
+    ">rank >behind_step=base_step >newest_step:none >steps >size=size_bytes:bytes "
+    ">parameters_verified_at=verified_step:none state=ended:whole"
+)
 
 
 def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report:
@@ -107,7 +97,7 @@ def _run(location: Location, steps: Collection[int], logs: list[Json]) -> Report
             item["ended"] = "; ".join(filter(None, (item["ended"], missing)))
     document: Json = {"uri": location.uri, "kind": "run", "checkpoints": len(steps), "gradient_logs": logs}
     summary = {"run": location.uri, "checkpoints": f"{len(steps)} (`tierckpt ls {location.uri}` lists them)"}
-    return Report(document, [facts(summary), _logs_table(logs)])
+    return Report(document, [facts(summary), table(LOGS, logs)])
 
 
 def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json], is_abandoned: bool) -> Report:
@@ -116,22 +106,18 @@ def _committed(checkpoint: Checkpoint, manifest: Manifest, logs: list[Json], is_
     summary = {
         "checkpoint": checkpoint.location.uri,
         "step": checkpoint.step,
-        "created": datetime.fromtimestamp(manifest.created_unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "created": f"{day(manifest.created_unix_seconds)} UTC",
         "attempt": manifest.attempt,
         "ranks": manifest.world_size,
         "committed on": ", ".join(document["tiers"]),
         "size": f"{human_bytes(manifest.size_bytes)} in {len(files)} files",
-        **({"for other tools": ", ".join(document["adopted_in"])} if document["adopted_in"] else {}),
+        "for other tools": ", ".join(document["adopted_in"]),
         **{name: note for name, note in manifest.notes.items() if name != NOTE},
-        **({"went back to": step_name(base)} if base is not None else {}),
-        **({"abandoned": "the job went back to an older step later"} if is_abandoned else {}),
+        "went back to": "" if base is None else step_name(base),
+        "abandoned": "the job went back to an older step later" if is_abandoned else "",
     }
-    lines = [
-        (item["path"], item["rank"], human_bytes(item["size_bytes"]), "yes" if item["on_this_node"] else "no")
-        for item in files
-    ]
-    view = [facts(summary), table("file >rank >size on_this_node", lines)]
-    return Report(document, [*view, _logs_table(logs)] if logs else view)
+    columns = "file=path >rank >size=size_bytes:bytes on_this_node:yes"
+    return Report(document, [facts(summary), table(columns, files), table(LOGS, logs)])
 
 
 def _plain(kind: str, location: Location, found: list[FileSpec]) -> Report:
@@ -144,6 +130,4 @@ def _plain(kind: str, location: Location, found: list[FileSpec]) -> Report:
     }
     what = "checkpoint of stock PyTorch (no digests)" if kind == "stock" else "plain files, not a checkpoint"
     summary = {what: location.uri, "size": f"{human_bytes(size_bytes)} in {len(found)} files"}
-    return Report(
-        document, [facts(summary), table("file >size", [(item.path, human_bytes(item.size_bytes)) for item in found])]
-    )
+    return Report(document, [facts(summary), table("file=path >size=size_bytes:bytes", found)])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
-
 from ..checkpoint.catalog import Row
 from ..checkpoint.select import LOOK_MAX, Run
 from ..errors import CheckpointNotFoundError, PartialTransferError
 from ..format.layout import Location
 from ..mover import Mover
-from .ui.output import Report, human_bytes, human_seconds, table
+from .ui.output import Report, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 
@@ -23,21 +21,19 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     location = location_of(uri)
     with open_client(local_root) as client:
         rows, runs, is_complete = client.run(_look(client.mover, location))
-    lines = [
-        (row.name, row.step, row.local, row.shared, row.files, human_bytes(row.size_bytes), _age(row), _marks(row))
-        for row in rows
-    ]
-    view: list[RenderableType] = [table("name >step local shared >files >size >age note", lines)] if rows else []
+    columns = "name >step local shared >files >size=size_bytes:bytes >age=age_seconds:seconds note"
+    view = [table(columns, rows)]
     if any(row.is_abandoned for row in rows):
         view.append("The job went back to an older step: restore(state, step=N) takes an abandoned one.")
-    if runs:
-        below = f"{location.uri.rstrip('/')}/"
-        found = [(run.location.uri.removeprefix(below), run.steps, run.newest) for run in runs]
-        lines_of_runs = [
-            (name, steps, row.name, _age(row), human_bytes(row.size_bytes), row.local, row.shared, _marks(row))
-            for name, steps, row in found
-        ]
-        view.append(table("run >steps newest >age >size local shared note", lines_of_runs))
+    below = f"{location.uri.rstrip('/')}/"
+    columns = (
+        "run >steps newest=newest.name >age=newest.age_seconds:seconds >size=newest.size_bytes:bytes "
+        "local=newest.local shared=newest.shared note=newest.note"
+    )
+    below_uri = [
+        {"run": run.location.uri.removeprefix(below), "steps": run.steps, "newest": run.newest} for run in runs
+    ]
+    view.append(table(columns, below_uri))
     is_partial = not (rows or is_complete)
     if is_partial:
         view.append(f"There are more directories than {LOOK_MAX}, and not all were looked into: name one of them.")
@@ -48,14 +44,6 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
         "runs_complete": is_complete,
     }
     return Report(document, view, PartialTransferError.exit_code if is_partial else 0)
-
-
-def _age(row: Row) -> str | None:
-    return None if row.age_seconds is None else human_seconds(row.age_seconds)
-
-
-def _marks(row: Row) -> str:
-    return ", ".join([*["adopted"] * row.is_adopted, *["abandoned"] * row.is_abandoned])
 
 
 async def _look(mover: Mover, location: Location) -> tuple[list[Row], list[Run], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from ..types import Json
-from .ui.output import facts, human_bytes, human_seconds, table
+from .ui.output import facts, human_bytes, table
 
 STATES = ("live", "suspect", "dead", "left")
 
@@ -13,55 +13,34 @@ STATES = ("live", "suspect", "dead", "left")
 def view(document: Json) -> list[RenderableType]:
     """The same for people."""
     serves, counts = document.get("serves") or {}, document.get("members_by_state", {})
-    fetched, me = document.get("fetched_bytes_by_source", {}), document.get("me")
+    fetched, me, copies = document.get("fetched_bytes_by_source", {}), document.get("me"), document.get("copies")
+    sources = [f"{human_bytes(size)} from {name}" for name, size in sorted(fetched.items()) if size]
+    slowest = document.get("slowest_chunk")
     summary = {
         "peers": document["peers"],
         "this node": f"{me['name']} on {me['address']}" if me else "takes no part",
         "members": ", ".join(f"{counts[state]} {state}" for state in STATES if counts.get(state))
         or "none but this one",
-        "fetched": _by_source(fetched),
+        "fetched": ", ".join(sources) or "nothing since this agent began",
         "served": _served(serves),
+        "copies": _copies(copies, me["name"] if me else "") if copies and document["replicas"] > 1 else "",
+        "survives": _survival(document["survival"], document["replicas"]) if document.get("survival") else "",
+        "slowest chunk": f"{slowest['what']}, {slowest['seconds']:.2f} s, from {slowest['from']}" if slowest else "",
+        "problem": document.get("problem") or "",
+        "names": document.get("lookup_problem") or "",
     }
-    copies = document.get("copies")
-    if copies and document["replicas"] > 1:
-        summary["copies"] = _copies(copies, me["name"] if me else "")
-    if document.get("survival"):
-        summary["survives"] = _survival(document["survival"], document["replicas"])
-    if slowest := document.get("slowest_chunk"):
-        summary["slowest chunk"] = f"{slowest['what']}, {slowest['seconds']:.2f} s, from {slowest['from']}"
-    problems = {"problem": document.get("problem"), "names": document.get("lookup_problem")}
-    summary |= {name: text for name, text in problems.items() if text}
-    parts: list[RenderableType] = [facts(summary)]
-    if document.get("members"):
-        columns = "member state address domain >network >heard >fetched_from >served_to >serving"
-        parts.append(table(columns, [_line(row) for row in document["members"]]))
-    if serves.get("fills"):
-        rows = [(row["uri"], _share(row), human_bytes(row["size_bytes"])) for row in serves["fills"]]
-        parts.append(table("on_its_way >here >size", rows))
-    return parts
-
-
-def _line(row: Json) -> tuple[object, ...]:
-    return (
-        row["name"],
-        row["state"],
-        row["address"],
-        row["domain"] or None,
-        f"{human_bytes(row['weight'])}/s" if row["weight"] else None,
-        f"{f'{heard:.1f} s' if (heard := row['heard_seconds_ago']) < 60 else human_seconds(heard)} ago",
-        human_bytes(row["fetched_bytes"]),
-        human_bytes(row["served_bytes"]),
-        f"{human_bytes(row['served_bytes_per_second'])}/s" if row["served_bytes_per_second"] else None,
+    columns = (
+        "member=name state address domain:- >network=weight:rate >heard_ago=heard_seconds_ago:short "
+        ">fetched_from=fetched_bytes:bytes >served_to=served_bytes:bytes >serving=served_bytes_per_second:rate"
     )
-
-
-def _share(row: Json) -> str:
-    return f"{100 * row['landed_bytes'] / max(1, row['size_bytes']):.0f} %"
-
-
-def _by_source(fetched: Json) -> str:
-    parts = [f"{human_bytes(size)} from {name}" for name, size in sorted(fetched.items()) if size]
-    return ", ".join(parts) or "nothing since this agent began"
+    fills = [
+        (row["uri"], (row["landed_bytes"], row["size_bytes"]), row["size_bytes"]) for row in serves.get("fills", ())
+    ]
+    return [
+        facts(summary),
+        table(columns, document.get("members", ())),
+        table("on_its_way >here:of >size:bytes", fills),
+    ]
 
 
 def _served(serves: Json) -> str:

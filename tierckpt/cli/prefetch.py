@@ -19,7 +19,7 @@ from ..format.uris import local_path
 from ..mover import Mover
 from ..types import Json
 from .cache import cache_report, checked, evicted, joined, unpinned
-from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.output import Report, facts, human_bytes, progress_bar
 from .ui.session import (
     JsonOption,
     LocalRootOption,
@@ -33,6 +33,27 @@ from .ui.session import (
 from .ui.watch import watch as watch_rollout
 
 PENDING_SECONDS = 1800.0
+
+_ONE = "give one of --check, --evict, --unpin, --dry-run", "--pin goes with a fetch"
+EXCLUDED = (
+    (
+        "watch",
+        {"several URIs", "check", "evict", "unpin", "dry_run"},
+        "--watch shows a fetch of one URI",
+        "Without a URI it shows what other nodes fetch",
+    ),
+    ("check", {"evict", "unpin", "dry_run", "pin"}, *_ONE),
+    ("evict", {"unpin", "dry_run", "pin"}, *_ONE),
+    ("unpin", {"dry_run", "pin"}, *_ONE),
+    (
+        "hf_cache",
+        {"pin", "unpin", "evict", "dry_run"},
+        "--hf-cache only fetches and checks",
+        "`hf cache ls` and `hf cache rm` look after that cache",
+    ),
+    ("to", {"several URIs", "no URI"}, "--to takes one URI", "Give one URI at a time, each with its own directory"),
+)
+"""A flag, those that do not go with it, and the error."""
 
 Uris = Annotated[
     list[str] | None,
@@ -102,22 +123,17 @@ def prefetch(
     A directory appears when every file is there, checked and durable. A prefetch that was killed goes on where it
     stopped, and processes that want the same share the work. Exit code 3 when anything is missing, with the list.
     """
-    if watch:
-        if len(uris or ()) > 1 or any((check, evict, unpin, dry_run)):
-            raise ConfigError("--watch shows a fetch of one URI", hint="Without a URI it shows what other nodes fetch")
-        if not uris:
-            return watch_rollout(None, load_settings(local_root), as_json=as_json)
-    if sum((check, evict, unpin, dry_run)) > 1 or (pin and (unpin or evict or check)):
-        raise ConfigError("give one of --check, --evict, --unpin, --dry-run", hint="--pin goes with a fetch")
-    if hf_cache and any((pin, unpin, evict, dry_run)):
-        raise ConfigError(
-            "--hf-cache only fetches and checks", hint="`hf cache ls` and `hf cache rm` look after that cache"
-        )
-    if not uris and (hf_cache or not check):
-        raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists what this node has")
+    given = {name for name, value in locals().items() if value is True}
     locations = [location_of(uri) for uri in uris or ()]
-    if to is not None and len(locations) != 1:
-        raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
+    given |= {"several URIs"} if len(locations) > 1 else set() if locations else {"no URI"}
+    given |= {"to"} if to is not None else set()
+    for flag, others, message, hint in EXCLUDED:
+        if flag in given and not given.isdisjoint(others):
+            raise ConfigError(message, hint=hint)
+    if not locations and not watch and (hf_cache or not check):
+        raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists what this node has")
+    if not locations and watch:
+        return watch_rollout(None, load_settings(local_root), as_json=as_json)
     size_bytes_max = size_of("--max-bytes", max_bytes)
     is_cached = to is None and not hf_cache
     limits: dict[str, Any] = {"cache_bytes_max": size_bytes_max} if size_bytes_max is not None and is_cached else {}
@@ -174,28 +190,29 @@ class _Job:
         result = await (work() if wait is None else retry_until_available(work, wait, location.uri))
         document: Json = {"uri": location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
         came_bytes = result.fetched_bytes + result.peer_bytes
-        rate = came_bytes / max(document["seconds"], 1e-3)
         summary = {
-            "directory": result.directory,
-            "files": f"{result.files}, {human_bytes(result.size_bytes)}",
-            "fetched now": f"{human_bytes(came_bytes)} in {human_seconds(document['seconds'])}, {human_bytes(rate)}/s",
-            "was here": human_bytes(result.here_bytes),
+            "directory": "{directory}",
+            "files": "{files}, {size_bytes:bytes}",
+            "fetched now": "{came_bytes:bytes} in {seconds:seconds}, {rate:rate}",
+            "was here": "{here_bytes:bytes}",
+            "sources": "{fetched_bytes:bytes} from the store, {cached_bytes:bytes} from the node cache"
+            if result.cached_bytes
+            else "",
+            "by other processes": "{others_bytes:bytes}" if result.others_bytes else "",
+            "from peers": "{peer_bytes:bytes} of {nodes} nodes" if result.peers else "",
+            "from shared storage": "{fetched_bytes:bytes}" if result.peers else "",
+            "read in a peer's stead": "{stead}",
+            "slowest chunk": "{slowest}, {slowest_seconds:.2f} s, from {slowest_from}" if result.slowest else "",
+            "pinned": "yes" if result.is_pinned else "",
         }
-        if result.cached_bytes:
-            sources = {"store": result.fetched_bytes, "node cache": result.cached_bytes}
-            summary["sources"] = ", ".join(f"{human_bytes(size)} from the {name}" for name, size in sources.items())
-        if result.others_bytes:
-            summary["by other processes"] = human_bytes(result.others_bytes)
-        if result.peers:
-            summary["from peers"] = f"{human_bytes(result.peer_bytes)} of {len(result.peers)} nodes"
-            summary["from shared storage"] = human_bytes(result.fetched_bytes)
-        if result.fallbacks:
-            summary["read in a peer's stead"] = ", ".join(f"{n} ({why})" for why, n in result.fallbacks.items())
-        if result.slowest:
-            summary["slowest chunk"] = f"{result.slowest}, {result.slowest_seconds:.2f} s, from {result.slowest_from}"
-        if result.is_pinned:
-            summary["pinned"] = "yes"
-        return Report(document, [facts(summary)])
+        more = {
+            "came_bytes": came_bytes,
+            "seconds": document["seconds"],
+            "rate": came_bytes / max(document["seconds"], 1e-3),
+            "nodes": len(result.peers),
+            "stead": ", ".join(f"{n} ({why})" for why, n in result.fallbacks.items()),
+        }
+        return Report(document, [facts(summary, result, **more)])
 
     async def plan(self, mover: Mover, location: Location) -> Report:
         found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
@@ -218,13 +235,15 @@ class _Job:
             "fits": fits,
         }
         summary = {
-            "uri": location.uri,
-            "would fetch": f"{human_bytes(fetch_bytes)} in {len(document['would_fetch'])} files",
-            "would copy": f"{human_bytes(copy_bytes)} of this node",
-            "would evict": ", ".join(f"{row.uri} ({human_bytes(row.size_bytes)})" for row in going) or "none",
-            "fits": "yes" if fits else "no",
+            "uri": "{uri}",
+            "would fetch": "{would_fetch_bytes:bytes} in {count} files",
+            "would copy": "{would_copy_bytes:bytes} of this node",
+            "would evict": "{going}",
+            "fits": "{fits:yes}",
         }
-        return Report(document, [facts(summary)], 0 if fits else 1)
+        names = ", ".join(f"{row.uri} ({human_bytes(row.size_bytes)})" for row in going) or "none"
+        view = [facts(summary, document, count=len(document["would_fetch"]), going=names)]
+        return Report(document, view, 0 if fits else 1)
 
 
 def _watched(

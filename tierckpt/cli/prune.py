@@ -107,24 +107,16 @@ def _document(location: Location, result: PruneResult, yes: bool) -> Json:
 
 
 def _view(result: PruneResult, yes: bool, has_rule: bool) -> list[RenderableType]:
-    rows: list[tuple[object, ...]] = [
-        (
-            one.copy.name,
-            one.copy.step,
-            one.copy.tier,
-            one.outcome,
-            human_bytes(one.copy.size_bytes),
-            one.copy.health or "",
-            one.reason,
-        )
-        for one in result.outcomes
+    went, cut_short = "removed" if yes else "would go", "leftovers of a removal that was cut short"
+    rows = [
+        *result.outcomes,
+        *((name, None, None, "kept", None, "", why) for name, why in sorted(result.others.items())),
+        *((name, None, None, went, None, "", cut_short) for name in result.leftovers),
     ]
-    rows += [(name, None, None, "kept", None, "", why) for name, why in sorted(result.others.items())]
-    rows += [
-        (name, None, None, "removed" if yes else "would go", None, "", "leftovers of a removal that was cut short")
-        for name in result.leftovers
-    ]
-    view: list[RenderableType] = [table("name >step tier outcome >size files why", rows)]
+    columns = (
+        "name=copy.name >step=copy.step tier=copy.tier outcome >size=copy.size_bytes:bytes files=copy.health why=reason"
+    )
+    view = [table(columns, rows)]
     if not has_rule:
         view.append("No rule was given, so everything is kept: --keep-last K, --keep-every N, --abandoned.")
     elif not yes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import groupby, pairwise
 
 from rich.console import RenderableType
@@ -20,7 +19,7 @@ from ..planning.goodput import Goodput, What, analyse, read_start
 from ..planning.tier_times import Seen, TierTimes, commits_of, tier_times
 from ..types import Json
 from .size import PlotOption
-from .ui.output import Report, facts, human_seconds, plain, table
+from .ui.output import Report, day, facts, human_seconds, short, table
 from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
 
 WIDTH = 80
@@ -116,21 +115,21 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
     lost = [one.lost_seconds for one in found.failures]
     summary: dict[str, object] = {
         "run": location.uri,
-        "from, to": f"{_day(first.began_at)} to {_day(last.ended_at)}, {human_seconds(found.wall_seconds)}",
+        "from, to": f"{day(first.began_at)} to {day(last.ended_at)}, {human_seconds(found.wall_seconds)}",
         "ETTR": f"{found.ettr:.2%}" + (f" (by formula {found.expected_ettr:.2%})" if found.expected_ettr else ""),
         "goodput": f"{found.goodput:.2%} of the time with processes, {found.steps_per_hour:.0f} steps an hour",
-        "kept": f"{found.kept_steps} of {found.trained_steps} steps, {short_seconds(found.kept_seconds)} of training",
+        "kept": f"{found.kept_steps} of {found.trained_steps} steps, {short(found.kept_seconds)} of training",
         "saves": _saves(found),
         "starts": f"{len(found.starts)}, {len(found.failures)} after a failure",
     }
     if lost:
         steps = sum(one.lost_steps for one in found.failures) / len(lost)
         summary["lost by a failure"] = (
-            f"{short_seconds(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
-            f"{short_seconds(found.restart_seconds or 0)} until training went on"
+            f"{short(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
+            f"{short(found.restart_seconds or 0)} until training went on"
         )
     if found.unsaved_steps:
-        took = short_seconds(found.spent["unsaved"])
+        took = short(found.spent["unsaved"])
         summary["not saved"] = (
             f"{_steps(found.unsaved_steps)} after the newest save, {took} of training: lost, unless the job still runs "
             "and saves again"
@@ -146,8 +145,8 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
 def _saves(found: Goodput) -> str:
     if not found.saves or found.interval_seconds is None:
         return "none"
-    blocked = short_seconds(found.blocked_seconds or 0.0)
-    return f"{found.saves}, one every {short_seconds(found.interval_seconds)} of training, each blocked {blocked}"
+    blocked = short(found.blocked_seconds or 0.0)
+    return f"{found.saves}, one every {short(found.interval_seconds)} of training, each blocked {blocked}"
 
 
 TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
@@ -155,28 +154,24 @@ TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
 
 def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
     """For each tier the time from ``save`` to the commit there, and the saves that are not there."""
-    rows: list[Sequence[object]] = []
+    rows: list[object] = []
     for one in tiers:
-        if one.is_used is False:
-            rows.append((TIERS[one.tier], "not set up", *5 * [None]))
+        if not one.is_used:
+            rows.append((TIERS[one.tier], "not recorded" if one.is_used is None else "not set up", *5 * [None]))
             continue
         times = (one.median_seconds, one.p90_seconds, one.maximum_seconds)
-        if one.is_used is None:
-            rows.append((TIERS[one.tier], "not recorded", *5 * [None]))
-        else:
-            oldest = one.oldest_waiting_seconds
-            rows.append((
-                TIERS[one.tier],
-                f"{one.reached} of {one.saves}",
-                *("unknown" if one.reached and seconds is None else _maybe(seconds) for seconds in times),
-                len(one.waiting_steps),
-                _maybe(oldest),
-            ))  # fmt: skip
+        rows.append((
+            TIERS[one.tier],
+            f"{one.reached} of {one.saves}",
+            *("unknown" if one.reached and seconds is None else seconds for seconds in times),
+            len(one.waiting_steps),
+            one.oldest_waiting_seconds,
+        ))  # fmt: skip
     notes = [note for one in tiers if one.is_used for note in _tier_notes(one)]
     if any(one.unlisted for one in tiers):
         notes.append(f"saves without a record of their own, as the records of a start are bounded: {tiers[0].unlisted}")
-    shown: list[RenderableType] = [table("from_save_to_durable_on >saves >median >p90 >maximum >not_yet >oldest", rows)]
-    return [*shown, *(plain(note) for note in notes)]
+    columns = "from_save_to_durable_on >saves >median:short >p90:short >maximum:short >not_yet >oldest:short"
+    return [table(columns, rows), *notes]
 
 
 def _tier_notes(one: TierTimes) -> list[str]:
@@ -207,10 +202,6 @@ def _steps(count: int) -> str:
     return f"{count} step{'' if count == 1 else 's'}"
 
 
-def _maybe(seconds: float | None) -> str | None:
-    return None if seconds is None else short_seconds(seconds)
-
-
 def _timeline(found: Goodput) -> Text:
     """One line of blocks, from the first process to the last: in each, what most of that time was."""
     begin, wall = found.starts[0].began_at, found.wall_seconds
@@ -233,35 +224,17 @@ def _timeline(found: Goodput) -> Text:
 
 
 def _spent(found: Goodput) -> RenderableType:
-    rows = [
-        (LOOKS[what][2], short_seconds(seconds), f"{seconds / found.wall_seconds:.2%}")
-        for what, seconds in found.spent.items()
-        if seconds > 0
-    ]
-    return table("where_the_time_went >time >share", rows)
+    rows = [(LOOKS[what][2], took, took / found.wall_seconds) for what, took in found.spent.items() if took > 0]
+    return table("where_the_time_went >time:short >share:share", rows)
 
 
 def _failures(found: Goodput) -> RenderableType:
-    shown = found.failures[-STARTS_SHOWN:]
-    rows = [
-        (
-            _day(one.at),
-            one.last_step,
-            one.restored_step,
-            one.lost_steps,
-            short_seconds(one.lost_seconds),
-            short_seconds(one.away_seconds),
-        )
-        for one in shown
-    ]
-    if len(found.failures) > len(shown):
-        rows.insert(0, (f"({len(found.failures) - len(shown)} before)", None, None, None, None, None))  # type: ignore[arg-type]
-    return table("failure >at_step >back_to >steps_lost >training_lost >away", rows) if rows else plain("no failures")
-
-
-def _day(unix_seconds: float) -> str:
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def short_seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 60 else human_seconds(seconds)
+    if not found.failures:
+        return "no failures"
+    columns = (
+        "failure=at:day >at_step=last_step >back_to=restored_step >steps_lost=lost_steps "
+        ">training_lost=lost_seconds:short >away=away_seconds:short"
+    )
+    before = len(found.failures) - STARTS_SHOWN
+    rows = [(f"({before} before)", *5 * [None])] if before > 0 else []
+    return table(columns, [*rows, *found.failures[-STARTS_SHOWN:]])

@@ -9,13 +9,10 @@ from typing import Annotated
 import typer
 
 from ..format.uris import local_path
-from ..types import Json
-from .ui.output import Report, facts, human_bytes, human_seconds, progress_bar
+from .ui.output import Report, facts, progress_bar
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
-
-
 Latest = Annotated[bool, typer.Option("--latest", help="Of a run: the newest usable checkpoint, as without it.")]
 
 
@@ -35,14 +32,13 @@ def restore(
     begun = time.monotonic()
     with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
         result = client.run(client.mover.restore(location, target))
-    seconds = time.monotonic() - begun
-    document: Json = {**result.to_json(), "seconds": seconds}
     summary = {
-        "checkpoint": result.location.uri,
-        "directory": result.directory,
-        "files": f"{result.files}, {human_bytes(result.size_bytes)}",
-        "from this node": human_bytes(result.local_bytes),
-        "from shared storage": human_bytes(result.shared_bytes),
-        "took": human_seconds(seconds),
+        "checkpoint": "{location.uri}",
+        "directory": "{directory}",
+        "files": "{files}, {size_bytes:bytes}",
+        "from this node": "{local_bytes:bytes}",
+        "from shared storage": "{shared_bytes:bytes}",
+        "took": "{seconds:seconds}",
     }
-    return Report(document, [facts(summary)])
+    seconds = time.monotonic() - begun
+    return Report({**result.to_json(), "seconds": seconds}, [facts(summary, result, seconds=seconds)])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ..errors import ConfigError
 from ..planning import Sizing
@@ -19,7 +18,7 @@ from ..planning.checked_numbers import parse_seconds, positive, whole
 from ..planning.ettr import DAY_SECONDS
 from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
-from .size import PlotOption, decimal, modes_view, short
+from .size import PlotOption, modes_view
 from .ui.output import Report, facts, human_seconds, progress_bar, table
 from .ui.planning_options import PlanningOptions, taking_options
 from .ui.session import JsonOption
@@ -45,6 +44,15 @@ logger = logging.getLogger(__name__)
 
 HORIZON_MTBFS = 5
 """Times the mean time between failures: of 150 such runs, one has no failure."""
+PARTS = {
+    "kept": "kept",
+    "lost": "lost",
+    "stalled": "stalled",
+    "restarting": "restarting",
+    "loading": "loading",
+    "waiting": "waiting_for_nodes",
+}
+"""Where the wall clock of a run goes, and the titles of the columns."""
 MODE_POINTS = 4
 MODE_SAVES_MAX = 20_000
 """Checkpoints of one simulated point: about a second."""
@@ -124,7 +132,19 @@ def simulate(
     }
     if hopeless:
         summary["gets nowhere"] = f"{', '.join(hopeless)}: failures come faster than such a restart"
-    return Report(document, [facts(summary), _compared(runs), _spent(runs)])
+    names = [(run, ", ".join(f"{tier} {count}" for tier, count in sorted(run.restores.items()))) for run in runs]
+    rows = [
+        asdict(run)
+        | {"failures": sum(run.failures.values()), "from": restores or None}
+        | {f"{part}_share": getattr(run, f"{part}_seconds") / run.wall_seconds for part in PARTS}
+        for run, restores in names
+    ]
+    compared = (
+        "tiers=name >ETTR=ettr:share >by_formula=expected_ettr:share >interval=interval_seconds:short >every >failures "
+        "restores_from=from >exposure_at_most=exposure_seconds_max:short >to_shared=shared_bytes:decimal"
+    )
+    spent = "tiers=name " + " ".join(f">{title}={part}_share:share" for part, title in PARTS.items())
+    return Report(document, [facts(summary), table(compared, rows), table(spent, rows)])
 
 
 def _warn_of_no_failure(runs: list[Run], days: float, mtbf_seconds: float) -> None:
@@ -142,36 +162,6 @@ def _warn_of_no_failure(runs: list[Run], days: float, mtbf_seconds: float) -> No
         # Only --modes simulates fewer days than it was asked for.
         f"give --days {longer}" if seen_days >= days else f"and --modes simulates {MODE_SAVES_MAX} checkpoints at most",
     )
-
-
-def _compared(runs: list[Run]) -> Table:
-    return table(
-        "tiers >ETTR >by_formula >interval >every >failures restores_from >exposure_at_most >to_shared",
-        [
-            (
-                run.name,
-                f"{run.ettr:.2%}",
-                f"{run.expected_ettr:.2%}" if run.expected_ettr is not None else None,
-                short(run.interval_seconds),
-                run.every,
-                sum(run.failures.values()),
-                ", ".join(f"{tier} {count}" for tier, count in sorted(run.restores.items())) or None,
-                short(run.exposure_seconds_max),
-                decimal(run.shared_bytes),
-            )
-            for run in runs
-        ],
-    )
-
-
-def _spent(runs: list[Run]) -> Table:
-    """Where the wall clock went, in percent."""
-    rows = []
-    for run in runs:
-        parts = (run.kept_seconds, run.lost_seconds, run.stalled_seconds, run.restarting_seconds)
-        more = (run.loading_seconds, run.waiting_seconds)
-        rows.append((run.name, *(f"{part / run.wall_seconds:.2%}" for part in (*parts, *more))))
-    return table("tiers >kept >lost >stalled >restarting >loading >waiting_for_nodes", rows)
 
 
 # --- the four ways --------------------------------------------------------------------------------------------------
@@ -209,15 +199,15 @@ def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *,
         (
             one.name,
             f"{one.interval_seconds / sizing.site.step_seconds:.0f} steps",
-            f"{one.stalled_seconds / (one.kept_seconds + one.lost_seconds):.3%}",
-            short(one.lost_by_failure_seconds),
-            f"{one.ettr:.2%}",
-            f"{one.expected_ettr:.2%}" if one.expected_ettr is not None else None,
+            one.stalled_seconds / (one.kept_seconds + one.lost_seconds),
+            one.lost_by_failure_seconds,
+            one.ettr,
+            one.expected_ettr,
         )
         for one in runs
     ]
-    simulated = table("simulated >interval >stalled >lost_by_a_failure >ETTR >by_formula", rows)
-    return Report(document, [modes_view(sizing), simulated])
+    columns = "simulated >interval >stalled:.3% >lost_by_a_failure:short >ETTR:share >by_formula:share"
+    return Report(document, [modes_view(sizing), table(columns, rows)])
 
 
 def _points(sizing: Sizing) -> Iterator[Configuration]:

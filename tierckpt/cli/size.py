@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import RenderableType
 
 from ..planning import Sizing
 from ..planning.sizer import TierRow
 from ..planning.transfer_times import local_aggregate_rate
 from ..types import Json
-from .ui.output import Report, facts, human_seconds, table
+from .ui.output import Report, decimal, facts, human_seconds, short, table
 from .ui.planning_options import PlanningOptions, human_count, taking_options
 from .ui.session import JsonOption
 
@@ -110,13 +110,42 @@ def _tier(row: TierRow) -> Json:
 # --- for people ---------------------------------------------------------------------------------------------------
 
 
-def view_of(sizing: Sizing) -> list[Table | str]:
+def view_of(sizing: Sizing) -> list[RenderableType]:
+    nodes = sizing.load_nodes
+    paths = [
+        *((f"restore, {row.name}", row.shared_bytes, row.seconds) for row in sizing.restores),
+        *((f"model on {nodes} nodes, {row.name}", row.shared_bytes, row.seconds) for row in sizing.loads),
+        (f"SSDs of {nodes} nodes together", f"{decimal(local_aggregate_rate(nodes, sizing.site.rates))}/s", None),
+    ]
+    tiers = [
+        (
+            row.name,
+            row.ettr if row.schedule else "none",
+            _interval(row, 0),
+            row.schedule.bound_by[0] if row.schedule else None,
+            _interval(row, len(row.levels) - 1),
+            row.young_seconds,
+            row.daly_seconds,
+            row.exact_seconds,
+        )
+        for row in sizing.tiers
+    ]
     return [
         facts(_summary(sizing)),
-        _components(sizing),
-        _writes(sizing),
-        _paths(sizing),
-        _tiers(sizing),
+        table(
+            "component=name >bytes_per_parameter:.4g >all=total_bytes:decimal >a_rank=rank_bytes:decimal saved:yes",
+            sizing.components,
+        ),
+        table(
+            ">a_blocking_save_in=stall_seconds:short >needs=bytes_per_second:decimals "
+            ">a_node=node_bytes_per_second:decimals >a_rank=rank_bytes_per_second:decimals",
+            sizing.writes,
+        ),
+        table("what >from_shared_storage:decimal >time:short", paths),
+        table(
+            "tiers >ETTR:share >interval bound_by >to_shared >Young:short >Daly:short >exact:short",
+            tiers,
+        ),
         modes_view(sizing),
         *(f"note: {text}" for text in sizing.warnings),
     ]
@@ -143,64 +172,7 @@ def _summary(sizing: Sizing) -> dict[str, object]:
     }
 
 
-def _components(sizing: Sizing) -> Table:
-    rows = [
-        (
-            row.name,
-            f"{row.bytes_per_parameter:.4g}",
-            decimal(row.total_bytes),
-            decimal(row.rank_bytes),
-            "yes" if row.saved else "no",
-        )
-        for row in sizing.components
-    ]
-    return table("component >bytes_per_parameter >all >a_rank saved", rows)
-
-
-def _writes(sizing: Sizing) -> Table:
-    rows = [
-        (
-            short(row.stall_seconds),
-            f"{decimal(row.bytes_per_second)}/s",
-            f"{decimal(row.node_bytes_per_second)}/s",
-            f"{decimal(row.rank_bytes_per_second)}/s",
-        )
-        for row in sizing.writes
-    ]
-    return table(">a_blocking_save_in >needs >a_node >a_rank", rows)
-
-
-def _paths(sizing: Sizing) -> Table:
-    rows = [(f"restore, {row.name}", decimal(row.shared_bytes), short(row.seconds)) for row in sizing.restores]
-    rows += [
-        (f"model on {sizing.load_nodes} nodes, {row.name}", decimal(row.shared_bytes), short(row.seconds))
-        for row in sizing.loads
-    ]
-    together = local_aggregate_rate(sizing.load_nodes, sizing.site.rates)
-    rows.append((f"SSDs of {sizing.load_nodes} nodes together", f"{decimal(together)}/s", ""))
-    return table("what >from_shared_storage >time", rows)
-
-
-def _tiers(sizing: Sizing) -> Table:
-    return table(
-        "tiers >ETTR >interval bound_by >to_shared >Young >Daly >exact",
-        [
-            (
-                row.name,
-                f"{row.ettr:.2%}" if row.schedule else "none",
-                _interval(row, 0),
-                row.schedule.bound_by[0] if row.schedule else None,
-                _interval(row, len(row.levels) - 1),
-                short(row.young_seconds),
-                short(row.daly_seconds),
-                short(row.exact_seconds),
-            )
-            for row in sizing.tiers
-        ],
-    )
-
-
-def modes_view(sizing: Sizing) -> Table:
+def modes_view(sizing: Sizing) -> RenderableType:
     """The four ways to take checkpoints, each at its best interval."""
     rows = []
     for mode in sizing.modes:
@@ -209,14 +181,15 @@ def modes_view(sizing: Sizing) -> Table:
             (
                 mode.name,
                 mode.window_steps or None,
-                f"{short(mode.stall_step_seconds)} a step" if mode.is_log else short(mode.stall_seconds),
-                f"{decimal(mode.link_step_bytes)} a step" if mode.is_log else decimal(mode.link_bytes),
+                f"{short(mode.stall_step_seconds)} a step" if mode.is_log else mode.stall_seconds,
+                f"{decimal(mode.link_step_bytes)} a step" if mode.is_log else mode.link_bytes,
                 f"{interval / mode.step_seconds:.0f} steps, {short(interval)}",
-                short(mode.lost_seconds(interval)),
-                f"{mode.ettr(interval, sizing.mtbf_seconds, sizing.copy_restart_seconds):.2%}",
+                mode.lost_seconds(interval),
+                mode.ettr(interval, sizing.mtbf_seconds, sizing.copy_restart_seconds),
             )
         )
-    return table("mode >window >stall >a_rank's_link >interval >lost_by_a_failure >ETTR", rows)
+    columns = "mode >window >stall:short >a_rank's_link:decimal >interval >lost_by_a_failure:short >ETTR:share"
+    return table(columns, rows)
 
 
 def _interval(row: TierRow, place: int) -> str | None:
@@ -224,19 +197,3 @@ def _interval(row: TierRow, place: int) -> str | None:
     if seconds is None or row.schedule is None:
         return None
     return f"{row.schedule.steps_by_level[place]} steps, {short(seconds)}"
-
-
-def decimal(value: float) -> str:
-    """Bytes as the field quotes them: decimal, three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} EB"
-
-
-def short(seconds: float) -> str:
-    """A duration to three digits where it is short, as people say it where it is long."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else human_seconds(seconds)

@@ -30,6 +30,10 @@ from .ui.session import JsonOption, LocalRootOption, load_settings
 
 SHOWN = 3
 """Entries of one run in one state that have a line each."""
+SET_ASIDE = (
+    "{set_aside} entries, which no mover tries any more: `tierckpt drain --retry` puts them back, "
+    "`tierckpt drain --forget URI` gives them up"
+)
 GROUPED_MIN = 4
 """Cached objects of one place from which on they are one line."""
 
@@ -60,15 +64,11 @@ def status(
         raise ConfigError("--listen says where the page is served", hint="Give --web too")
     if web:
         return _web(settings, listen, as_json=as_json)
-    if peers:
-        if watch:
-            _redraw(lambda: peers_view.view(peers_document(settings)), interval)
-        document = peers_document(settings)
-        return Report(document, peers_view.view(document))
+    read, view = (peers_document, peers_view.view) if peers else (_document, _view)
     if watch:
-        _redraw(lambda: _view(_document(settings)), interval)
-    document = _document(settings)
-    return Report(document, _view(document))
+        _redraw(lambda: view(read(settings)), interval)
+    document = read(settings)
+    return Report(document, view(document))
 
 
 def _web(settings: Settings, listen: str | None, *, as_json: bool) -> Report:
@@ -218,7 +218,7 @@ def _cause_text(item: Json) -> str:
     return f"for {since}: {drain['cause']}"
 
 
-def _waiting_rows(journal: Sequence[Json]) -> Iterator[tuple[object, ...]]:
+def _waiting_rows(journal: Sequence[Json]) -> Iterator[object]:
     """A few rows for each run and state, the newest first, and how many more there are."""
     groups: dict[tuple[str, str], list[Json]] = {}
     for item in journal:
@@ -226,88 +226,54 @@ def _waiting_rows(journal: Sequence[Json]) -> Iterator[tuple[object, ...]]:
         groups.setdefault((item["uri"].rpartition("/")[0], state), []).append(item)
     for (run, state), items in groups.items():
         shown = items if len(items) <= SHOWN + 1 else items[:SHOWN]
-        for item in shown:
-            size, age = human_bytes(item["size_bytes"]), human_seconds(item["age_seconds"])
-            yield item["uri"], item["rank"], _drain_text(item), size, age, _cause_text(item)
+        yield from (item | {"state": _drain_text(item), "cause": _cause_text(item)} for item in shown)
         if more := items[len(shown) :]:
-            size, age = human_bytes(sum(item["size_bytes"] for item in more)), human_seconds(more[-1]["age_seconds"])
-            yield f"{run}/ ({len(more)} more)", "", state, size, age, ""
-
-
-def _run_rows(runs: Sequence[Json]) -> Iterator[tuple[object, ...]]:
-    for row in runs:
-        safe_at = row["safe_unix_seconds"]
-        age = "" if safe_at is None else human_seconds(time.time() - safe_at)
-        safe_step = "none" if row["safe_step"] is None else row["safe_step"]
-        yield row["run"], row["newest_step"], safe_step, age, row["if_this_node_dies"]
-
-
-def _store_rows(stores: Sequence[Json]) -> Iterator[tuple[object, ...]]:
-    for row in stores:
-        next_try = row["next_try_seconds"]
-        yield (
-            row["store"],
-            row["state"],
-            human_seconds(time.time() - row["since_unix_seconds"]),
-            "" if next_try is None else "now" if next_try < 1 else f"in {human_seconds(next_try)}",
-            f"{human_bytes(row['size_bytes'])} in {row['entries']} entries",
-            f"{row['cause']}. {row['remedy']}".rstrip(". ") + ".",
-        )
+            size_bytes = sum(item["size_bytes"] for item in more)
+            yield f"{run}/ ({len(more)} more)", "", state, size_bytes, more[-1]["age_seconds"], ""
 
 
 def _view(document: Json) -> list[RenderableType]:
     agent: Json = document["agent"] or {}
     summary = {
-        "local root": document["local_root"],
-        "free": f"{human_bytes(document['free_bytes'])} of {human_bytes(document['total_bytes'])}",
-        "to drain": f"{human_bytes(document['journal_bytes'])} in {len(document['journal'])} entries, "
-        f"the oldest {human_seconds(document['lag_seconds'])} old",
-        "local tier": f"{human_bytes(document['local_bytes'])} in {len(document['local'])} directories",
-        "drains": _budget_line(document["budget"]),
-        "agent": _agent_line(document["agent"], document["agent_problem"]),
+        "local root": "{local_root}",
+        "free": "{free_bytes:bytes} of {total_bytes:bytes}",
+        "to drain": "{journal_bytes:bytes} in {journal:count} entries, the oldest {lag_seconds:seconds} old",
+        "local tier": "{local_bytes:bytes} in {local:count} directories",
+        "drains": "{budget_line}",
+        "agent": "{agent_line}",
+        **{
+            f"last {verb}": f"{{checks[{verb}][uri]}}, {{checks[{verb}][good]:good}}, "
+            f"{{checks[{verb}][at_unix_seconds]:since}} ago"
+            for verb, row in document["checks"].items()
+            if row is not None
+        },
+        "set aside": SET_ASIDE if document["set_aside"] else "",
+        "copies": "{copies}",
     }
-    for verb, row in document["checks"].items():
-        if row is not None:
-            age = human_seconds(time.time() - row["at_unix_seconds"])
-            summary[f"last {verb}"] = f"{row['uri']}, {'good' if row.get('good') else 'DAMAGED'}, {age} ago"
-    if document["set_aside"]:
-        summary["set aside"] = (
-            f"{document['set_aside']} entries, which no mover tries any more: `tierckpt drain --retry` puts them back, "
-            "`tierckpt drain --forget URI` gives them up"
-        )
-    if copies := agent.get("replicas"):
-        summary["copies"] = _copies_line(copies)
-    waiting = [*_waiting_rows(document["journal"])]
-    here = [
-        (item["uri"], item["kind"], item["files"], human_bytes(item["size_bytes"]), "yes" if item["drained"] else "no")
-        for item in _grouped(document["local"])
+    lines = {
+        "budget_line": _budget_line(document["budget"]),
+        "agent_line": _agent_line(document["agent"], document["agent_problem"]),
+        "copies": _copies_line(agent["replicas"]) if agent.get("replicas") else "",
+    }
+    stores = [row | {"cause": f"{row['cause']}. {row['remedy']}".rstrip(". ") + "."} for row in document["stores"]]
+    moving = [
+        (item["what"], (item["done_bytes"], item["total_bytes"]), item["total_bytes"])
+        for item in agent.get("moving", ())
+        if not item["what"].startswith("drain ")
     ]
-    view: list[RenderableType] = [facts(summary)]
-    if document["runs"]:
-        view.append(table("run >newest >safe >age_of_safe if_this_node_dies_now", [*_run_rows(document["runs"])]))
-    if document["stores"]:
-        view.append(table("store state >for next_try >waiting cause", [*_store_rows(document["stores"])]))
-    if moving := [item for item in agent.get("moving", ()) if not item["what"].startswith("drain ")]:
-        rows = [
-            (
-                item["what"],
-                f"{100 * item['done_bytes'] / max(1, item['total_bytes']):.0f} %",
-                human_bytes(item["total_bytes"]),
-            )
-            for item in moving
-        ]
-        view.append(table("moving >done >size", rows))
-    if errors := agent.get("errors"):
-        told = [(human_seconds(time.time() - item["at_unix_seconds"]), item["message"]) for item in errors[-5:]]
-        view.append(table(">ago last_errors_of_the_agent", told))
-    if waiting:
-        view.append(table("to_drain >rank state >size >age waits_for", waiting))
-    if here:
-        view.append(table("on_this_node kind >files >size on_shared_tier", here))
-    if document["gradient_logs"]:
-        logs = [
-            (item["uri"], item["rank"], human_bytes(item["size_bytes"]), item["newest_step"], item["peers_step"])
-            for item in document["gradient_logs"]
-        ]
-        view.append(table("gradient_log >rank >size >newest_step >step_on_peers", logs))
-    return view
+    rows = {
+        "run >newest=newest_step >safe=safe_step:none >age_of_safe=safe_unix_seconds:since "
+        "if_this_node_dies_now=if_this_node_dies": document["runs"],
+        "store state >for=since_unix_seconds:since >next_try_in=next_try_seconds:seconds "
+        ">waiting=size_bytes:bytes >entries cause": stores,
+        "moving >done:of >size:bytes": moving,
+        ">ago=at_unix_seconds:since last_errors_of_the_agent=message": agent.get("errors", ())[-5:],
+        "to_drain=uri >rank state >size=size_bytes:bytes >age=age_seconds:seconds waits_for=cause": _waiting_rows(
+            document["journal"]
+        ),
+        "on_this_node=uri kind >files >size=size_bytes:bytes on_shared_tier=drained:yes": _grouped(document["local"]),
+        "gradient_log=uri >rank >size=size_bytes:bytes >newest_step >step_on_peers=peers_step": document[
+            "gradient_logs"
+        ],
+    }
+    return [facts(summary, document, **lines), *(table(columns, found) for columns, found in rows.items())]

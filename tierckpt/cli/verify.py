@@ -6,7 +6,6 @@ import asyncio
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.catalog import Checkpoint
@@ -15,7 +14,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, M
 from ..format.layout import MANIFEST, Location
 from ..mover import Mover
 from ..types import Json, Tier
-from .ui.output import Report, facts, human_bytes, progress_bar, table
+from .ui.output import Report, facts, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 ReadData = Annotated[bool, typer.Option("--read-data", help="Read every byte and check it; else presence and sizes.")]
@@ -52,7 +51,19 @@ def verify(
         "absent_on_this_node": sorted(path for tier, path in absent if tier is Tier.LOCAL),
     }
     record_check(client.settings.local_root, "verify", document)
-    return Report(document, _view(document), IntegrityError.exit_code if rows else 0)
+    summary = {
+        "checkpoint": "{uri}",
+        "committed on": "{tiers:list}",
+        "checked": "{checked_files} copies of files, {checked_bytes:bytes}, "
+        + ("every byte read" if read_data else "sizes only (--read-data reads every byte)"),
+        "not on this node": "{absent} files; other tiers have them" if document["absent_on_this_node"] else "",
+        "result": f"{len(rows)} bad copies" if rows else "good",
+    }
+    view = [
+        facts(summary, document, absent=len(document["absent_on_this_node"])),
+        table("file tier good_copy_on:lost problem", rows),
+    ]
+    return Report(document, view, IntegrityError.exit_code if rows else 0)
 
 
 async def _checkpoint_at(mover: Mover, location: Location) -> Location:
@@ -114,20 +125,3 @@ def _row(checkpoint: Checkpoint, report: VerifyReport, tier: Tier, path: str, te
         if path not in report.lost and (other, path) not in report.problems
     ]
     return {"tier": str(tier), "file": path, "problem": text, "good_copy_on": others}
-
-
-def _view(document: Json) -> list[RenderableType]:
-    summary = {
-        "checkpoint": document["uri"],
-        "committed on": ", ".join(document["tiers"]),
-        "checked": f"{document['checked_files']} copies of files, {human_bytes(document['checked_bytes'])}"
-        + (", every byte read" if document["read_data"] else ", sizes only (--read-data reads every byte)"),
-    }
-    if document["absent_on_this_node"]:
-        summary["not on this node"] = f"{len(document['absent_on_this_node'])} files; other tiers have them"
-    summary["result"] = "good" if document["good"] else f"{len(document['problems'])} bad copies"
-    lines = [
-        (row["file"], row["tier"], ", ".join(row["good_copy_on"]) or "lost", row["problem"])
-        for row in document["problems"]
-    ]
-    return [facts(summary), *([table("file tier good_copy_on problem", lines)] if lines else [])]

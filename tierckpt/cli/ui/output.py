@@ -10,15 +10,18 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
+import string
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, TextIO
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
 
 from rich import box
-from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -264,26 +267,107 @@ def progress_bar(
         yield _Bars(rows, name_width)
 
 
-def table(columns: str, rows: Sequence[Sequence[object]]) -> Table:
-    """Return a table. ``columns`` are names separated by spaces; ``>`` before a name aligns it right."""
+class _Formatter(string.Formatter):
+    """Fills ``{key:format}`` from a mapping or an object; ``format`` is one of ``FORMATS`` or Python's own."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if key in kwargs:
+            return kwargs[str(key)]
+        return args[0][key] if isinstance(args[0], Mapping) else getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None and format_spec not in ("none", "whole"):
+            return "-"
+        if format_spec not in FORMATS:
+            return format(value, format_spec)
+        return value if isinstance(value, str) and value else FORMATS[format_spec](value)
+
+
+_fill = _Formatter()
+
+
+def table(columns: str, rows: Iterable[object]) -> RenderableType:
+    """Return a table, nothing when there are no ``rows``.
+
+    Args:
+        columns: ``title=key:format``, separated by spaces. ``_`` in a title is a space, ``>`` before it aligns right.
+            Without ``key`` it is the title. ``key`` may lead on: ``copy.name``, ``copy[name]``.
+        rows: mappings or objects that have the keys, or tuples of all cells. None is shown as ``-``.
+    """
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns.split():
-        result.add_column(
-            name.lstrip(">").replace("_", " "), justify="right" if name.startswith(">") else "left", overflow="fold"
-        )
+    parts = [re.fullmatch(r"(>?)([^=:]+)(?:=([^:]+))?(?::(.+))?", column) for column in columns.split()]
+    cells = [(found[2] if found[3] is None else found[3], found[4] or "") for found in parts if found]
+    for found in filter(None, parts):
+        result.add_column(found[2].replace("_", " "), justify="right" if found[1] else "left", overflow="fold")
     for row in rows:
-        result.add_row(*(plain("-" if cell is None else str(cell)) for cell in row))
-    return result
+        if isinstance(row, tuple):
+            texts = [_fill.format_field(cell, spec) for cell, (_, spec) in zip(row, cells, strict=True)]
+        else:
+            texts = [_fill.format(f"{{{key}:{spec}}}", row) for key, spec in cells]
+        result.add_row(*map(plain, texts))
+    return result if result.rows else Group()
 
 
-def facts(pairs: Mapping[str, object]) -> Table:
-    """Return names and values, one a line."""
+def facts(pairs: Mapping[str, object], row: object = None, **more: object) -> Table:
+    """Return names and values, one a line; an empty text is left out, None is shown as ``-``.
+
+    Args:
+        row: the values of ``pairs`` are templates, ``{files}, {size_bytes:bytes}``, for this mapping or object: they
+            hold no text that came from elsewhere. None: the values are shown as they are.
+        more: values for the templates that ``row`` does not have.
+    """
     result = Table.grid(padding=(0, 2))
     result.add_column(style="bold")
     result.add_column(overflow="fold")
     for name, value in pairs.items():
-        result.add_row(plain(name), plain("-" if value is None else str(value)))
+        text = _fill.format_field(value, "") if row is None else _fill.format(str(value), row, **more)
+        if text:
+            result.add_row(plain(name), plain(text))
     return result
+
+
+def decimal(value: float) -> str:
+    """Return bytes as the field quotes them: decimal, three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} EB"
+
+
+def short(seconds: float) -> str:
+    """Return a duration: three digits where it is short, in its largest unit where it is long."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else human_seconds(seconds)
+
+
+def day(unix_seconds: float) -> str:
+    """Return a time of the clock, in UTC."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "bytes": human_bytes,
+    "decimal": decimal,
+    "decimals": lambda value: f"{decimal(value)}/s",
+    "rate": lambda value: f"{human_bytes(value)}/s" if value else "-",
+    "seconds": human_seconds,
+    "short": short,
+    "since": lambda unix_seconds: human_seconds(time.time() - unix_seconds),
+    "day": day,
+    "none": lambda value: "none" if value is None else str(value),
+    "whole": lambda value: value or "whole",
+    "share": lambda value: f"{value:.2%}",
+    "count": lambda values: str(len(values)),
+    "good": lambda value: "good" if value else "DAMAGED",
+    "yes": lambda value: "yes" if value else "no",
+    "list": ", ".join,
+    "-": lambda value: value or "-",
+    "of": lambda part: f"{100 * part[0] / max(1, part[1]):.0f} %",
+    "lost": lambda names: ", ".join(names) or "lost",
+}
+"""How views show values, beside Python's own format specifications."""
 
 
 def plain(text: str) -> Text:
