@@ -27,7 +27,6 @@ from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.handoff import handoff_client
 from tierckpt.dcp.save_session import SaveSession
-from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.errors import OperationTimeoutError, TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.ipc.agent_client import AgentClient
@@ -174,7 +173,7 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
         return call
 
     if point == "not begun":
-        _replace(TierStorageWriter, "begin_save", instead)
+        _replace(SaveSession, "open", instead)
     elif point == "handed in":
         _replace(handoff_client.HandoffHandle, "hand_in", after)
         flush.ShardFile.write = stay  # type: ignore[method-assign]

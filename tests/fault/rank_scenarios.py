@@ -17,14 +17,14 @@ import torch.distributed.checkpoint as dcp
 import tierckpt
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
-from tierckpt.dcp.save_session import encode_results
+from tierckpt.dcp.save_session import SaveSession, encode_results
 from tierckpt.dcp.stager import TierStager
-from tierckpt.dcp.writer import TierStorageWriter
 from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import TierckptError
 from tierckpt.rank_store import RankStore
 from tierckpt.save import flush
 from tierckpt.training import checkpointer as checkpointers
+from tierckpt.training.rank_exchange import Exchange
 
 COLLECTIVE_TIMEOUT_SECONDS = 10.0
 SAVE_TIMEOUT_SECONDS = 10.0
@@ -61,15 +61,15 @@ def _after(owner: Any, name: str) -> None:
 
 
 SAVE_PHASES: dict[str, Callable[[], None]] = {
-    "local plan": lambda: _before(TierStorageWriter, "prepare_local_plan"),
+    "local plan": lambda: _before(SaveSession, "plan_local"),
     "staging": lambda: _before(TierStager, "stage_items"),
     "flush": lambda: _before(flush.ShardFile, "finish"),
-    "written": lambda: _after(TierStorageWriter, "write_data"),
-    "hand over": lambda: _before(TierStorageWriter, "hand_over"),
+    "written": lambda: _after(SaveSession, "write"),
+    "hand over": lambda: _after(Exchange, "gather_then"),
     "drain": lambda: _before(Drainer, "send_files"),
 }
 COORDINATOR_PHASES: dict[str, Callable[[], None]] = {
-    "global plan": lambda: _before(TierStorageWriter, "prepare_global_plan"),
+    "global plan": lambda: _before(SaveSession, "plan_global"),
     "commit": lambda: _before(local_commit, "commit_local"),
     "committed": lambda: _after(local_commit, "commit_local"),
 }

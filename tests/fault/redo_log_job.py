@@ -15,7 +15,7 @@ from typing import Any
 from tests.fault.gradient_log_job import Job
 from tierckpt import Checkpointer
 from tierckpt.dcp.reader import TierStorageReader
-from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.dcp.save_session import SaveSession
 from tierckpt.replay import redo
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.tree import fill
@@ -24,9 +24,9 @@ from tierckpt.training.every_step import redo_log, window
 
 POINTS: dict[str, tuple[Any, str]] = {
     "pack": (redo_log, "pack"),
-    "write": (TierStorageWriter, "write_data"),
-    "commit": (TierStorageWriter, "finish"),
-    "drain": (TierStorageWriter, "hand_over"),
+    "write": (SaveSession, "write"),
+    "commit": (SaveSession, "commit"),
+    "drain": (SaveSession, "hand_over"),
     "read": (TierStorageReader, "read_alone"),
     "replay": (redo.Redo, "fold"),
     "save": (redo_log, "fold"),

@@ -386,7 +386,7 @@ def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_p
     options = {"local_root": tmp_path / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(tmp_path / "shared" / "step-1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SaveSession, "hand_over", lambda self: self.release())
+        patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())
         save(location.uri, state_of(1), **options)
     mover = Mover(Settings.load(None, **options))
     [entry] = mover.journal.entries()
@@ -445,7 +445,7 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
     location = parse_uri(root / "shared" / "step-1")
     mover = Mover(Settings.load(None, **options))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SaveSession, "hand_over", lambda self: self.release())  # killed then
+        patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())  # killed then
         save(location.uri, state_of(1), **options)
     [shard] = local_dir(root / "local", location).glob("*.distcp")
     bit_flipped = bytearray(shard.read_bytes())

@@ -34,8 +34,7 @@ from tierckpt.checkpoint import journal, local_commit
 from tierckpt.checkpoint.retention import Policy
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
-from tierckpt.dcp import save_session, shard_delivery
-from tierckpt.dcp import writer as dcp_writer
+from tierckpt.dcp import save_planning, save_session, shard_delivery
 from tierckpt.disk import durable, file_io
 from tierckpt.drain import file_transfer
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
@@ -245,7 +244,7 @@ def no_links() -> Iterator[None]:
 def no_drain() -> Iterator[None]:
     """The process dies, as it were, right after the local commit: its entry stays in the journal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_session.SaveSession, "hand_over", lambda self: self.release())
+        patch.setattr(save_session.SaveSession, "hand_over", lambda self, **_: self.release())
         yield
 
 
@@ -626,7 +625,7 @@ def data_name_reused(patch: pytest.MonkeyPatch) -> None:
         return open_file(path, flags, *rest, **options)
 
     patch.setattr(os, "open", open_over)
-    patch.setattr(dcp_writer, "shard_name", lambda prefix, index, token: f"{prefix}{index}{layout.SHARD_SUFFIX}")
+    patch.setattr(save_planning, "shard_name", lambda prefix, index, token: f"{prefix}{index}{layout.SHARD_SUFFIX}")
 
 
 def digest_of_other_bytes(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import tierckpt
 from tests.waits import SEEDED_SECONDS, TooLongError, counted
 from tierckpt.checkpoint import shared_commit
 from tierckpt.checkpoint.local_commit import read_local_manifest
-from tierckpt.dcp import writer
+from tierckpt.dcp import save_planning
 from tierckpt.errors import AlreadyCommittedError, BucketNotFoundError
 from tierckpt.format.layout import local_dir, parse_uri
 
@@ -63,7 +63,7 @@ def test_saves_go_on_while_a_store_is_silent(local_root: Path, caplog: pytest.Lo
 @pytest.mark.usefixtures("silent")
 def test_the_wait_that_was_for_a_silent_store_is_found(monkeypatch: Patch) -> None:
     """Seeded: planning waits for its answer."""
-    monkeypatch.setattr(writer, "wait_while", lambda work, progress: not futures.wait(work, SECONDS).not_done)
+    monkeypatch.setattr(save_planning, "wait_while", lambda work, progress: not futures.wait(work, SECONDS).not_done)
     checkpointer = tierckpt.Checkpointer(URI)
     with counted(SEEDED_SECONDS), pytest.raises(CheckpointException, match=TooLongError.__name__):
         checkpointer.save(1, state(1.0))

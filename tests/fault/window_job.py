@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.dcp.save_session import SaveSession
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.link import PARTS, Copy, Link
 from tierckpt.save.flush import ShardFile
@@ -96,7 +96,7 @@ class Points:
         self.put_in(Link, "copy", self.on_copy)
         self.put_in(Copy, "next_chunk", self.on_chunk)
         self.put_in(Replay, "apply", lambda *_: self.reach("replay"))
-        self.put_in(TierStorageWriter, "finish", lambda *_: self.reach("before the commit"))
+        self.put_in(SaveSession, "commit", lambda *_: self.reach("before the commit"))
         self.put_in(ShardFile, "write", lambda *_: self.reach("write"))
 
     def put_in(self, owner: Any, name: str, look: Callable[..., None]) -> None:

@@ -15,6 +15,7 @@ import tierckpt
 from tierckpt import Checkpointer, TierStager, TierStorageWriter
 from tierckpt.checkpoint import in_flight
 from tierckpt.dcp import writer as writers
+from tierckpt.dcp.save_session import SaveSession
 from tierckpt.errors import AlreadyCommittedError, CheckpointError, OperationTimeoutError
 from tierckpt.format.layout import parse_uri
 
@@ -107,17 +108,17 @@ def test_a_save_that_failed_in_the_callers_own_thread_is_not_told_twice(file_uri
 
 @pytest.mark.slow
 def test_wait_sees_the_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    finish, is_free = writers.TierStorageWriter.finish, threading.Event()
+    commit, is_free = SaveSession.commit, threading.Event()
 
-    def held(self: Any, *args: Any) -> None:
+    def held(self: Any, *args: Any, **options: Any) -> None:
         assert is_free.wait(60)
-        finish(self, *args)
+        commit(self, *args, **options)
 
     uri = f"{file_uri}/step-1"
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state(1.0)).result(timeout=60)
         tierckpt.wait(uri, timeout_seconds=60)
-        monkeypatch.setattr(writers.TierStorageWriter, "finish", held)
+        monkeypatch.setattr(SaveSession, "commit", held)
         checkpointer.save(1, state(2.0))
         with pytest.raises(OperationTimeoutError):
             tierckpt.wait(uri, timeout_seconds=0.3)

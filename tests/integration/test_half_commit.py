@@ -6,6 +6,7 @@ the shared tier, and it is drained like any other.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.states import load, same, save, small_state
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
-from tierckpt.dcp.writer import TierStorageWriter
+from tierckpt.dcp import writer
+from tierckpt.dcp.save_planning import SaveDescription
 from tierckpt.disk import durable
 from tierckpt.errors import StoreError
 from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
@@ -43,13 +45,8 @@ def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TierStorageWriter.__init__
-
-    def straight(self: TierStorageWriter, *arguments: Any, **options: Any) -> None:
-        real(self, *arguments, **options)
-        self.route("direct put")
-
-    monkeypatch.setattr(TierStorageWriter, "__init__", straight)
+    describe = functools.partial(SaveDescription, route="direct put")
+    monkeypatch.setattr(writer, "SaveDescription", describe)
 
 
 @pytest.mark.slow

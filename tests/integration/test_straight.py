@@ -341,11 +341,11 @@ async def send(*arguments):
 straight.send_shard = send
 if when == "before the commit":
     checkpointer._pacer  # the writer is made by save
-    from tierckpt.dcp.writer import TierStorageWriter
-    TierStorageWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    from tierckpt.dcp.save_session import SaveSession
+    SaveSession.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 if when == "before the drain":
-    from tierckpt.dcp.writer import TierStorageWriter
-    TierStorageWriter.hand_over = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    from tierckpt.dcp.save_session import SaveSession
+    SaveSession.hand_over = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpointer.save(2, {f"t{n}": torch.full((100_000,), float(n)) for n in range(8)}).result(60)
 """
 

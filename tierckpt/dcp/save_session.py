@@ -1,10 +1,11 @@
-"""SaveSession: one rank's save to one id, from its journal entry to the drain.
+"""SaveSession: one rank's save to one id, from its plan to the drain.
 
-open or take_over     the journal entry, and the lock that says that its owner lives (J1)
-writing, note         the shards, by ``delivery``; they are durable
-commit (coordinator)  metadata and manifest: the checkpoint is committed on the local tier
-hand_over             the entry is the drain's
-abort, let_go         the end of a save that is not committed, or of which nobody here knows whether it is
+begin, plan_local, plan_global   the plan, and the attempts that the save replaces
+prepare                          the shards get their places; the journal entry, and the lock on it (J1)
+write                            the shards are durable
+commit (coordinator)             metadata and manifest: the checkpoint is committed on the local tier
+hand_over                        the entry is the drain's
+abort, settle                    the end of a save that is not committed, or whose outcome is not known on this node
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import Lease
-from ..checkpoint import branches, local_commit, local_only, marks
+from ..checkpoint import branches, in_flight, local_commit, local_only, marks
 from ..checkpoint import epoch as epochs
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Entry, Journal
-from ..client import Client
+from ..client import Client, get_client
+from ..config import Settings
 from ..disk import read_lease
 from ..disk.durable import make_dirs
 from ..errors import CheckpointError, ManifestError, TierckptError, UnsafeCheckpointError
@@ -35,18 +40,24 @@ from ..format import manifest as manifests
 from ..format.layout import METADATA, SHARD_SUFFIX, Location, attempt_metadata, local_dir, rank_metadata
 from ..format.manifest import FileEntry, Manifest, digests_of
 from ..telemetry import COMMITS, logger
-from ..torch_internals import CHECKED_VERSIONS, StorageInfo, StorageWriterTransforms
+from ..torch_internals import CHECKED_VERSIONS, StorageInfo
 from ..types import Tier
 from . import split
 from .gc_pause import gc_paused
-from .handoff.handoff_client import HandoffHandle
 from .metadata_pickle import encode
+from .save_planning import ItemSource, PlannedShards, RankAssignment, SaveDescription, TargetLookup, plan_shards
 from .sealed import read_back
-from .shard_delivery import Route, ShardDelivery
+from .shard_delivery import ShardDelivery
 
 log = logger("save")
 
 DCP_VERSION = "1.0.0"
+Token: TypeAlias = Callable[[], str]
+
+
+def new_token() -> str:
+    """Return a name that no save has used."""
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class TierWriteResult(WriteResult):
 
     files: tuple[FileEntry, ...] = ()
     parts: tuple[split.Part, ...] = ()
-    """Which of the items are parts of what other ranks hold too; the metadata must name them."""
+    """Items that are parts of what other ranks hold too; the metadata must name them."""
 
 
 def told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]) -> list[WriteResult]:
@@ -118,131 +129,213 @@ def _parts_of(results: list[list[WriteResult]]) -> list[split.Part]:
     return [part for rank in results for part in getattr(rank[0] if rank else None, "parts", ())]
 
 
-@dataclass
-class SaveRole:
-    """A rank's part in a save, and what its caller has decided of the save. Can be pickled."""
+class SaveListener(Protocol):
+    """Follows one save of one rank, in its threads."""
 
-    save_id: str
-    """DCP's name for the save, in its metadata."""
-    rank: int = 0
-    world_size: int = 1
-    is_coordinator: bool = True
-    use_collectives: bool = True
-    replaces: tuple[str, ...] = ()
-    """The attempts that this save may replace, on the coordinator."""
-    route: Route = "local"
-    holds_back: bool = False
-    """The shards wait for ``hand_over``: the caller tells every rank how the save ends."""
-    is_kept: bool | None = None
-    """Whether the checkpoint stays on the local tier; None where the caller keeps none."""
-    has_direct_put_ranks: bool = False
-    """Some rank's shards went straight to the shared tier."""
-    epoch: str | None = None
-    """Of a process that stands in for a rank that has ended: it commits only in this epoch."""
-    notes: Mapping[str, str | int | bool] = dataclasses.field(default_factory=dict)
-    """For the manifest."""
-    trust_pickle: bool = False
-    """The metadata may hold classes that only a reader with ``trust_pickle=True`` loads."""
+    def prepared(
+        self,
+        save: SaveSession,
+        shards: PlannedShards | None,
+        plan: SavePlan,
+        source: ItemSource,
+        metadata: Metadata | None,
+    ) -> None:
+        """The shards have their places, or this rank has none. Nothing is on the disk yet."""
+
+    def opened(self, lock_descriptor: int) -> bool:
+        """The journal has an entry. Returns whether the save outlives this process, which then notes durable shards."""
+
+    def durable(self, files: tuple[FileEntry, ...]) -> None:
+        """The shards of a rank that does not learn how the save ends are durable."""
+
+    def ended(self) -> None:
+        """The save has ended for this rank. Called more than once."""
 
 
 class SaveSession:
-    """One save in progress on this rank. One thread at a time.
+    """One rank's save to one id. One thread at a time.
+
+    Args:
+        listener: hears of each step before the next begins.
+        save_id: DCP's name for the save, until ``plan_global`` makes another.
+        replaces: attempts that the save may replace, where they are known.
 
     Attributes:
-        entry: its journal entry, as last written.
-        delivery: brings the shards to where they are to be.
-        handoff: the agent's copy of a save that is DCP's to drive: it ends with this.
-        outlives: the agent finishes it if this process ends, so what is durable is noted as soon as it is.
-        is_open: until it is the drain's, or put away.
+        entry: the journal entry as last written. From ``open`` or ``take_over`` on.
+        delivery: writes the shards. Likewise.
+        is_open: the save has a journal entry, which is neither the drain's nor put away.
     """
+
+    entry: Entry
+    delivery: ShardDelivery
+    is_open = False
 
     def __init__(
         self,
-        client: Client,
+        settings: Settings,
         location: Location,
-        role: SaveRole,
-        entry: Entry,
-        transforms: StorageWriterTransforms,
+        description: SaveDescription,
+        listener: SaveListener | None = None,
         *,
-        sync_files: bool,
-        lock: contextlib.ExitStack,
-        lock_descriptor: int,
+        save_id: str = "",
+        replaces: tuple[str, ...] = (),
     ) -> None:
-        self.client, self.settings = client, client.settings
-        self.location, self.role, self.entry = location, role, entry
+        self.settings, self.location, self.description = settings, location, description
         self.directory = local_dir(self.settings.local_root, location)
-        self.delivery = ShardDelivery(
-            client, self.settings, location, entry, self.directory, role.rank, transforms, sync_files
-        )
-        self.lock_descriptor = lock_descriptor
-        self.handoff: HandoffHandle | None = None
-        self.outlives, self.is_open = False, True
-        self._lock = lock
+        self.save_id = save_id or str(uuid.uuid4())
+        self.lookup = TargetLookup(settings, location, description, replaces)
+        self._listener = listener
+        self._shards: PlannedShards | None = None
+        self._is_prepared = self._outlives = self._has_direct_put_ranks = False
+        self._lock = contextlib.ExitStack()
         self._journal = Journal(self.settings.local_root)
+        self._outcome: in_flight.Begun | None = None
 
-    @classmethod
-    def open(
-        cls,
-        client: Client,
-        location: Location,
-        role: SaveRole,
-        token: str,
-        transforms: StorageWriterTransforms,
-        *,
-        sync_files: bool = True,
-    ) -> SaveSession:
-        """Open a journal entry and hold it: from now on every file of the save has a name there (J1).
+    @property
+    def client(self) -> Client:
+        """Made by the first thread that asks the disk, and not before."""
+        return get_client(self.settings)
 
-        Raises CheckpointError when another process has an entry of this token.
-        """
-        settings = client.settings
-        directory, journal = local_dir(settings.local_root, location), Journal(settings.local_root)
-        with contextlib.ExitStack() as stack:
-            # What stands there may be removed meanwhile, but not the directory that we are about to write to.
-            stack.enter_context(read_lease.reading(settings.local_root, directory))
-            make_dirs(directory)
-            hold = stack.enter_context(journal.own(token))
-            if not hold:
-                raise CheckpointError(f"{location.uri}: another process is writing this rank's shards ({token})")
-            branch = str(role.notes.get(branches.NOTE, ""))
-            entry = journal.open(token, location, role.rank, int(settings.chunk_size_bytes), branch)
-            if settings.peers is not None:
-                marks.mark_origin(directory, token)
-            lock = stack.pop_all()
-        return cls(
-            client, location, role, entry, transforms, sync_files=sync_files, lock=lock, lock_descriptor=hold.descriptor
-        )
+    # --- the plan -----------------------------------------------------------------------------------------------
 
-    @classmethod
-    def take_over(
-        cls,
-        client: Client,
-        location: Location,
-        role: SaveRole,
-        token: str,
-        transforms: StorageWriterTransforms,
-        lock: int | None,
-    ) -> SaveSession | None:
-        """Go on with the journal entry of a rank that has ended. None when the entry is settled, or another's.
+    def begin(self) -> None:
+        """From here on ``tierckpt.wait`` waits for this save."""
+        root, is_of_thread = self.settings.local_root, not self.description.awaits_verdict
+        self._outcome = in_flight.begin(root, self.location.uri, self, is_of_thread=is_of_thread)
+
+    def plan_local(self, plan: SavePlan) -> SavePlan:
+        """Check ``local_root`` and the target, as ``TargetLookup.start`` does, and return ``plan``."""
+        with self._reporting():
+            self.lookup.start()
+        if not self.description.use_collectives:
+            return dataclasses.replace(plan, storage_data=RankAssignment(f"__{self.description.rank}_"))
+        return split.put_aside(plan) if self.description.world_size > 1 else plan
+
+    def plan_global(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans, with replicated items spread evenly over ranks and each rank's assignment. On the
+        coordinator."""
+        plans, save = split.balance_replicated(plans), new_token()
+        self.save_id = save  # in the metadata: each rank knows by what name the checkpoint will be found
+        return [
+            dataclasses.replace(plan, storage_data=RankAssignment(f"__{rank}_", save, len(plans), self.location.uri))
+            if plan.storage_data is None
+            else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what DCP puts into the metadata: the id and the save's name."""
+        return StorageMeta(checkpoint_id=self.location.uri, save_id=self.save_id)
+
+    def prepare(
+        self, plan: SavePlan, source: ItemSource, metadata: Metadata | None = None, token: Token = new_token
+    ) -> None:
+        """Give the shards their places, and open the journal entry.
 
         Args:
-            lock: the rank's hold on the entry, if it was left to us; closed with the session.
+            metadata: the coordinator's, where the caller knows it.
+            token: makes the token of a rank that has shards.
+
+        Raises:
+            ConfigError: the ranks have different targets, or the local root may not be used.
+            CheckpointError: the session writes already.
         """
-        journal = Journal(client.settings.local_root)
+        self.lookup.await_local()  # nothing is written, nor offered to the agent, before the disk was looked at
+        if isinstance(plan.storage_data, RankAssignment):
+            plan.storage_data.check(self.location.uri, self.description.rank)
+        if self.is_open:
+            self.abort()
+            raise _used_twice(self.location.uri)
+        if plan.items or self.description.is_coordinator:
+            self._shards = plan_shards(self.description, self.settings, self.directory, token(), plan, source)
+        try:
+            # The listener comes first: making an entry durable takes a moment, above all beside a write of another
+            # checkpoint, in which the staged state would end with this process.
+            if self._listener is not None:
+                self._listener.prepared(self, self._shards, plan, source, metadata)
+            if self._shards is not None:
+                self.client.recover()
+                descriptor = self.open(self._shards.token)
+                self._outlives = self._listener is not None and self._listener.opened(descriptor)
+        except BaseException:
+            self._end_listener()
+            raise
+        self._is_prepared = True
+
+    def open(self, token: str) -> int:
+        """Open a journal entry and hold it: from now on every file of the save has a name there (J1).
+
+        Returns the descriptor of the lock. Raises CheckpointError when another process has an entry of this token.
+        """
         with contextlib.ExitStack() as stack:
-            hold = stack.enter_context(journal.own(token, lock))
-            entry = journal.read(token)
+            # What stands there may be removed meanwhile, but not the directory that we are about to write to.
+            stack.enter_context(read_lease.reading(self.settings.local_root, self.directory))
+            make_dirs(self.directory)
+            hold = stack.enter_context(self._journal.own(token))
+            if not hold:
+                raise CheckpointError(f"{self.location.uri}: another process is writing this rank's shards ({token})")
+            branch, chunk = str(self.description.notes.get(branches.NOTE, "")), int(self.settings.chunk_size_bytes)
+            entry = self._journal.open(token, self.location, self.description.rank, chunk, branch)
+            if self.settings.peers is not None:
+                marks.mark_origin(self.directory, token)
+            self._hold(entry, stack)
+        return hold.descriptor
+
+    def take_over(self, token: str, lock: int | None) -> bool:
+        """Continue the journal entry of a rank that has ended. False when the entry is settled, or another's.
+
+        Args:
+            lock: the rank's lock on the entry, if this process inherited it; closed with the session.
+        """
+        with contextlib.ExitStack() as stack:
+            hold = stack.enter_context(self._journal.own(token, lock))
+            entry = self._journal.read(token)
             if not hold or entry is None:
-                return None
-            entry, held = dataclasses.replace(entry, manifest=None), stack.pop_all()
-        return cls(
-            client, location, role, entry, transforms, sync_files=True, lock=held, lock_descriptor=hold.descriptor
+                return False
+            self._hold(dataclasses.replace(entry, manifest=None), stack)
+        return True
+
+    def _hold(self, entry: Entry, stack: contextlib.ExitStack) -> None:
+        self.entry, self._lock, self.is_open = entry, stack.pop_all(), True
+        self.delivery = ShardDelivery(
+            self.client, self.settings, self.location, entry, self.directory, self.description
         )
 
     # --- shards -------------------------------------------------------------------------------------------------
 
+    @property
+    def is_direct_put(self) -> bool:
+        """Whether this rank's shards went to the shared tier past the SSD."""
+        return self.is_open and self.delivery.is_direct_put
+
+    def write(self, plan: SavePlan, source: ItemSource, token: Token = new_token) -> list[WriteResult]:
+        """Write this rank's shards, durably, and return its results for the coordinator.
+
+        Raises what ``prepare`` raises; CapacityError: the SSD is full, and eviction cannot make room.
+        """
+        with self._reporting():
+            if not self._is_prepared:
+                self.prepare(plan, source, token=token)
+            shards, self._shards, self._is_prepared = self._shards, None, False
+            results: list[WriteResult] = []
+            files: tuple[FileEntry, ...] = ()
+            if shards is not None:
+                with self._writing(shards.leases):
+                    results, files = self.delivery.write(shards, source)
+                    self.note(files)
+                results = told(results, files, shards.parts)
+            if not (self.description.is_coordinator or self.description.awaits_verdict):
+                try:
+                    if self._listener is not None:
+                        self._listener.durable(files)
+                    self.hand_over()
+                except BaseException:
+                    self.abort()
+                    raise
+        return results
+
     @contextlib.contextmanager
-    def writing(self, leases: Collection[Lease]) -> Iterator[None]:
+    def _writing(self, leases: Collection[Lease]) -> Iterator[None]:
         """Keep the staging memory of a save while its shards are written; after that another checkpoint may have it."""
         begun: list[Lease] = []
         written = False
@@ -254,7 +347,7 @@ class SaveSession:
             written = True
         except BaseException:
             # Before the staging memory may be used again the journal says that the shards are durable, or that there is
-            # no such save: who inherits this one must never write them from what another has put there.
+            # no such save: a process that inherits this one must never write them from the bytes of another.
             self.abort()
             raise
         finally:
@@ -262,31 +355,37 @@ class SaveSession:
                 lease.end_flush(written=written)
 
     def note(self, files: tuple[FileEntry, ...]) -> None:
-        """The shards are durable. Note that where a crash cannot take it, if anybody will ask."""
-        is_held_back = (self.role.holds_back or self.outlives) and not self.role.is_coordinator and bool(files)
+        """Note that the shards are durable; in the journal too, where another process may have to know it."""
+        is_held_back = (
+            (self.description.awaits_verdict or self._outlives) and not self.description.is_coordinator and bool(files)
+        )
         state = AWAITING_COMMIT if is_held_back else self.entry.state
         self.entry = dataclasses.replace(self.entry, files=files, state=state)
-        if is_held_back or self.outlives:
+        if is_held_back or self._outlives:
             self._journal.write(self.entry)
-
-    def report(
-        self, results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]
-    ) -> list[WriteResult]:
-        """The shards are durable: return what the coordinator is told, and hand over what is not held back."""
-        if not (self.role.is_coordinator or self.role.holds_back):
-            try:
-                if self.handoff is not None and self.handoff.hand_in_durable(files):
-                    self.handoff = None  # it is the coordinator that ends it
-                self.hand_over()
-            except BaseException:
-                self.abort()
-                raise
-        return told(results, files, parts)
 
     # --- the local commit ---------------------------------------------------------------------------------------
 
-    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit on the local tier, and hand over. Raises AlreadyCommittedError when another save took the id."""
+    def commit(
+        self, metadata: Metadata, results: list[list[WriteResult]], *, has_direct_put_ranks: bool = False
+    ) -> None:
+        """Commit on the local tier, and hand over.
+
+        Args:
+            has_direct_put_ranks: some rank's shards went straight to the shared tier: the checkpoint goes there.
+
+        Raises:
+            AlreadyCommittedError: another save took the id.
+        """
+        with self._reporting():
+            self._commit(metadata, results, has_direct_put_ranks)
+        self.report_outcome()
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]], has_direct_put_ranks: bool) -> None:
+        self.lookup.await_shared()
+        if not self.is_open:
+            raise RuntimeError("finish() was called without write_data(): a StorageWriter is driven by dcp.save")
+        self._has_direct_put_ranks |= has_direct_put_ranks
         try:
             with gc_paused():
                 data = self._encode_metadata(metadata, results)
@@ -306,7 +405,7 @@ class SaveSession:
         except BaseException:
             self.abort()
             raise
-        if self.delivery.is_direct_put or self.role.has_direct_put_ranks:
+        if self.delivery.is_direct_put or self._has_direct_put_ranks:
             # What is committed here names shards that lie there: the checkpoint is one when that tier says so too.
             size_bytes = manifest.size_bytes
             log.info("%s (%d bytes) lies on the shared tier; it is committed there next", self.location.uri, size_bytes)
@@ -317,9 +416,9 @@ class SaveSession:
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
         """What is finished for others is committed only while their job has not been started again."""
-        if self.role.epoch is None:
+        if self.description.epoch is None:
             return contextlib.nullcontext()
-        return epochs.committing(self.settings.local_root, self.location.parent, self.role.epoch)
+        return epochs.committing(self.settings.local_root, self.location.parent, self.description.epoch)
 
     def _encode_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
         metadata.version = DCP_VERSION
@@ -327,14 +426,14 @@ class SaveSession:
         every = list(chain.from_iterable(results))
         index, stored = operator.attrgetter("index"), operator.attrgetter("storage_data")
         metadata.storage_data = dict(zip(map(index, every), map(stored, every), strict=True))
-        if self.role.epoch is not None:
+        if self.description.epoch is not None:
             _require_whole(metadata, self.location.uri)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.location.uri, save_id=self.role.save_id)
+        metadata.storage_meta = self.storage_meta()
         data = encode(metadata)
-        if self.role.trust_pickle:
+        if self.description.trust_pickle:
             return data
         try:
-            read_back(data, metadata, where=METADATA, partial=not self.role.use_collectives)
+            read_back(data, metadata, where=METADATA, partial=not self.description.use_collectives)
         except UnsafeCheckpointError as error:
             raise CheckpointError(
                 f"{self.location.uri} is not committed, because its metadata could not be loaded: {error.message}",
@@ -347,37 +446,40 @@ class SaveSession:
     def _manifest(self, data: bytes, results: list[list[WriteResult]]) -> Manifest:
         collected = {file.path: file for file in files_of(results)}
         if not {file.path for file in self.entry.files} <= collected.keys():
-            raise CheckpointError(
-                f"two saves used one TierStorageWriter at the same time (now at {self.location.uri})",
-                hint="Wait for an async_save before starting the next with the same writer; this one was not committed",
-            )
+            raise _used_twice(self.location.uri)
         token, chunk = self.entry.token, self.entry.chunk_size_bytes
-        alone = not self.role.use_collectives
+        alone = not self.description.use_collectives
         attempt = token.rpartition("-")[0] if alone else token
         return Manifest(
             attempt=attempt,
-            world_size=self.role.world_size if alone else max(len(results), 1),
+            world_size=self.description.world_size if alone else max(len(results), 1),
             chunk_size_bytes=chunk,
-            metadata=(_metadata_entry(data, chunk, self.role.rank, token if alone else attempt, alone),),
+            metadata=(_metadata_entry(data, chunk, self.description.rank, token if alone else attempt, alone),),
             files=tuple(collected[path] for path in sorted(collected)),
-            replaces=self.role.replaces,
+            replaces=self.lookup.attempts,
             created_unix_seconds=time.time(),
-            notes=self.role.notes,
+            notes=self.description.notes,
         )
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     @property
     def _state_when_committed(self) -> str:
-        return LOCAL_ONLY if self.role.is_kept and self.settings.drain else READY
+        is_sent = self.description.is_sent or self._has_direct_put_ranks
+        return READY if is_sent or not self.settings.drain else LOCAL_ONLY
 
-    def hand_over(self) -> None:
+    def hand_over(self, *, has_direct_put_ranks: bool = False) -> None:
         """Give the entry to the drain. Where links can, the shared commit is done before this returns. Idempotent.
 
         Nothing here fails a save that is durable on the local tier: the drain tries again, and ``wait`` says why not.
         """
-        if not self.is_open:
-            return
+        self._has_direct_put_ranks |= has_direct_put_ranks
+        if self.is_open:
+            self._give_to_drain()
+        self._end_listener()
+        self.report_outcome()
+
+    def _give_to_drain(self) -> None:
         entry = self.entry
         try:
             if not self.settings.drain:
@@ -391,7 +493,7 @@ class SaveSession:
             return
         finally:
             self.release()  # from here on the entry is the drain's, whatever happens
-        if self.role.is_kept is not None and not self.delivery.is_direct_put:  # nothing newer stands on this SSD (K1)
+        if self.description.keeps_some and not self.delivery.is_direct_put:  # nothing newer stands on this SSD (K1)
             local_only.supersede_older(self.settings.local_root, self._journal, entry)
         if entry.state == LOCAL_ONLY:
             return
@@ -408,19 +510,21 @@ class SaveSession:
         except TierckptError as error:  # this process ends: the journal has the entry, for the next one
             log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 
-    def let_go(self) -> bool:
-        """End a save whose outcome is not known here: what a commit may name stays, and all else is put away.
+    def settle(self) -> bool:
+        """End a save whose outcome is not known here: files that a commit may name stay, others are put away.
 
-        The coordinator, or its store, has gone silent. Shards that a commit of this node names are handed over; if
-        there is none yet the next process that recovers finds out. Returns False in that case.
+        The coordinator, or its store, has gone silent. Shards that a commit of this node names are handed over. Returns
+        False where there is no such commit yet: shards and handoff stay, and the next process that recovers decides.
         """
         if not self.is_open:
+            self._end_listener()
             return True
         manifest = local_commit.read_local_manifest(self.directory)
         if manifest is not None and self.entry.token in manifest.tokens:
             self.hand_over()
         elif self.entry.state == AWAITING_COMMIT:
-            self.release()
+            self._lock.close()
+            self.is_open = False
             return False
         else:
             self.abort()
@@ -431,7 +535,9 @@ class SaveSession:
 
         Called at the start of the next save, and from within a failing one. Idempotent.
         """
+        self._shards, self._is_prepared = None, False
         if not self.is_open:
+            self._end_listener()
             return
         token = self.entry.token
         if self.entry.state != WRITING:
@@ -444,7 +550,7 @@ class SaveSession:
             # drain takes it up, or forgets it if it is not what stands there (D0).
             uri = self.location.uri
             log.warning("%s: the save has failed, and its commit may stand on the local tier all the same", uri)
-            self.hand_over()
+            self._give_to_drain()
             return
         if self.delivery.is_direct_put:
             self.delivery.discard([file.path for file in self.entry.files if file.path.endswith(SHARD_SUFFIX)])
@@ -460,11 +566,40 @@ class SaveSession:
             return False
 
     def release(self) -> None:
-        """Give up the hold on the journal entry, and take back what the agent has of the save. Idempotent."""
+        """Give up the lock on the journal entry, and end the listener. Idempotent."""
         self._lock.close()
-        if self.handoff is not None:
-            self.handoff.take_back()
-        self.handoff, self.is_open = None, False
+        self.is_open = False
+        self._end_listener()
+
+    def _end_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.ended()
+
+    def abandon(self) -> None:
+        """Put the save away, as ``abort`` does; ``tierckpt.wait`` raises that it failed."""
+        self.abort()
+        if self._outcome is not None:
+            self._outcome.abandon()
+
+    def report_outcome(self, error: BaseException | None = None) -> None:
+        """Tell ``tierckpt.wait`` that the save is on the local tier, or that it failed. The first outcome counts."""
+        if self._outcome is not None:
+            self._outcome.ended(error)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.report_outcome(error)
+            raise
+
+
+def _used_twice(uri: str) -> CheckpointError:
+    return CheckpointError(
+        f"two saves used one TierStorageWriter at the same time (now at {uri})",
+        hint="Wait for an async_save before starting the next with the same writer; this one was not committed",
+    )
 
 
 def require_files(client: Client, location: Location, files: Sequence[FileEntry]) -> bool:

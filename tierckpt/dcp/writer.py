@@ -1,8 +1,8 @@
-"""TierStorageWriter: DCP's StorageWriter that lands on the local tier and drains in the background.
+"""TierStorageWriter: DCP's StorageWriter that saves to the local tier and drains in the background.
 
-Order of one save (DCP calls, on every rank unless noted):
-    set_up_storage_writer   note rank and role; put away what a failed earlier save left open
-    prepare_local_plan      coordinator: which attempts stand under this id now, and may we replace them?
+Order of one save (DCP calls, on every rank unless noted); ``SaveSession`` does the work:
+    set_up_storage_writer   a new session; an unfinished earlier one is put away
+    prepare_local_plan      coordinator: which attempts stand under this id now, and may this save replace them?
     write_data              journal entry, shards, fsync; ranks other than the coordinator start to drain here
     finish (coordinator)    metadata and manifest: the local commit; then its own drain starts
 """
@@ -10,14 +10,11 @@ Order of one save (DCP calls, on every rank unless noted):
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
 import threading
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent import futures
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,75 +27,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..checkpoint import in_flight
 from ..config import Settings
-from ..disk.illness import HINT, Errands, ill_disk
-from ..disk.local_root import check_local_root
-from ..errors import CheckpointError, ConfigError, OperationTimeoutError
-from ..format.layout import (
-    local_dir,
-    shard_name,
-)
-from ..poll import wait_while
+from ..errors import CheckpointError, ConfigError
 from ..rank_store import RankStore
-from ..save.shard_plan import Shard
 from ..stores.schemes import check_mirrored_target
-from ..telemetry import logger
-from ..torch_internals import StorageInfo, StorageWriterTransforms
+from ..torch_internals import StorageWriterTransforms
 from ..tracebacks import short_traceback
-from ..types import Tier
-from . import split
-from .frozen import result_of
-from .gc_pause import gc_paused
-from .handoff.handoff_client import HandoffHandle, leave_open
-from .handoff.offer import is_worth_offering, metadata_of, offer
-from .items import records
-from .save_session import SaveRole, SaveSession
-from .shard_delivery import PlannedShards, Route
+from .handoff.offer import Handoff
+from .save_planning import SaveDescription
+from .save_session import SaveSession
 from .stager import StagedItems, TierStager
 from .target import Mount
 
-log = logger("save")
-
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_session", "_planned", "_busy", "_stager", "_errands", "_looks", "_asks", "_outcome"}
-
-
-@dataclass
-class _Prefix:
-    """``SavePlan.storage_data`` of a rank that saves by itself: how the names of its files begin."""
-
-    prefix: str
-
-
-@dataclass
-class _Turn(_Prefix):
-    """What the coordinator tells a rank of one save."""
-
-    save: str = ""
-    """What all ranks call this save, and no other has been called."""
-    world_size: int = 1
-    uri: str = ""
-    """Where the coordinator saves to."""
-    is_checked: bool = False
-    is_taken: bool = False
-    """This process has seen it. A planner that keeps plans (``enable_plan_caching`` of torch) shows old ones again."""
-
-    def take(self) -> bool:
-        self.is_taken, was_taken = True, self.is_taken
-        return not was_taken
-
-    def check(self, uri: str, rank: int) -> None:
-        """Raise ConfigError unless this rank saves to where the coordinator does: half a checkpoint in each of two
-        places is none. What a planner shows again says where an earlier save went."""
-        is_new, self.is_checked = not self.is_checked, True
-        if is_new and self.uri != uri:
-            raise ConfigError(
-                f"the ranks of this save have different URIs: rank {rank} has {uri}, the coordinator has {self.uri}",
-                hint="Give every rank the same one. A relative path is another place in another working directory",
-                rank=rank,
-            )
+_OF_THIS_PROCESS = {"_session", "_busy", "_stager"}
 
 
 class TierStorageWriter(Mount, StorageWriter):
@@ -166,20 +109,11 @@ class TierStorageWriter(Mount, StorageWriter):
         self.cache_staged_state_dict = cache_staged_state_dict
         self.overwrite = overwrite
         self.transforms = StorageWriterTransforms(_extensions)
-        self._role = SaveRole(save_id=str(uuid.uuid4()), trust_pickle=trust_pickle)
+        self._trust_pickle = trust_pickle
+        self._save_id = str(uuid.uuid4())
         self._session: SaveSession | None = None
-        self._planned: PlannedShards | None = None
-        """The shards of a save that has begun before ``write_data``."""
         self._busy = threading.Lock()
         self._stager: TierStager | None = None
-        self._errands: Errands | None = None
-        self._is_first = False
-        self._looks: futures.Future[tuple[bool, set[str]] | None] | None = None
-        """What planning asks the disk for, until that is taken: what stands under this id there, on the coordinator."""
-        self._asks: futures.Future[tuple[str, ...]] | None = None
-        """What it asks the shared tier for, likewise: the attempts that this save replaces."""
-        self._outcome: in_flight.Begun | None = None
-        """This save, as those see it who wait for it in this process."""
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageWriter ------------------------------------------------------------------------------
@@ -190,25 +124,29 @@ class TierStorageWriter(Mount, StorageWriter):
 
         Raises CheckpointError while another thread still writes with this object.
         """
-        with self._working():
-            self._abort()
         self._abandon()
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
-        self._role.save_id = str(uuid.uuid4())
+        self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save. An unfinished one of this object is given up; what it committed stays."""
-        with self._working():
-            self._abort()
-        rank = kwargs.get("rank")
-        self._role.rank = rank if rank is not None else (dist.get_rank() if dist.is_initialized() else 0)
-        self._role.use_collectives = kwargs.get("use_collectives", True)
-        self._role.is_coordinator = is_coordinator or not self._role.use_collectives
-        self._role.world_size = _world_size()
+        """Begin a save. An unfinished one of this object is put away; if it is committed, it stays."""
         self._abandon()
-        root = self.settings.local_root
-        self._outcome = in_flight.begin(root, self.path, self, is_of_thread=not self._role.holds_back)
+        use_collectives = kwargs.get("use_collectives", True)
+        rank = kwargs.get("rank")
+        description = SaveDescription(
+            rank=rank if rank is not None else (dist.get_rank() if dist.is_initialized() else 0),
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            is_coordinator=is_coordinator or not use_collectives,
+            use_collectives=use_collectives,
+            overwrite=self.overwrite,
+            trust_pickle=self._trust_pickle,
+            one_file=self.single_file_per_rank,
+            sync_files=self.sync_files,
+            transforms=self.transforms,
+        )
+        self._session = SaveSession(self.settings, self.location, description, Handoff(), save_id=self._save_id)
+        self._session.begin()
 
     @short_traceback
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -218,43 +156,13 @@ class TierStorageWriter(Mount, StorageWriter):
             ConfigError, PermissionDeniedError: this node cannot save there.
             AlreadyCommittedError: the id holds a checkpoint, and ``overwrite`` is False.
         """
-
-        def look() -> tuple[bool, set[str]] | None:
-            check_local_root(self.settings)
-            self._client.enter(self.location.parent, trains=True)  # what is about to be committed here must be known
-            return self._client.mover.standing_here(self.location) if self._role.is_coordinator else None
-
-        with self._telling():
-            if self._errands is None:
-                if (here := look()) is not None:
-                    self._role.replaces = self._client.run(self._standing(here))
-            else:
-                self._looks = self._errands.begin(look)
-                if self._errands.gets_on():
-                    is_silent = self._client.mover.is_silent(self.location)
-                    self._take_look()
-                    if self._asks is not None and not is_silent and wait_while([self._asks], lambda: 0):
-                        self._take_answer()
-                elif not self._is_first:
-                    raise ill_disk(self.settings.local_root)
-        if not self._role.use_collectives:
-            return dataclasses.replace(plan, storage_data=_Prefix(f"__{self._role.rank}_"))
-        if _world_size() > 1:
-            return split.put_aside(plan)
-        return plan
+        return self._save.plan_local(plan)
 
     @short_traceback
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans, with replicated items spread evenly over ranks and a token of this save. On the
         coordinator."""
-        plans, save = split.balance_replicated(plans), secrets.token_hex(8)
-        self._role.save_id = save  # in the metadata: each rank knows by what name the checkpoint will be found
-        return [
-            dataclasses.replace(plan, storage_data=_Turn(f"__{rank}_", save, len(plans), self.path))
-            if plan.storage_data is None
-            else plan
-            for rank, plan in enumerate(plans)
-        ]
+        return self._save.plan_global(plans)
 
     @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
@@ -266,111 +174,20 @@ class TierStorageWriter(Mount, StorageWriter):
             StateMismatchError: tensors on the meta device.
         """
         future: Future[list[WriteResult]] = Future()
-        with self._telling(), self._working():
-            self._take_look()
-            if isinstance(plan.storage_data, _Turn):
-                plan.storage_data.check(self.path, self._role.rank)
-            if plan.items or self._role.is_coordinator:
-                planned, self._planned = self._planned or self._begin_plain_save(plan, planner), None
-                session = self._open_session()
-                with session.writing(planned.leases):
-                    results, files = session.delivery.write(planned, planner, self._role.route)
-                    session.note(files)
-                future.set_result(session.report(results, files, planned.parts))
-            else:
-                handle = self._offer_plain(None, plan, planner)
-                if handle is not None:
-                    leave_open(handle)
-                future.set_result([])
-        if not (self._role.is_coordinator or self._role.holds_back):
-            self.report_outcome()  # its part is done, and nobody tells this rank how the save ends
+        with self._working():
+            future.set_result(self._save.write(plan, planner, self._token))
         return future
-
-    def _standing(self, here: tuple[bool, set[str]]) -> Coroutine[Any, Any, tuple[str, ...]]:
-        return self._client.mover.attempts_to_replace(self.location, here, overwrite=self.overwrite)
-
-    def _take_look(self) -> None:
-        """Wait for what planning asks the disk for, and ask the shared tier what stands there.
-
-        Where the caller of the save did not wait for it, the threads that write do: nothing is written, and the agent
-        is offered nothing, before the run is entered and ``local_root`` checked.
-        """
-        if self._looks is None:
-            return
-        seconds = self.settings.commit_timeout_seconds
-        if futures.wait([self._looks], seconds).not_done:
-            raise OperationTimeoutError(
-                f"the save to {self.path} could not begin: {self.settings.local_root} cannot be looked at",
-                hint=f"{HINT.capitalize()}; the next save is tried again",
-                checkpoint=self.path,
-                rank=self._role.rank,
-                tier=Tier.LOCAL,
-                waited_seconds=seconds,
-            )
-        here, self._looks = self._looks.result(), None
-        if here is not None:
-            self._role.replaces = tuple(sorted(here[1]))  # what a save is offered with before the answer
-            self._asks = self._client.start(self._standing(here))
-
-    def _take_answer(self) -> None:
-        """Wait for what the shared tier has; one that does not say it in ``PROBE_TIMEOUT_SECONDS`` is passed over."""
-        if self._asks is not None:
-            asks, self._asks = self._asks, None
-            self._role.replaces = asks.result()
-
-    def _lay_out(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
-        token, directory = self._token(), local_dir(self.settings.local_root, self.location)
-        prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{self._role.rank}_"
-        written = planner.items if isinstance(planner, StagedItems) else split.kept_whole(plan.items, planner)
-        items, streamed = (written, []) if not self.transforms.extensions else ([], list(written))
-        with gc_paused():
-            sources = records.resolve(items, planner)
-            streamed += sources.others
-            plans = records.lay_out(
-                sources,
-                shard_bytes_max=self.settings.shard_size_bytes_max,
-                chunk_size_bytes=self.settings.chunk_size_bytes,
-                one_file=self.single_file_per_rank,
-            )
-            shards = [
-                Shard(directory / shard_name(prefix, index, token), shard.records, shard.image)
-                for index, shard in enumerate(plans)
-            ]
-            results = [result for shard in shards for result in _results(shard)]
-        parts = tuple(item.part for item in written if isinstance(item, split.PartItem))
-        return PlannedShards(token, prefix, shards, results, sources.leases, streamed, parts)
 
     @short_traceback
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
-        with self._telling(), self._working():
-            self._take_answer()
-            self._open_session().commit(metadata, results)
-        self.report_outcome()
+        with self._working():
+            self._save.commit(metadata, results)
 
     def storage_meta(self) -> StorageMeta:
-        """Return the id and the save's token, which DCP puts into the metadata."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._role.save_id)
-
-    def report_outcome(self, error: BaseException | None = None) -> None:
-        """Tell who waits for this save that it is on the local tier, or that it failed with ``error``."""
-        if self._outcome is not None:
-            self._outcome.ended(error)
-        self._outcome = None
-
-    def _abandon(self) -> None:
-        if self._outcome is not None:
-            self._outcome.abandon()
-        self._outcome = None
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell who waits for this save that it failed here."""
-        try:
-            yield
-        except BaseException as error:
-            self.report_outcome(error)
-            raise
+        """Return what DCP puts into the metadata: the id and the save's name."""
+        save_id = self._session.save_id if self._session is not None else self._save_id
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id)
 
     # --- staging ------------------------------------------------------------------------------------------------
 
@@ -394,135 +211,27 @@ class TierStorageWriter(Mount, StorageWriter):
     def close(self) -> None:
         """Nothing to release: staging memory belongs to the process."""
 
-    # --- for callers that tell every rank how the save ends ------------------------------------------------------
-
-    @property
-    def is_direct_put(self) -> bool:
-        """Whether this rank's shards of the last save went to the shared tier past the SSD (``route``)."""
-        return self._session is not None and self._session.delivery.is_direct_put
-
-    def hold_back(self, errands: Errands | None = None, *, is_first: bool = False) -> None:
-        """Keep this rank's shards from the drain until ``hand_over``.
-
-        ``errands`` ask the disk while it is planned; one that hangs fails the planning. Not that of the first save of a
-        process (``is_first``), which makes what is below ``local_root`` and waits for what others left: ``write_data``
-        waits for the rest of it, as ``finish`` does for a shared tier that does not answer in a moment.
-        """
-        self._role.holds_back, self._errands, self._is_first = True, errands, is_first
-
-    def keep(self, is_kept: bool) -> None:
-        """Say whether this save stays on the local tier instead of being drained. Every rank says the same."""
-        self._role.is_kept = is_kept
-
-    def annotate(self, notes: Mapping[str, str | int | bool]) -> None:
-        """Have the manifest say ``notes``. Every rank says the same."""
-        self._role.notes = notes
-
-    def send_after_all(self) -> None:
-        """Some rank's shards went straight to the shared tier: all ranks' follow, whatever was to stay here."""
-        self._role.has_direct_put_ranks = True
-        self._role.is_kept = False if self._role.is_kept is not None else None
-
-    def route(self, route: Route) -> None:
-        """Say which way this rank's shards go: to the SSD, straight to the shared tier, or there if the SSD is full.
-
-        Each rank's may differ. Shards that cannot go straight go to the SSD (T2).
-        """
-        self._role.route = route
-
-    def hand_over(self) -> None:
-        """Give the shards held back to the drain: the coordinator has committed."""
-        if self._session is not None:
-            self._session.hand_over()
-        self.report_outcome()
-
-    def let_go(self) -> bool:
-        """End a save whose outcome is not known here, as ``SaveSession.let_go`` does."""
-        self._planned = None
-        return self._session is None or self._session.let_go()
-
-    def offer_handoff(
-        self, plan: SavePlan, planner: SavePlanner | StagedItems, metadata: Metadata | None, save: str
-    ) -> HandoffHandle | None:
-        """Lay out what ``write_data`` with these arguments writes, and have the agent do it should this process end.
-
-        None when the agent cannot. Every rank makes an offer, and the caller takes it back.
-
-        Args:
-            metadata: the coordinator's.
-            save: what all ranks call this save, and no other has been called.
-        """
-        with self._working():
-            self._take_look()
-            if not (plan.items or self._role.is_coordinator):
-                return offer(self.settings, self.location, self._role, None, metadata, save)
-            planned = self._lay_out(plan, planner)
-            handle = offer(self.settings, self.location, self._role, planned, metadata, save)
-            session, self._planned = self.begin_save(handle, planned.token), planned
-            return handle if session.outlives else None
-
     # --- one save -----------------------------------------------------------------------------------------------
 
-    def _begin_plain_save(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> PlannedShards:
-        """Begin a save that DCP drives: no rank is told how it ends, but the coordinator."""
-        planned = self._lay_out(plan, planner)
-        handle = self._offer_plain(planned, plan, planner)
-        session = self.begin_save(handle, planned.token)
-        session.handoff = handle if session.outlives else None
-        return planned
-
-    def _offer_plain(
-        self, planned: PlannedShards | None, plan: SavePlan, planner: SavePlanner | StagedItems
-    ) -> HandoffHandle | None:
-        if not is_worth_offering(self.settings, planned):
-            return None
-        save = planned.token if planned is not None else ""
-        if self._role.use_collectives:
-            turn = plan.storage_data
-            if not isinstance(turn, _Turn) or not turn.take():
-                return None
-            save, self._role.world_size = turn.save, turn.world_size
-        metadata = metadata_of(planner) if self._role.is_coordinator else None
-        if self._role.is_coordinator and metadata is None:
-            log.info("%s: staged by a planner of its own kind, so that it ends with this process", self.path)
-            return None
-        return offer(self.settings, self.location, self._role, planned, metadata, save)
-
-    def begin_save(self, handle: HandoffHandle | None, token: str) -> SaveSession:
-        """Begin the save that ``handle`` is of, and leave the agent the lock on its journal entry.
-
-        The agent comes first: making an entry durable takes a moment, above all beside a write of another checkpoint,
-        in which what is staged would be nobody's but this process's.
-        """
-        try:
-            self._client.recover()
-            session = self._session = SaveSession.open(
-                self._client, self.location, self._role, token, self.transforms, sync_files=self.sync_files
-            )
-        except BaseException:
-            if handle is not None:
-                handle.take_back()
-            raise
-        session.outlives = handle is not None and handle.has_begun(session.lock_descriptor)
-        return session
-
-    def _open_session(self) -> SaveSession:
-        if self._session is None or not self._session.is_open:
-            raise RuntimeError("finish() was called without write_data(): a StorageWriter is driven by dcp.save")
+    @property
+    def _save(self) -> SaveSession:
+        if self._session is None:
+            raise RuntimeError("set_up_storage_writer() was not called: a StorageWriter is driven by dcp.save")
         return self._session
 
-    def _abort(self) -> None:
+    def _abandon(self) -> None:
         """Put away what an earlier save left open."""
-        self._planned = self._looks = self._asks = None
-        if self._session is not None:
-            self._session.abort()
+        with self._working():
+            if self._session is not None:
+                self._session.abandon()
+        self._session = None
 
     def _token(self) -> str:
         """A name no save has used. Without collectives all ranks of a save share its first part, through the
         rendezvous store: one small key, no collective."""
-        if self._role.use_collectives:
+        if self._save.description.use_collectives:
             return secrets.token_hex(8)
-        return f"{self._agreed_attempt()}-{self._role.rank}"
+        return f"{self._agreed_attempt()}-{self._save.description.rank}"
 
     def _agreed_attempt(self) -> str:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -546,8 +255,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _session=None, _planned=None, _busy=threading.Lock())
-        self._stager = self._errands = self._looks = self._asks = self._outcome = None
+        self.__dict__.update(state, _session=None, _busy=threading.Lock(), _stager=None)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -561,15 +269,3 @@ class TierStorageWriter(Mount, StorageWriter):
             yield
         finally:
             self._busy.release()
-
-
-def _results(shard: Shard) -> list[WriteResult]:
-    name = shard.path.name
-    return [
-        result_of(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))
-        for record in shard.records
-    ]
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

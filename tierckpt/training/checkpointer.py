@@ -27,8 +27,10 @@ from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.handoff.handoff_client import is_wanted
+from ..dcp.handoff.offer import Handoff
+from ..dcp.save_planning import SaveDescription
+from ..dcp.save_session import SaveSession
 from ..dcp.stager import Mode, TierStager
-from ..dcp.writer import TierStorageWriter
 from ..disk.illness import Errands
 from ..errors import (
     CheckpointError,
@@ -64,9 +66,9 @@ from .restore_state import Restored, Restoring, agreed_latest, newest_base, rest
 from .run_branch import RunBranch
 from .run_log import RunLog
 from .saves import (
-    Job,
     RunningSaves,
     SaveRecord,
+    StagedSave,
     describe_wait,
     kept_records,
     left_out,
@@ -181,8 +183,10 @@ class Checkpointer:
         self._saves, self._closed = 0, False
         self._is_blind = False
         """The last listing failed: existing checkpoints are unknown, and none is replaced."""
-        is_first = not is_distributed() or dist.get_rank() == 0
-        self._ledger = RunLog(self.location, self.settings, is_on=is_first, has_gradient_log=bool(gradient_log))
+        self._is_first_rank = not is_distributed() or dist.get_rank() == 0
+        self._ledger = RunLog(
+            self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=bool(gradient_log)
+        )
         self._branch = RunBranch(self.location, self._job, self.settings)
         self._pruning = BackgroundPruning(self._keep, self._branch, self._ledger, self.stats, self.settings)
         self._looked_at = 0.0
@@ -319,18 +323,31 @@ class Checkpointer:
         record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
-        writer = TierStorageWriter(record.uri, settings=self.settings, overwrite=overwrite)
-        writer.hold_back(self._errands, is_first=not self._saves)
+        self._throttle_node(order)
+        number, name, is_adaptive = self._saves + 1, f"tierckpt/{self._job}", self._pacer.is_adaptive
+        exchange = Exchange(f"{name}/{number}", f"{name}/{number - 1}" if number > 1 else "", self.timeout_seconds)
         notes = self._step_log.notes(record, self._branch.of_save(), is_of_now=collected is None)
-        writer.annotate({**notes, **self._pruning.note()})
-        if self._pacer.keeps_some:
-            writer.keep(not record.is_sent)
-        self._carry_out(order, writer)
+        description = SaveDescription(
+            rank=dist.get_rank() if is_distributed() else 0,
+            world_size=dist.get_world_size() if is_distributed() else 1,
+            is_coordinator=self._is_first_rank,
+            name=exchange.key,
+            overwrite=overwrite,
+            route="local" if not is_adaptive else "direct put" if order.is_direct_put else "local if it fits",
+            is_sent=record.is_sent or not self._pacer.keeps_some,
+            keeps_some=self._pacer.keeps_some,
+            awaits_verdict=True,
+            disk=self._errands,
+            is_first=number == 1,
+            notes={**notes, **self._pruning.note()},
+        )
+        listener = Handoff() if self._handoffs is not None else None
+        session = SaveSession(self.settings, parse_uri(record.uri), description, listener)
         try:
             with unwrapped():
                 plan, planner, metadata = plan_save(
                     lambda: states.collect(state) if collected is None else collected,
-                    *(writer, self._running, lambda: self._raise_failures(ill)),
+                    *(session, self._running, lambda: self._raise_failures(ill)),
                     with_addresses=self._stager.needs_addresses and collected is None,
                 )
         except CheckpointSkippedError as error:
@@ -345,15 +362,11 @@ class Checkpointer:
             self._step_log.based(record.base, step, state, failure)
         self._note(record)
         self._ledger.saved(step, record.age_seconds, is_sent=record.is_sent)
-        self._saves += 1
-        name = f"tierckpt/{self._job}"
-        exchange = Exchange(
-            f"{name}/{self._saves}", f"{name}/{self._saves - 1}" if self._saves > 1 else "", self.timeout_seconds
-        )
-        job = Job(writer, plan, staged, metadata, record, exchange, record.begun_at)
+        self._saves = number
+        save = StagedSave(session, plan, staged, metadata, record, exchange)
         if self._handoffs is not None and failure is None:
-            job.handle = self._handoffs.submit(job.offer)
-        future = self._pool.submit(self._write, job)
+            save.prepared = self._handoffs.submit(save.prepare)
+        future = self._pool.submit(self._write, save)
         self._running.add(record, future)
         if failure is not None and not isinstance(failure, CheckpointSkippedError):
             self._running.note_reported({record.uri})
@@ -362,12 +375,11 @@ class Checkpointer:
         BLOCKED_SECONDS.emit(record.blocked_seconds)
         return future
 
-    def _carry_out(self, order: SaveDirective, writer: TierStorageWriter) -> None:
-        """Which way this save goes, and how fast the drains of this node may be from now on."""
-        if not self._pacer.is_adaptive:
+    def _throttle_node(self, order: SaveDirective) -> None:
+        """Set the speed of this node's drains from now on."""
+        if not self._pacer.is_adaptive or int(os.environ.get("LOCAL_RANK", 0)) > 0:
             return
-        writer.route("direct put" if order.is_direct_put else "local if it fits")
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (order.bytes_per_second is not None or self._is_throttled):
+        if order.bytes_per_second is not None or self._is_throttled:
             self._is_throttled = order.bytes_per_second is not None
             self._client.throttle(order.throttle_of_node(), order.throttle_seconds)
 
@@ -375,11 +387,11 @@ class Checkpointer:
         self.stats.append(record)
         del self.stats[:-STATS_MAX]
 
-    def _write(self, job: Job) -> None:
+    def _write(self, save: StagedSave) -> None:
+        record = save.record
         # One that went straight: until it is on the shared tier no other node could restore it.
-        job.write(lambda: self._wait_shared(job.record, self.timeout_seconds))
-        record = job.record
-        record.local_commit_seconds = time.monotonic() - job.begun
+        save.write(lambda: self._wait_shared(record, self.timeout_seconds))
+        record.local_commit_seconds = record.age_seconds
         self._ledger.durable(
             record.step, record.local_commit_seconds, record.size_bytes, is_direct_put=record.is_direct_put
         )

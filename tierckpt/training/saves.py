@@ -23,11 +23,9 @@ from ..checkpoint.retention import Rule
 from ..client import get_client
 from ..config import Settings
 from ..dcp.gc_pause import gc_paused
-from ..dcp.handoff.handoff_client import HandoffHandle
 from ..dcp.planner import TierSavePlanner
-from ..dcp.save_session import decode_results, encode_results, files_of
+from ..dcp.save_session import SaveSession, decode_results, encode_results, files_of
 from ..dcp.stager import StagedItems, TierStager
-from ..dcp.writer import TierStorageWriter
 from ..disk.illness import HINT, ill_disk, requests
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
@@ -36,6 +34,7 @@ from ..replay.optimizers import optimizers_in
 from ..resources import exhausted
 from ..telemetry import log_failure, logger
 from ..torch_internals import DistWrapper
+from ..tracebacks import short_traceback
 from ..types import Tier
 from .codec import near_state
 from .rank_exchange import Exchange, all_gather, is_distributed
@@ -106,47 +105,47 @@ def _encode(outcome: tuple[list[Any], bool]) -> tuple[dict[str, Any], bool]:
 
 
 @dataclass
-class Job:
-    """One save on its way from staging memory to the local tier."""
+class StagedSave:
+    """One rank's save on its way from staging memory to the local tier."""
 
-    writer: TierStorageWriter
+    session: SaveSession
     plan: SavePlan
     staged: StagedItems
     metadata: Metadata | None
     record: SaveRecord
     exchange: Exchange
-    begun: float
-    handle: Future[HandoffHandle | None] | None = None
+    prepared: Future[None] | None = None
+    """Of ``prepare``, in another thread."""
 
+    def prepare(self) -> None:
+        """Have the agent finish this save if this process ends before it is on the SSD."""
+        self.staged.wait(slots.SLOT_SECONDS)
+        self.session.prepare(self.plan, self.staged, self.metadata)
+
+    @short_traceback
     def write(self, wait_shared: Callable[[], None]) -> None:
-        """Write this rank's shards and have the coordinator commit. Sets what the record knows then, or its error."""
-        record, is_settled = self.record, True
+        """Write this rank's shards and have the coordinator commit. Sets the record's size and route, or its error."""
+        record, session = self.record, self.session
 
         def write() -> tuple[list[Any], bool]:
-            self.handoff()
+            if self.prepared is not None:
+                self.prepared.result()
             self.staged.wait(slots.SLOT_SECONDS)
-            future = self.writer.write_data(self.plan, self.staged)
-            future.wait()
+            results = session.write(self.plan, self.staged)
             self.staged.release()
-            return future.value(), self.writer.is_direct_put
+            return results, session.is_direct_put
 
         def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
             if self.metadata is None:
                 raise RuntimeError("only the coordinator commits")
-            results = [result for result, _ in outcomes]
-            if any(is_direct_put for _, is_direct_put in outcomes):
-                self.writer.send_after_all()
-            self.writer.finish(self.metadata, results)
-            return sum(file.size_bytes for file in files_of(results)), any(
-                is_direct_put for _, is_direct_put in outcomes
-            )
+            results, is_direct_put = [one for one, _ in outcomes], any(is_direct for _, is_direct in outcomes)
+            session.commit(self.metadata, results, has_direct_put_ranks=is_direct_put)
+            return sum(file.size_bytes for file in files_of(results)), is_direct_put
 
         try:
             record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit, _encode, self._decode)
-            if record.is_direct_put:
-                self.writer.send_after_all()
-                record.is_sent = True
-            self.writer.hand_over()
+            record.is_sent |= record.is_direct_put
+            session.hand_over(has_direct_put_ranks=record.is_direct_put)
             if record.is_direct_put:
                 wait_shared()
         except BaseException as caught:
@@ -154,52 +153,24 @@ class Job:
             record.error = f"{type(error).__name__}: {error}"
             if isinstance(error, TierckptError):
                 error.context.setdefault("checkpoint", record.uri)
-            self.writer.report_outcome(error)
-            is_settled = self.give_up()
+            session.report_outcome(error)
+            if self.prepared is not None:
+                futures.wait([self.prepared])  # until then another thread has the session
+            if self.exchange.may_be_done:
+                session.settle()
+            else:
+                session.abort()
             raise error from (caught if error is not caught else caught.__cause__)
         finally:
-            if is_settled:
-                self.take_back_handoff()
-            self.let_go()
+            # The memory of the staged copies is free for the next checkpoint, whoever keeps the future of this save.
+            with contextlib.suppress(TierckptError):  # raised where the save needed it
+                self.staged.release()
+            self.staged = StagedItems()
+            self.metadata = None
 
     def _decode(self, outcome: tuple[dict[str, Any], bool]) -> tuple[list[Any], bool]:
-        chunk_size_bytes = int(self.writer.settings.chunk_size_bytes)
+        chunk_size_bytes = int(self.session.settings.chunk_size_bytes)
         return decode_results(outcome[0], chunk_size_bytes, where="results of a rank"), outcome[1]
-
-    def offer(self) -> HandoffHandle | None:
-        """Have the agent see to this save if this process ends before it is on the SSD."""
-        self.staged.wait(slots.SLOT_SECONDS)
-        return self.writer.offer_handoff(self.plan, self.staged, self.metadata, self.exchange.key)
-
-    def handoff(self) -> HandoffHandle | None:
-        """What the agent has, once it has it. Raises what went wrong while the save was prepared for that."""
-        return self.handle.result() if self.handle is not None else None
-
-    def take_back_handoff(self) -> None:
-        with contextlib.suppress(Exception):  # it was raised where the save needed it
-            handoff = self.handoff()
-            if handoff is not None:
-                handoff.take_back()
-
-    def give_up(self) -> bool:
-        """End a save that failed here. False when nobody here knows whether it failed as a whole.
-
-        Then all this rank had to do is done, and the shards and the handoff stay: should the rest of the job be killed,
-        what every rank had staged is still a checkpoint.
-        """
-        with contextlib.suppress(Exception):
-            self.handoff()  # until then another thread has the writer
-        if self.exchange.may_be_done:
-            return self.writer.let_go()
-        self.writer.reset()
-        return True
-
-    def let_go(self) -> None:
-        """Drop the staged copies: their memory is free for the next checkpoint, whoever keeps the future of this."""
-        with contextlib.suppress(TierckptError):  # raised where the save needed it
-            self.staged.release()
-        self.staged = StagedItems()
-        self.metadata = None
 
 
 def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool = False) -> Future[None]:
@@ -431,7 +402,7 @@ class RunningSaves:
 
 def plan_save(
     collect: Callable[[], dict[str, Any]],
-    writer: TierStorageWriter,
+    session: SaveSession,
     running: RunningSaves,
     raise_failures: Callable[[], None],
     *,
@@ -447,20 +418,20 @@ def plan_save(
         raise_failures()  # here, so that all ranks raise it and none is left in the collective
         with gc_paused():
             collected = collect()  # here too: what one rank cannot save is raised on all of them
-            planner.set_up_planner(collected, writer.storage_meta(), ranks.is_coordinator)
-        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
+            planner.set_up_planner(collected, session.storage_meta(), ranks.is_coordinator)
+        session.begin()
+        return session.plan_local(planner.create_local_plan())
 
     def global_step(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
         plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+        return session.plan_global(plans)
 
     try:
         plan = ranks.reduce_scatter("plan", local_step, global_step)
     except CheckpointException as error:
         running.note_reported(_checkpoints_of(error))
-        writer.report_outcome(error)
+        session.report_outcome(error)
         raise
     return planner.finish_plan(plan), planner, metadata
 

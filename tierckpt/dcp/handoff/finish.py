@@ -35,9 +35,9 @@ from ...ipc.agent_client import HANDOFF_NAME, LOCK_NAME
 from ...process_start import begin_command
 from ...resources import start_thread
 from ...telemetry import log_to, logger
-from ...torch_internals import StorageWriterTransforms
 from ...types import Json
-from ..save_session import SaveRole, SaveSession, require_files, told
+from ..save_planning import SaveDescription
+from ..save_session import SaveSession, require_files, told
 from . import description as descriptions
 from .description import SaveHandoff
 from .multi_node import WAIT_SECONDS, ResultExchange
@@ -81,7 +81,7 @@ def execute(order: Json) -> bool:
                 require_files(client, location, handoff.files)
                 results[handoff.rank] = told(handoff.results.list(), handoff.files, handoff.parts)
             else:
-                session = _resume(client, location, handoff, lock, has_begun=has_begun)
+                session = _resume(settings, location, handoff, lock, has_begun=has_begun)
                 if session is None:
                     return False
                 sessions[handoff.rank] = session
@@ -96,7 +96,7 @@ def execute(order: Json) -> bool:
             session.hand_over()
     finally:
         for session in sessions.values():
-            session.let_go()
+            session.settle()
         for memory in memories.values():
             memory.close()
     log.info("%s: staged by a trainer that has ended, committed now", found[0].uri)
@@ -131,29 +131,29 @@ def _end() -> None:
 
 
 def _resume(
-    client: Client, location: Location, handoff: SaveHandoff, lock: int | None, *, has_begun: bool
+    settings: Settings, location: Location, handoff: SaveHandoff, lock: int | None, *, has_begun: bool
 ) -> SaveSession | None:
-    """The save of a rank that has ended, in this process. None when it is settled already.
+    """Continue the save of a rank that has ended. None when it is settled already.
 
     Args:
-        lock: the rank's hold on its journal entry, if it was left to us; closed with the session.
-        has_begun: the rank has had a journal entry, as far as it said; without one there is no shard of it.
+        lock: the rank's lock on its journal entry, if this process inherited it; closed with the session.
+        has_begun: the rank has reported a journal entry; without one it has no shard on the disk.
     """
-    role = SaveRole(
-        save_id=handoff.save_id,
+    stand_in = SaveDescription(
         rank=handoff.rank,
         world_size=handoff.world_size,
         is_coordinator=handoff.is_coordinator,
         use_collectives=handoff.use_collectives,
-        replaces=handoff.replaces,
-        holds_back=True,
+        awaits_verdict=True,
         epoch=handoff.epoch,
         notes=handoff.notes,
     )
-    transforms = StorageWriterTransforms()
-    if has_begun:
-        return SaveSession.take_over(client, location, role, handoff.token, transforms, lock)
-    return SaveSession.open(client, location, role, handoff.token, transforms)
+    session = SaveSession(settings, location, stand_in, save_id=handoff.save_id, replaces=handoff.replaces)
+    if not has_begun:
+        session.open(handoff.token)
+    elif not session.take_over(handoff.token, lock):
+        return None
+    return session
 
 
 def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping[str, Memory]) -> list[WriteResult]:
@@ -168,7 +168,7 @@ def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping
             log.info("%s: rank %d is written from memory", session.location.uri, handoff.rank)
             files = session.delivery.write_from_memory(handoff.shards_in(session.directory, memories))
         session.note(files)
-        return session.report(handoff.results.list(), files, handoff.parts)
+        return told(handoff.results.list(), files, handoff.parts)
     except BaseException:
         session.abort()
         raise

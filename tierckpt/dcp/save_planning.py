@@ -1,0 +1,231 @@
+"""Plans one rank's save: its description, the attempts that it replaces, and the layout of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..arena.slots import Lease
+from ..client import get_client
+from ..config import Settings
+from ..disk.illness import HINT, Errands, ill_disk
+from ..disk.local_root import check_local_root
+from ..errors import ConfigError, OperationTimeoutError
+from ..format.layout import Location, shard_name
+from ..poll import wait_while
+from ..save.shard_plan import Shard
+from ..torch_internals import StorageInfo, StorageWriterTransforms
+from ..types import Tier
+from . import split
+from .frozen import result_of
+from .gc_pause import gc_paused
+from .items import records
+from .stager import StagedItems
+
+Route: TypeAlias = Literal["local", "direct put", "local if it fits"]
+"""To the SSD; from memory to the shared tier, or to the SSD where that fails (T2); to the SSD unless it is full."""
+ItemSource: TypeAlias = SavePlanner | StagedItems
+"""Holds the values of a plan's items."""
+
+
+@dataclass(frozen=True)
+class SaveDescription:
+    """One rank's part in a save, and the caller's decisions about the save. Made once, before planning."""
+
+    rank: int = 0
+    world_size: int = 1
+    is_coordinator: bool = True
+    use_collectives: bool = True
+    name: str = ""
+    """The same on all ranks and of no other save; "" where the plan names the save."""
+    overwrite: bool = True
+    """False refuses an id that holds a checkpoint already."""
+    route: Route = "local"
+    """May differ between ranks."""
+    is_sent: bool = True
+    """False: the checkpoint stays on the local tier instead of being drained. The same on all ranks."""
+    keeps_some: bool = False
+    """Some saves of the run stay on the local tier, until a newer one replaces them there."""
+    awaits_verdict: bool = False
+    """The caller tells every rank how the save ends; until then the shards are held back from the drain."""
+    disk: Errands | None = None
+    """Looks at the disk while the save is planned: the caller does not wait for a disk that hangs."""
+    is_first: bool = False
+    """The first save of a process makes the directories below ``local_root``: planning does not fail by a slow disk."""
+    notes: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """For the manifest. The same on all ranks."""
+    epoch: str | None = None
+    """Of a process that stands in for a rank that has ended: it commits only in this epoch."""
+    trust_pickle: bool = False
+    """The metadata may hold classes that only a reader with ``trust_pickle=True`` loads."""
+    one_file: bool = True
+    """False writes one shard per item."""
+    sync_files: bool = True
+    """False skips fsync of shards."""
+    transforms: StorageWriterTransforms = field(default_factory=StorageWriterTransforms)
+
+
+@dataclass
+class RankAssignment:
+    """``SavePlan.storage_data`` of a rank: the beginning of its file names, and the coordinator's message."""
+
+    prefix: str
+    save: str = ""
+    """The same on all ranks and of no other save; "" without collectives."""
+    world_size: int = 1
+    uri: str = ""
+    """The coordinator's target."""
+    is_checked: bool = False
+    is_taken: bool = False
+    """A planner that keeps plans (``enable_plan_caching`` of torch) shows old assignments again."""
+
+    def take(self) -> bool:
+        """Return True the first time that this process asks for the name of the save."""
+        self.is_taken, was_taken = True, self.is_taken
+        return not was_taken
+
+    def check(self, uri: str, rank: int) -> None:
+        """Raise ConfigError unless this rank saves to the coordinator's target: half a checkpoint in each of two places
+        is none. An assignment that a planner shows again names the target of an earlier save."""
+        is_new, self.is_checked = not self.is_checked, True
+        if is_new and self.save and self.uri != uri:
+            raise ConfigError(
+                f"the ranks of this save have different URIs: rank {rank} has {uri}, the coordinator has {self.uri}",
+                hint="Give every rank the same one. A relative path is another place in another working directory",
+                rank=rank,
+            )
+
+
+class TargetLookup:
+    """Checks ``local_root``, and finds the attempts that a save replaces: on the SSD, then on the shared tier.
+
+    With ``SaveDescription.disk`` planning waits for neither a hung disk nor a silent store. The thread that writes
+    waits: for the disk before the journal entry, for the store before the commit.
+
+    Attributes:
+        attempts: found so far. Complete after ``await_shared``.
+    """
+
+    def __init__(
+        self, settings: Settings, location: Location, description: SaveDescription, attempts: tuple[str, ...]
+    ) -> None:
+        self.attempts = attempts
+        self._settings, self._location, self._description = settings, location, description
+        self._local: Future[tuple[bool, set[str]] | None] | None = None
+        self._shared: Future[tuple[str, ...]] | None = None
+
+    def start(self) -> None:
+        """Look on the disk, and ask the shared tier on the coordinator.
+
+        Raises:
+            ConfigError, PermissionDeniedError: this node cannot save there.
+            AlreadyCommittedError: the id holds a checkpoint, and ``overwrite`` is False.
+            CheckpointSkippedError: the disk hangs.
+        """
+        disk = self._description.disk
+        if disk is None:
+            if (here := self._look()) is not None:
+                self.attempts = get_client(self._settings).run(self._ask(here))
+            return
+        self._local = disk.begin(self._look)
+        if disk.gets_on():
+            is_silent = get_client(self._settings).mover.is_silent(self._location)
+            self.await_local()
+            if self._shared is not None and not is_silent and wait_while([self._shared], lambda: 0):
+                self.await_shared()
+        elif not self._description.is_first:
+            raise ill_disk(self._settings.local_root)
+
+    def _look(self) -> tuple[bool, set[str]] | None:
+        check_local_root(self._settings)
+        get_client(self._settings).enter(
+            self._location.parent, trains=True
+        )  # before anything of the run is committed here
+        return (
+            get_client(self._settings).mover.standing_here(self._location) if self._description.is_coordinator else None
+        )
+
+    def _ask(self, here: tuple[bool, set[str]]) -> Coroutine[Any, Any, tuple[str, ...]]:
+        mover = get_client(self._settings).mover
+        return mover.attempts_to_replace(self._location, here, overwrite=self._description.overwrite)
+
+    def await_local(self) -> None:
+        """Wait for the disk, then ask the shared tier. Raises OperationTimeoutError."""
+        if self._local is None:
+            return
+        seconds = self._settings.commit_timeout_seconds
+        if futures.wait([self._local], seconds).not_done:
+            raise OperationTimeoutError(
+                f"the save to {self._location.uri} could not begin: {self._settings.local_root} cannot be read",
+                hint=f"{HINT.capitalize()}; the next save is tried again",
+                checkpoint=self._location.uri,
+                rank=self._description.rank,
+                tier=Tier.LOCAL,
+                waited_seconds=seconds,
+            )
+        here, self._local = self._local.result(), None
+        if here is not None:
+            self.attempts = tuple(sorted(here[1]))  # for a handoff before the store's answer
+            self._shared = get_client(self._settings).start(self._ask(here))
+
+    def await_shared(self) -> None:
+        """Wait for the shared tier, at most ``PROBE_TIMEOUT_SECONDS``."""
+        if self._shared is not None:
+            shared, self._shared = self._shared, None
+            self.attempts = shared.result()
+
+
+@dataclass
+class PlannedShards:
+    """Shards in which every record has its place; ``streamed`` are the items whose size is known once they are written.
+
+    ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
+    """
+
+    token: str
+    prefix: str
+    shards: list[Shard]
+    results: list[WriteResult]
+    leases: set[Lease]
+    streamed: list[WriteItem]
+    parts: tuple[split.Part, ...]
+
+
+def plan_shards(
+    description: SaveDescription, settings: Settings, directory: Path, token: str, plan: SavePlan, source: ItemSource
+) -> PlannedShards:
+    """Give every record of a rank its place in a shard below ``directory``."""
+    prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{description.rank}_"
+    written = source.items if isinstance(source, StagedItems) else split.kept_whole(plan.items, source)
+    items, streamed = (written, []) if not description.transforms.extensions else ([], list(written))
+    with gc_paused():
+        sources = records.resolve(items, source)
+        streamed += sources.others
+        plans = records.lay_out(
+            sources,
+            shard_bytes_max=settings.shard_size_bytes_max,
+            chunk_size_bytes=settings.chunk_size_bytes,
+            one_file=description.one_file,
+        )
+        shards = [
+            Shard(directory / shard_name(prefix, index, token), shard.records, shard.image)
+            for index, shard in enumerate(plans)
+        ]
+        results = [result for shard in shards for result in _results(shard)]
+    parts = tuple(item.part for item in written if isinstance(item, split.PartItem))
+    return PlannedShards(token, prefix, shards, results, sources.leases, streamed, parts)
+
+
+def _results(shard: Shard) -> list[WriteResult]:
+    name = shard.path.name
+    return [
+        result_of(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))
+        for record in shard.records
+    ]
