@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.compat.worker import launch
+from tests.servers.origin import Origin
 
 pytestmark = pytest.mark.distributed
 
@@ -47,6 +48,23 @@ def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
     found = launch(f"{SCENARIOS}:load_twice", RANKS, folder=file_uri, loaded="rows")
     assert (found["shared"]["right"], found["shared"]["alone"]) == (True, 0)
     assert total(found["shared"]) <= 1.15 * found["size"], found  # two ranks read the chunk where their rows meet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "apart"), [(2, False), (4, False), (8, False), (4, True)])
+def test_parts_of_files_that_every_rank_wants_leave_the_store_once(ranks: int, apart: bool, tmp_path: Path) -> None:
+    """By the server's own count. The page cache of the node could not do this: nothing of it is on the node."""
+    (tmp_path / "bucket").mkdir()
+    launch(f"{SCENARIOS}:save_trained", 2, folder=f"file://{tmp_path}/bucket/run")
+    with Origin.running(tmp_path) as origin:
+        node = {**origin.environment(), "TIERCKPT_LOCAL_ROOT": str(tmp_path / "elsewhere")}
+        found = launch(f"{SCENARIOS}:load_model", ranks, env=node, uri="s3://bucket/run/step-1", apart=apart)
+        sent = origin.counts()["sent_bytes_by_key"]
+    shards = sum(count for key, count in sent.items() if key.endswith(".distcp"))
+    assert found["right"]
+    times = ranks if apart else 1
+    assert times * found["size"] <= shards <= times * (found["size"] + EXTRA_BYTES), sent
+    assert not list((tmp_path / "elsewhere").rglob("*.distcp"))  # and nothing is left on the node
 
 
 @pytest.mark.slow
