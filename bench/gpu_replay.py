@@ -15,7 +15,7 @@ from tierckpt.replay.checksum import marks_of, numbers_of
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
-from tierckpt.replay.snapshot import Snapshot
+from tierckpt.replay.redo import Snapshot
 
 MULTI_STEP = "tierckpt: MultiStepStager, K = 7"
 LOG = "tierckpt: GradientLog, each step"

@@ -117,22 +117,24 @@ def with_bug(name: str) -> None:
 
     original, frames = log_writer.encode, list[Any]()
 
-    def encode(frame: Any) -> Any:
-        frames.append(frame)
-        group, gradients = frame.step.hyperparameters[0], frame.step.gradients
+    def encode(frame: Any, *place: str) -> Any:
+        frames.append((frame, place))
+        [step] = frame.steps.values()
         if name == "a stale hyperparameter":
-            group["lr"] = frames[0].step.hyperparameters[0]["lr"]
+            [first] = frames[0][0].steps.values()
+            step.hyperparameters[0]["lr"] = first.hyperparameters[0]["lr"]
         if name == "gradients cast":
-            for key, gradient in gradients.items():
-                gradients[key] = gradient.bfloat16().to(gradient.dtype)
+            for gradient in step.gradients.values():
+                gradient.copy_(gradient.bfloat16())
         if len(frames) == 5 and name == "a missing frame":
-            return b"", [], original(frame)[2]
+            return b"", [], original(frame, *place)[2]
         if len(frames) == 5 and name == "a frame of another step":
-            return original(frames[2])
+            return original(frames[2][0], *frames[2][1])
         if len(frames) == 5 and name == "frames out of order":
-            frames.append(frame)
-            return original(log_writer.Frame(frame.step, frame.layout, "f" * 32, frame.number + 1, frame.attachment))
-        return original(frame)
+            frames.append((frame, place))
+            late = log_writer.Frame(frame.number + 1, frame.steps, frame.layouts, frame.attachment)
+            return original(late, "f" * 32)
+        return original(frame, *place)
 
     if name:
         log_writer.encode = encode

@@ -296,7 +296,7 @@ def test_a_disk_that_comes_back_in_time_has_all_steps(
         log.sync()
         assert log.durable_step == 12
     assert (
-        "has ended, and the steps before it are not on the disk" in caplog.text and "takes steps again" in caplog.text
+        "has ended, and the steps before it are not on the disk" in caplog.text and "is writable again" in caplog.text
     )
     again = Job()
     again.resume(tmp_path)

@@ -22,7 +22,7 @@ from tests.fault.window_job import Job, restored
 from tests.waits import ANSWER_SECONDS, SEEDED_SECONDS, TooLongError, counted
 from tierckpt import poll
 from tierckpt.arena.memory import Memory
-from tierckpt.replay import capture, link, multi_step, pinned
+from tierckpt.replay import capture, link, multi_step
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Step
 from tierckpt.replay.checksum import Fingerprint
@@ -255,7 +255,7 @@ def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch:
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["as it is", "(e) memory is mapped anew for each window"])
 def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Path, monkeypatch: Patch) -> None:
-    maps, tensors = [0], pinned.PinnedMemory.tensors
+    maps, tensors = [0], link.PinnedMemory.tensors
     allocate = Memory.allocate
 
     def counting(*given: Any, **options: Any) -> Memory:
@@ -264,7 +264,7 @@ def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Pa
 
     monkeypatch.setattr(Memory, "allocate", counting)
     if is_broken:
-        monkeypatch.setattr(pinned.PinnedMemory, "tensors", lambda _, sources: tensors(pinned.PinnedMemory(), sources))
+        monkeypatch.setattr(link.PinnedMemory, "tensors", lambda _, sources: tensors(link.PinnedMemory(), sources))
     job, counts = Job(), []
     with tierckpt.Checkpointer(tmp_path / "run", mode="multi_step", window_steps=WINDOW) as checkpointer:
         for _ in range(5):

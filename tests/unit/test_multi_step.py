@@ -23,7 +23,7 @@ from tierckpt.replay import link as links
 from tierckpt.replay import multi_step
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
 from tierckpt.replay.multi_step import MultiStepStager
-from tierckpt.replay.snapshot import Snapshot
+from tierckpt.replay.redo import Snapshot
 
 SECONDS = 60.0
 

@@ -31,6 +31,7 @@ from tierckpt.errors import (
     StateMismatchError,
     UpdaterLostError,
 )
+from tierckpt.near_storage import optimizer as near_optimizer
 from tierckpt.near_storage import updater_process
 from tierckpt.near_storage.blocks import Member, layout_of
 from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
@@ -42,7 +43,6 @@ from tierckpt.near_storage.updater import LiveBlock, Updater
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame
 from tierckpt.save import log_segments
-from tierckpt.training.codec import near_state
 
 STEPS = 20
 KINDS: dict[str, Any] = {
@@ -338,8 +338,8 @@ class TestTraining:
         self, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer.train(1)
-        staged, stage = list[Any](), near_state.stage
-        monkeypatch.setattr(near_state, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
+        staged, stage = list[Any](), near_optimizer.stage
+        monkeypatch.setattr(near_optimizer, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
         job = {"model": trainer.model, "optimizer": trainer.optimizer}
         full = Reference(KINDS["AdamW"]())
         full.train(1)

@@ -15,8 +15,7 @@ from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, matrix
 from tierckpt.errors import IntegrityError, StateMismatchError, TierckptError
 from tierckpt.replay import apply, redo
 from tierckpt.replay.multi_step import MultiStepStager
-from tierckpt.replay.redo import Conditions, Redo, gradient_names, pack, tolerance, unpack
-from tierckpt.replay.snapshot import Snapshot
+from tierckpt.replay.redo import Conditions, Redo, Snapshot, gradient_names, pack, tolerance, unpack
 from tierckpt.replay.tree import fill
 
 OTHER = Conditions("torch 0.0", "another device", "foreach")

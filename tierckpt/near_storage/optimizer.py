@@ -12,8 +12,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
 
-from ..errors import CheckpointError, ConfigError, StateMismatchError
+from ..dcp.planner import TierSavePlanner
+from ..dcp.stager import StagedItems, TierStager
+from ..errors import CheckpointError, ConfigError, StateMismatchError, TierckptError
 from ..replay.capture import Step, hyperparameters_of
 from ..replay.frame import Frame, encode
 from ..replay.optimizers import base_of, check_replayable, local, parameters_of, writes_of
@@ -371,6 +374,23 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def _head(self, step: int) -> bytes:
         return encode(Frame(step, {"": Step(step, self._hyperparameters(), {})}, {"": ""}))[0]
+
+
+def stage(stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]) -> StagedItems:
+    """Stage the items of ``plan``. State of optimizers near storage is held in its files, and not copied."""
+    near = [value for value in state.values() if isinstance(value, NearStorageOptimizer)]
+
+    def lies_in_files(tensor: torch.Tensor) -> bool:
+        return any(one.lies_in_files(tensor) for one in near)
+
+    staged = stager.stage_items(plan.items, planner, lies_in_files=lies_in_files if near else None)
+    try:
+        for one in near:
+            staged.sources.append(one.hold())
+    except TierckptError:
+        staged.release()
+        raise
+    return staged
 
 
 def _close(owner: int, channel: StepChannel) -> None:

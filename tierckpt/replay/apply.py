@@ -1,11 +1,11 @@
-"""Makes recorded steps again, with the ``torch.optim`` implementation that made them first.
+"""Replays recorded steps with the ``torch.optim`` implementation of training.
 
 Invariants:
-    A1  A step is applied to a state of the version before it, and to no other: none is missed, repeated, or reordered.
-    A2  The same class, the same implementation (fused or not) and the same shape and strides of each parameter and its
-        gradient give the same bits: a fused step of torch.optim goes through memory, and rounds the last few elements
-        there otherwise. Hooks for the steps of all optimizers have had their say in training.
-        Which parameters are stepped together, and by how many threads, changes nothing (R1).
+    A1  A step is applied to a state of the version before it only: no step is missed, repeated or reordered.
+    A2  Equal bits need the same class, implementation (fused or not), and shape and strides of each parameter and its
+        gradient: a fused step goes through memory in order, and rounds the last few elements differently. Hooks for
+        steps of all optimizers are skipped: they ran in training. The grouping of parameters and the number of threads
+        do not matter (R1).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .optimizers import base_of
 Key = tuple[str, str]
 """A tensor of an optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
 NARROW = (torch.bfloat16, torch.float16)
-"""What gradients of float32 parameters may come as, where that loses no bit (F3 of ``frame``)."""
+"""Types of gradients of float32 parameters that are widened without loss (F3)."""
 
 
 class Replay:
-    """A part of an optimizer's parameters and state, at some version, that steps can be applied to.
+    """Some of an optimizer's parameters with their state, at one version, to which steps are applied.
 
     Args:
         kind: the class of the optimizer.
-        parameters: by key ("group.index"). Owned by this object from now on, and changed in place.
-        state: of each parameter by key, likewise; empty for one that has never been stepped.
-        version: of all of them.
+        parameters: by key ("group.index"). Changed in place.
+        state: of each parameter by key; empty before its first step. Changed in place.
+        version: of all parameters.
 
     Example:
         >>> weight = torch.ones(4)
@@ -50,7 +50,7 @@ class Replay:
         state: Mapping[str, Mapping[str, Any]],
         version: int,
     ) -> None:
-        self.kind = base_of(kind)  # one that is derived may be made of other arguments
+        self.kind = base_of(kind)  # a derived class may take other arguments
         self.version = version
         self.parameters = dict(parameters)
         self._state = {key: dict(state.get(key, {})) for key in parameters}
@@ -73,14 +73,14 @@ class Replay:
         return found
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return what the state of each parameter has beside tensors."""
+        """Return the state of each parameter without its tensors."""
         return {
             key: {name: one for name, one in state.items() if not isinstance(one, torch.Tensor)}
             for key, state in self.state.items()
         }
 
     def moved(self, device_of: Callable[[Key], torch.device]) -> Replay:
-        """Return the same part with each tensor on ``device_of`` it. What is there already is not copied."""
+        """Return this part with each tensor on ``device_of`` its key. Copies only tensors on another device."""
         parameters, state = dict[str, torch.Tensor](), {key: dict(one) for key, one in self.state.items()}
         for (key, name), tensor in self.tensors().items():
             device = device_of((key, name))
@@ -146,7 +146,7 @@ class Replay:
             for key, tensor in self.parameters.items():
                 if self._state[key]:
                     self._optimizer.state[tensor] = self._state[key]
-                elif self.kind is not torch.optim.Adagrad:  # which makes its state when it is made
+                elif self.kind is not torch.optim.Adagrad:  # its constructor makes the state
                     self._optimizer.state.pop(tensor, None)
             self._state.clear()
         return self._optimizer

@@ -1,16 +1,16 @@
-"""Records each step of an optimizer: its gradients, its hyperparameters, whether it was skipped.
+"""Records each step of an optimizer: gradients, hyperparameters, whether it was skipped.
 
-A subclass says how gradients are copied: to a gradient log (``log``), or to a window of a multi-step save
-(``multi_step``). The owner takes the steps when the training step has ended.
+Subclasses define how gradients are copied: to a gradient log (``log``) or to a window of a multi-step save
+(``multi_step``). The owner takes the recorded steps at the end of a training step.
 
 Invariants:
-    C1  Gradients are those that the update reads: copied as the step begins, after ``clip_grad_norm_``, and after the
-        closure where there is one. Foreach SGD with Nesterov's momentum writes over them. A fused step under a
-        GradScaler unscales them in place and writes over nothing, so these are copied when it has ended.
-    C2  Hyperparameters are those of the step, taken before it: a scheduler may change them at any time between two.
-    C3  What cannot be replayed is never recorded as if it could. A change of groups, ``load_state_dict``, a write to a
-        parameter or to its state by anything but a step, and one to gradients behind this end the recording, with a
-        reason. Other hooks of a step are no part of it: this looks first when an update has ended.
+    C1  Gradients are copied as the update reads them: when the step begins, after ``clip_grad_norm_`` and the closure.
+        Foreach SGD with Nesterov's momentum overwrites them later. A fused step under a GradScaler unscales them in
+        place, so these are copied when the step ends.
+    C2  Hyperparameters are read before the step: a scheduler may change them between two steps.
+    C3  The recording ends, with a reason, at anything that a replay cannot repeat: changed groups,
+        ``load_state_dict``, a write to a parameter or its state outside of a step, a write to gradients after they were
+        copied. Other hooks of a step are not part of it: this one runs first after the update.
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ log = logger("replay")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an optimizer: all that makes it again.
+    """One step of an optimizer, with all inputs of its replay.
 
-    ``hyperparameters`` has a mapping for each group. ``gradients`` has this rank's shard of each gradient by parameter
-    key ("group.index"); parameters that had none are absent, and stay as they are. They may still be on their way to
-    host memory (``link.CopiedGradients``), where reading one waits.
+    ``hyperparameters`` has one mapping for each group. ``gradients`` has this rank's shard of each gradient by key of
+    its parameter ("group.index"). Reading one may wait for its copy (``link.CopiedGradients``).
     """
 
     version: int
-    """Of the state after this step: 1 more than before, whether it was skipped or not."""
+    """Version of the state after this step: 1 more than before, even if the step was skipped."""
     hyperparameters: Sequence[Mapping[str, Any]]
     gradients: Mapping[str, torch.Tensor]
     found_inf: torch.Tensor | None = None
-    """What a GradScaler gave to a fused step: it updates nothing when this is not 0."""
+    """The GradScaler's flag for a fused step: nonzero skips the update."""
 
     @property
     def is_skipped(self) -> bool:
-        """True when the state after the step is the state before. Waits for the device, if that is one."""
+        """True when the step changed nothing. Waits for the device."""
         return self.found_inf is not None and bool(self.found_inf.item())
 
 
@@ -58,23 +57,23 @@ class Capture:
 
     Raises:
         ConfigError: ``optimizer`` cannot be replayed.
-    Cost: ``copy``, and a copy of each group's hyperparameters; nothing waits for a device.
+    Cost: ``copy``, and a copy of each group's hyperparameters. Does not wait for a device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_replayable(optimizer)
         self.optimizer = optimizer
         self.version = 0
-        """Of the state now: how many steps were made."""
+        """Version of the current state: the number of steps."""
         self.steps: list[Step] = []
-        """Recorded and not yet taken."""
+        """Steps since the last ``take``."""
         self.broken = ""
-        """Why nothing is recorded any more. '' while it is."""
+        """Reason why recording ended; '' before."""
         self.implementations = [implementation_of(group) for group in optimizer.param_groups]
         self._gradients: Mapping[str, torch.Tensor] | None = None
         self._is_taken = False
         self._taken: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """Parameter, gradient, and how often that was written to when it was recorded."""
+        """Parameter, gradient, and the version counter of the gradient when it was copied."""
         self._shape, self._writes = _shape(optimizer), writes_of(optimizer)
         self._held = state_values(optimizer)
         self._ids = frozenset(itertools.chain.from_iterable(self._shape))
@@ -91,17 +90,17 @@ class Capture:
         ]
 
     def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-        """Return copies of the training's own ``gradients``, this rank's shards. None: the step is not recorded.
+        """Return copies of ``gradients``, this rank's shards; None: the step is not recorded.
 
-        On a device a copy may begin in stream order.
+        On a device the copies may be queued in stream order.
         """
         return {key: gradient.clone() for key, gradient in gradients.items()}
 
     def step_ends(self) -> None:
-        """The update has ended, and the step returns. Its gradients may be written over behind this."""
+        """Run after the update. The caller may overwrite the gradients as soon as this returns."""
 
     def other_steps(self) -> None:
-        """Another optimizer is to step the same parameters, which ends the recording."""
+        """Run before another optimizer steps the same parameters, which ends the recording."""
 
     def take(self) -> list[Step]:
         """Return the steps since the last call, in order."""
@@ -109,13 +108,13 @@ class Capture:
         return taken
 
     def end(self, reason: str) -> None:
-        """Record nothing more. The first ``reason`` is kept."""
+        """Stop recording. The first ``reason`` is kept."""
         if not self.broken:
             self.broken = reason
             log.info("steps of %s are not recorded any more: %s", type(self.optimizer).__name__, reason)
 
     def look(self) -> str:
-        """Return ``broken``, by what is there now. Cost: a look at each parameter and at its state."""
+        """Check parameters and state for changes outside of a step. Return ``broken``."""
         if self.broken:
             return self.broken
         if _shape(self.optimizer) != self._shape:
@@ -135,7 +134,7 @@ class Capture:
         self.broken = self.broken or "closed"
 
     def _other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """A step of any optimizer begins. A fused one leaves no trace in the parameters."""
+        """Run before a step of any optimizer: a fused one leaves no trace in the parameters."""
         if optimizer is self.optimizer or self.broken:
             return
         if any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"]):
@@ -183,7 +182,7 @@ class Capture:
             self._taken.append((parameter.tensor, gradient, torch_internals.version_of(gradient)))
         try:
             self._gradients = self.copy(gradients)
-        except (TierckptError, MemoryError, OSError) as error:  # training goes on, without a record of it
+        except (TierckptError, MemoryError, OSError) as error:  # training continues without a record
             self.end(str(error) or repr(error))
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -191,7 +190,7 @@ class Capture:
         if self.broken:
             return
         self._writes, self._held = writes_of(optimizer), state_values(optimizer)
-        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD may write to them itself (C1)
+        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself may write to them (C1)
             return
         for parameter, gradient, version in taken:
             if torch_internals.version_of(gradient) != version or parameter.grad is not gradient:
@@ -212,14 +211,14 @@ class Capture:
 
 
 def _is_compiled() -> bool:
-    """True when this is called by a step that ``torch.compile`` made, where torch can tell."""
+    """True inside a compiled step, if torch can tell."""
     ask = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
     return ask is not None and bool(ask())
 
 
 def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return ``hyperparameters`` with what torch chose by itself for these parameters: it chooses by their type, and a
-    DTensor's shard is another."""
+    """Return ``hyperparameters`` with torch's own choice of ``foreach``: it depends on the type of the parameters, and
+    a replay has a plain tensor for a DTensor."""
     return [
         {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
         for one, chosen in zip(hyperparameters, implementations, strict=True)
@@ -227,7 +226,7 @@ def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequ
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the step reads of ``group``, copied: those of its options that its class defines."""
+    """Return copies of the options in ``group`` that the optimizer's class defines."""
     return {name: _copied(group[name]) for name in optimizer.defaults if name in group}
 
 

@@ -1,11 +1,11 @@
-"""A training step as a frame of a gradient log, and an optimizer's step as JSON and tensors.
+"""Encodes an optimizer's step as JSON and tensors, and a training step as a frame of a gradient log.
 
-``save.log_segments`` has the bytes of a frame. A redo log (``redo``) describes its steps in the same way, and has their
-gradients as tensors of a checkpoint.
+``save.log_segments`` defines the bytes of a frame. A redo log (``redo``) uses the same JSON, and stores the gradients
+as tensors of a checkpoint.
 
 Invariant:
-    F3  Nothing is rounded. A gradient lies as it came over the link (``link.Copy``), as bfloat16 where that loses no
-        bit. The parameter's type is in the layout of the optimizer, and a replay widens to that (``apply``).
+    F3  No value is rounded. A gradient is stored as it crossed the link (``link.Copy``): as bfloat16 if that loses no
+        bit. The layout of the optimizer has the parameter's dtype, and ``apply`` widens to it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A training step: the steps of all optimizers that were stepped in it, by name."""
+    """A training step: one step of each optimizer, by name."""
 
     number: int
-    """As training counts it."""
+    """Number of the step in training."""
     steps: Mapping[str, Step]
     layouts: Mapping[str, str]
     """``optimizers.layout_digest`` of each optimizer, by name."""
     attachment: bytes = b""
-    """What else belongs to the step; its meaning is the caller's."""
+    """Other state of the step, opaque here."""
 
 
 def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[bytes, list[memoryview], str]:
@@ -49,9 +49,9 @@ def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[byte
 
     Args:
         previous: digest of the record before.
-        parameters: ``checksum.digest_of`` all parameters of the log after the step. '' where nothing has looked.
+        parameters: digest of parameters and state after the step (``checksum.digest_of``); '' if not taken.
 
-    Cost: one pass over the gradients, to digest them. Waits for gradients on their way to host memory.
+    Cost: one pass over the gradients. Waits for their copies to host memory.
     """
     memory, views, steps = _Memory(), list[memoryview](), dict[str, Json]()
     for name, step in frame.steps.items():
@@ -68,10 +68,10 @@ def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[byte
 
 
 def decode(read: Read, *, where: str) -> Frame:
-    """Return a frame. Its gradients are copies.
+    """Return a frame. Its gradients are copies. ``where``: the file, for messages.
 
     Raises:
-        IntegrityError: it is cut short, damaged, or no frame at all. ``where`` says which log it is in.
+        IntegrityError: the bytes are cut short, damaged, or not a frame.
     """
     fields, _, at = log_segments.unpack(read, log_segments.FRAME, where=where)
     sizes = iter([size_bytes for size_bytes, _ in fields["data"]])
@@ -97,7 +97,7 @@ def decode(read: Read, *, where: str) -> Frame:
 
 
 def describe(step: Step) -> tuple[Json, list[torch.Tensor]]:
-    """Return ``step`` as JSON, and its gradients in the order that this names them in."""
+    """Return ``step`` as JSON, and its gradients in the order of the JSON."""
     gradients = [*step.gradients.values()]
     described = {
         "version": step.version,
@@ -111,8 +111,7 @@ def describe(step: Step) -> tuple[Json, list[torch.Tensor]]:
 
 
 def step_of(described: Json, gradients: Iterable[torch.Tensor], device_of: DeviceOf = lambda _: HOST) -> Step:
-    """Return the step that ``describe`` made these of. Tensors among its hyperparameters go to ``device_of`` the device
-    that they were on."""
+    """Return the step of ``describe``. ``device_of`` maps the device of a hyperparameter that is a tensor."""
     keys = [key for key, *_ in described["gradients"]]
     return Step(
         int(described["version"]),
@@ -123,15 +122,14 @@ def step_of(described: Json, gradients: Iterable[torch.Tensor], device_of: Devic
 
 
 class _Memory:
-    """The bytes of contiguous tensors in host memory, as few views: those that lie one behind the other are one.
+    """Joins the bytes of adjacent tensors in host memory into few views.
 
-    Of tensors that share memory only the first is a call into torch, which would hand the interpreter to the thread
-    that trains.
+    Tensors that share a storage cost one call into torch: each call may yield the interpreter to the training thread.
     """
 
     def __init__(self) -> None:
         self._whole: dict[int, memoryview] = {}
-        """By storage, all of it: it lives as long as a view."""
+        """Views of whole storages, by address. A view keeps its storage alive."""
         self._runs: list[tuple[int, int, int]] = []
 
     def add(self, tensor: torch.Tensor) -> memoryview:
@@ -162,7 +160,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Python's floats survive JSON bit for bit; a tensor (``lr=torch.tensor(...)``) is written as its bytes."""
+    """Return ``value`` as JSON. Floats keep their bits; a tensor (``lr=torch.tensor(...)``) becomes its bytes."""
     if isinstance(value, Mapping):
         return {key: to_json(one) for key, one in value.items()}
     if isinstance(value, torch.Tensor):
@@ -173,8 +171,8 @@ def to_json(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [to_json(one) for one in value]
     if not isinstance(value, bool | int | float | str | None):
-        raise ConfigError(f"an option is a {type(value).__name__} ({value!r}), and none that can be written down",
-            hint="Write numbers as those of Python: float(...)",
+        raise ConfigError(f"an option of the optimizer is a {type(value).__name__} ({value!r}), which cannot be logged",
+            hint="Use numbers of Python: float(...)",
         )  # fmt: skip
     return value
 

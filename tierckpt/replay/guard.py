@@ -1,17 +1,17 @@
-"""Digests of parameters and optimizer state around each step: what version counters do not show.
+"""Digests parameters and optimizer state around each step, to find writes that version counters miss.
 
     update n   |                  | forward and backward n+1       | update n+1
     after(n)   | end_of_step(n)   | digest thread reads            | before(n+1)
 
 Invariants:
-    D1  Every frame has the digest of all that its log claims, as ``end_of_step`` left it. It takes one pass beside the
-        next forward pass. The next update waits until the tensors in host memory are read; those on a device are
-        digested in stream order, and no step waits for that. A frame is written when its digest is known.
-    D2  ``before`` and ``after`` digest what one optimizer steps on the thread that trains, next to its update, so that
-        nothing can write in between. They look at the first step behind each base, at every step where that takes less
-        than ``FREE_SECONDS``, and else as often as ``CHECK_SHARE`` of training pays. An edit that they miss is in the
-        digest of the next frame (D1), and a restore ends at the step before it.
-    D3  A difference fails the frame's digest, with the reason, and the log ends before that frame.
+    D1  Every frame has the digest of all parameters and state at ``end_of_step``, taken during the next forward pass.
+        The next update waits until tensors in host memory are read. Tensors on a device are digested in stream order,
+        and no step waits for them. A frame is written when its digest is known.
+    D2  ``before`` and ``after`` digest the tensors of one optimizer on the training thread, next to its update, so that
+        nothing can write in between: at the first step after each base, at every step if that takes less than
+        ``FREE_SECONDS``, and else within ``CHECK_SHARE`` of training time. An edit that they miss changes the digest of
+        the next frame (D1), and a restore ends at the step before it.
+    D3  A difference fails the digest of the frame, with the reason, and the log ends before that frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .checksum import Marks, begin_marks, digest_of, marks_of, numbers_of
 from .optimizers import tensors_of
 
 CHECK_SHARE = 0.01
-"""Of the time of training, what digests on the thread that trains may take."""
+"""Share of training time that digests on the training thread may take."""
 FREE_SECONDS = 0.002
 CHANGED = (
     "parameters or state{} were changed beside the optimizer between {} and {}, in a way that version counters do not "
@@ -37,8 +37,8 @@ CHANGED = (
 )
 
 Check = Callable[[], Callable[[], tuple[str, int]]]
-"""Reads what else belongs to a step from host memory, on the digest thread. Returns a function that waits for devices
-and returns why the step must not be logged ('' if it may), and a digest."""
+"""Reads parameters outside of the optimizers in host memory, on the digest thread. Returns a function that waits for
+devices, and returns the reason not to log the step ('' for none) and a digest."""
 
 
 def no_check() -> Callable[[], tuple[str, int]]:
@@ -46,10 +46,9 @@ def no_check() -> Callable[[], tuple[str, int]]:
 
 
 class Guard:
-    """Digests what ``optimizers`` step, and compares.
+    """Digests parameters and state of ``optimizers``, and compares.
 
-    Cost: for each step one pass over parameters and state, on a thread of its own; on the thread that trains two, at
-    those steps where they are affordable (D2).
+    Cost: one pass over them for each step, on its own thread; two passes on the training thread in some steps (D2).
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -57,10 +56,10 @@ class Guard:
         self._thread = ThreadPool(1, "tierckpt-digest")
         self._newest: tuple[int, threading.Event, Future[str]] | None = None
         self._seen: dict[str, list[int]] = {}
-        """By optimizer, at the end of the newest step. Of the digest thread."""
+        """Numbers by optimizer at the end of the newest step. Used by the digest thread."""
         self._before: dict[str, Marks] = {}
         self._after: dict[str, Marks] = {}
-        """What was looked at in this step."""
+        """Marks taken in this step."""
         self._failure: tuple[int, str] | None = None
         self._looks, self._is_new = False, True
         self._look_seconds = self._taken_seconds = self._spent_seconds = 0.0
@@ -68,59 +67,59 @@ class Guard:
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """The first step that is not logged because of what was seen, and why."""
+        """The first step that must not be logged, and the reason."""
         if self._failure is not None or self._newest is None or not self._newest[2].done():
             return self._failure
         error = self._newest[2].exception()
         return (self._newest[0], str(error)) if error is not None else None
 
     def begin(self, step: int, check: Check) -> None:
-        """A new log begins at the state of now, that of ``step``."""
+        """Begin another log at the current state, after ``step``."""
         self._before, self._after, self._is_new, self._failure = {}, {}, True, None
         self._submit(step, check)
 
     def rebase(self) -> None:
-        """A checkpoint has the state of now: look at the next step."""
+        """A checkpoint has the current state: check the next step."""
         self._is_new = True
 
     def before(self, name: str) -> None:
-        """The optimizer ``name`` is to be stepped."""
+        """Run before a step of the optimizer ``name``."""
         self.wait()
         begun = time.perf_counter()
         is_paid = self._spent_seconds + self._look_seconds <= CHECK_SHARE * (begun - self._begun)
         self._looks = self._is_new or self._look_seconds <= FREE_SECONDS or is_paid
         if self._looks and name not in self._before:
             marks = self._before[name] = self._marks(name)
-            if self._newest is not None and all(isinstance(one, int) for one in marks):  # else it is known later
+            if self._newest is not None and all(isinstance(one, int) for one in marks):  # else ``_submit`` compares
                 step, _, digest = self._newest
                 if digest.exception() is None and numbers_of(marks) != self._seen[name]:
                     self._failure = (step + 1, _changed(name, f"step {step}", "the update behind it"))
         self._taken_seconds = time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Return when the digest thread has read host memory, which may be written from then on."""
+        """Wait until the digest thread has read host memory, which may be written then."""
         if self._newest is not None:
             self._newest[1].wait()
 
     def after(self, name: str) -> None:
-        """It was stepped. Nothing else has run since."""
+        """Run right after the update of the optimizer ``name``."""
         if self._looks:
             begun = time.perf_counter()
             self._after[name] = self._marks(name)
             taken = self._taken_seconds + time.perf_counter() - begun
-            self._look_seconds = min(taken, self._look_seconds or taken)  # the first ones load code
+            self._look_seconds = min(taken, self._look_seconds or taken)  # the first passes load code
             self._spent_seconds += taken
 
     def _marks(self, name: str) -> Marks:
         try:
             return marks_of(tensors_of(self._optimizers[name]))
-        except (MemoryError, RuntimeError) as error:  # torch raises the second; training goes on, without the log
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError; training continues without the log
             step = self._newest[0] + 1 if self._newest is not None else 0
             self._failure = (step, f"parameters and state cannot be digested: {error}")
             return []
 
     def end_of_step(self, step: int, check: Check) -> Future[str]:
-        """Begin to digest the state of now. The future raises CheckpointError if ``step`` must not be logged (D3)."""
+        """Begin to digest the current state. The future raises CheckpointError if ``step`` must not be logged (D3)."""
         self._is_new = False
         return self._submit(step, check)
 
@@ -157,7 +156,7 @@ class Guard:
 
 
 def total_of(seen: Mapping[str, list[int]], others: int) -> str:
-    """Return the digest in a frame, of each optimizer's numbers and of what else belongs to the step."""
+    """Return the digest for a frame: of each optimizer's numbers, and of ``others``, the number of a ``Check``."""
     return digest_of([*(number for name in sorted(seen) for number in seen[name]), others])
 
 

@@ -1,10 +1,10 @@
 """Copies tensors to host memory in the background: gradients before parts of the state, in chunks.
 
-One thread stands for one direction of the link between accelerator and host. A copy of a part is cut into chunks, so
-that a gradient, which the next backward pass writes over, waits for one chunk and not for a part.
+One thread copies from host memory. Parts are cut into chunks, so a gradient, which the next backward pass overwrites,
+waits for one chunk at most.
 
-From CUDA, copies are queued on two streams beside the one that trains, gradients on the one that goes first, to
-page-locked memory; what trains waits for them on the device, by events, and no thread of the trainer does.
+From CUDA, copies to page-locked memory are queued on two more streams, gradients on the one of higher priority. The
+training stream waits for them by events; the training thread does not wait.
 """
 
 from __future__ import annotations
@@ -22,33 +22,38 @@ import numpy as np
 import torch
 
 from .. import poll, torch_internals
+from ..arena.pinning import pin
+from ..arena.slots import Arena, Policy
+from ..dcp.stager import base_of
 from ..dcp.staging_copy import Copies
-from ..errors import CheckpointError
+from ..errors import CapacityError, CheckpointError
+from ..quantities import round_up
 from ..resources import start_thread
-from .pinned import PinnedMemory
 
 CHUNK_BYTES = 4 << 20
 SEVERAL_BYTES = 2 * CHUNK_BYTES
-"""Of small gradients, which are looked at and sent together."""
+"""Size of a group of small gradients, which are checked and copied together."""
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
-"""A throttled link makes up for so much of what waking up late has cost it."""
+"""Limit of the delay that a throttled link makes up for."""
 COPY_TIMEOUT_SECONDS = 600.0
-"""For threads beside training that wait for a copy."""
+"""Timeout of background threads that wait for a copy."""
 UPDATE_SECONDS = 0.25
-"""Of an update of the optimizer, what the threads beside it give way for."""
+"""Longest time that background threads pause for an update of the optimizer."""
+ALIGNMENT_BYTES = 64
+SLOTS_MAX = 1024
+"""Enough for the parts and gradients of two windows: an open one, and one being written."""
 _LOWER_HALVES = 0x0000FFFF_0000FFFF
-"""Of two float32 values."""
+"""Lower halves of two float32 values."""
 
 
 class Copy:
-    """Some tensors on their way to host memory. ``result`` is complete when ``done`` is.
+    """A copy of tensors to host memory. ``result`` is complete when ``done`` is.
 
     Args:
-        allocate: returns memory to copy all sources to, called by whoever copies, before the first byte: new memory
-            takes its time. None: sends float32 tensors as bfloat16 when that loses no bit, as gradients that were
-            reduced in bfloat16.
-        gives_way: they are copied when the update that is made now has ended.
+        allocate: returns memory for all sources; called on the copying thread, as new memory is slow. None: copies
+            float32 tensors as bfloat16 if that loses no bit (gradients that were reduced in bfloat16).
+        gives_way: the copy begins after the current update of the optimizer.
     """
 
     def __init__(
@@ -60,13 +65,13 @@ class Copy:
     ) -> None:
         self.done: Future[None] = Future()
         self.was_changed = False
-        """Something wrote over a source before the copy was done."""
+        """A source was overwritten before the copy was done."""
         self.copied_bytes = 0
         self.gives_way = gives_way
         self.size_bytes = sum(one.nbytes for one in sources) if allocate is not None else 0
         self.result: list[torch.Tensor] = []
         self.on_device: Copies | None = None
-        """The same copy as its device knows it."""
+        """The copies queued on the device."""
         self._sources = list(sources)
         self._versions = [torch_internals.version_of(one) for one in sources]
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -83,8 +88,7 @@ class Copy:
         return done.done() and not done.cancelled() and isinstance(done.exception(), MemoryError)
 
     def next_chunk(self, chunk_bytes: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what to copy next, targets and sources: small tensors, or a piece of a large one. None are left at the
-        end."""
+        """Return the next targets and sources: small tensors, or a piece of a large one. Empty at the end."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         size_bytes = 0
@@ -113,16 +117,16 @@ class Copy:
         return self._pieces.pop()
 
     def fence(self) -> bool:
-        """Let what this thread queues from now on write over the sources: on a device its current stream waits for the
-        copy, and this thread does not. False where there is no stream to wait."""
+        """Allow work queued after this call to overwrite the sources: the device's current stream waits for the copy,
+        this thread does not. False without a device."""
         if self.on_device is None:
             return False
         self.on_device.wait(poll.LOOK_SECONDS)
-        self._versions.clear()  # what comes now comes later there, too
+        self._versions.clear()  # later writes are ordered after the copy
         return True
 
     def end(self) -> None:
-        """All is copied."""
+        """Complete the copy."""
         versions = map(torch_internals.version_of, self._sources)
         self.was_changed = any(map(operator.ne, versions, self._versions))
         self._sources.clear()
@@ -130,10 +134,9 @@ class Copy:
             self.done.set_result(None)
 
     def _add_gradients(self) -> int:
-        """Add the next gradient, or several small ones, and return how many.
+        """Add the next gradient, or several small ones as one; return their number.
 
-        Small ones are looked at and sent as one: each call into torch hands the interpreter to the thread that trains,
-        and waits to have it back.
+        Each call into torch may yield the interpreter to the training thread.
         """
         several: list[torch.Tensor] = []
         size_bytes = 0
@@ -177,12 +180,14 @@ class Copy:
 
 
 class OverwrittenError(CheckpointError):
-    """Something wrote over gradients before they were copied."""
+    """Gradients were overwritten before they were copied."""
 
 
 class CopiedGradients(Mapping[str, torch.Tensor]):
-    """Gradients by parameter key, on their way to host memory. Reading one waits for all, and raises what ended their
-    copy, or OverwrittenError."""
+    """Gradients by parameter key, being copied to host memory.
+
+    Reading one waits for all of them. Raises OverwrittenError, or the error of the copy.
+    """
 
     def __init__(self, copy: Copy, keys: Sequence[str]) -> None:
         self.copy = copy
@@ -204,11 +209,44 @@ class CopiedGradients(Mapping[str, torch.Tensor]):
         return len(self._keys)
 
 
+class PinnedMemory:
+    """Host memory for copies, mapped once and reused when no tensor refers to it; page-locked for copies from CUDA."""
+
+    def __init__(self) -> None:
+        self._arena = Arena(slots_max=SLOTS_MAX, policy=Policy.SKIP)
+
+    def tensors(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return targets for ``sources``: contiguous tensors in one slot. Raises MemoryError if none is free."""
+        offsets, size_bytes = [], 0
+        for source in sources:
+            offsets.append(size_bytes)
+            size_bytes += round_up(source.numel() * source.element_size(), ALIGNMENT_BYTES)
+        if not size_bytes:
+            return [torch.empty(source.shape, dtype=source.dtype, device="cpu") for source in sources]
+        try:
+            lease = self._arena.lease(size_bytes)
+        except CapacityError as error:
+            raise MemoryError(str(error)) from error
+        if lease is None:
+            raise MemoryError(f"all of {SLOTS_MAX} pieces of page-locked memory are in use")
+        if any(source.is_cuda for source in sources):
+            pin(lease.memory)  # without it copies are slower
+        base = base_of(lease, size_bytes)
+        return [
+            base[offset : offset + source.numel() * source.element_size()].view(source.dtype).view(source.shape)
+            for offset, source in zip(offsets, sources, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Release unused slots. Others are released with their last tensor."""
+        self._arena.close()
+
+
 def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper halves of float32 values in host memory, as int16, when all the lower ones are 0."""
+    """Return the upper halves of float32 values in host memory as int16; None unless all lower halves are 0."""
     if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
         return None
-    values = tensor.numpy(force=True).reshape(-1)  # numpy's views do not hand the interpreter to another thread
+    values = tensor.numpy(force=True).reshape(-1)  # numpy's views do not yield the interpreter
     even = len(values) & ~1
     found = int(np.bitwise_or.reduce(values[:even].view(np.uint64)))  # torch's any() takes 6 times as long
     if even < len(values):
@@ -217,17 +255,16 @@ def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Link:
-    """Copies to host memory, in order of priority, by a thread of its own.
+    """Copies to host memory in order of priority, on its own thread.
 
     Args:
-        bytes_per_second: stands in for a slower link, where there is no accelerator. 0: as fast as it goes.
+        bytes_per_second: simulates a slower link, for tests without an accelerator. 0: unlimited.
     """
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
         self.logged: dict[int, CopiedGradients | None] = {}
-        """By ``id`` of each optimizer whose steps a window follows: the gradients of the step that is being made, where
-        a log has them copied."""
+        """The current step's gradients, if a log copies them, by ``id`` of each optimizer with a multi-step stager."""
         self._moved_bytes, self._busy_seconds, self._device_rate = 0, 0.0, 0.0
         self._pinned = PinnedMemory()
         self._no_update = threading.Event()
@@ -242,44 +279,42 @@ class Link:
 
     @property
     def measured_rate(self) -> float:
-        """Bytes per second while it copied; 0 until a few chunks were. From a device, where a copy is queued behind
-        compute: the best so far."""
+        """Bytes per second while copying; 0 before the first chunk. From a device: the maximum, as copies queue."""
         if self._device_rate:
             return self._device_rate
         return self._moved_bytes / self._busy_seconds if self._moved_bytes >= CHUNK_BYTES else 0.0
 
     def progress(self) -> tuple[int, float]:
-        """Return what changes while its thread copies."""
+        """Return values that change while the thread copies."""
         return self._moved_bytes, time.clock_gettime(self._clock)
 
     def update_begins(self) -> None:
-        """An optimizer is to be stepped, by this thread."""
+        """Pause copies that give way: this thread steps an optimizer now."""
         self._no_update.clear()
 
     def update_ends(self) -> None:
-        """It was stepped, or its thread waits for others."""
+        """Resume them: the step has ended, or waits."""
         self._no_update.set()
 
     def give_way(self) -> None:
-        """Wait while an optimizer is stepped. For threads beside training, which have the time of the next forward and
-        backward passes: each call into torch of an update would wait for the interpreter that they hold."""
+        """Wait for the end of the current update. For background threads, which would hold the interpreter while the
+        update needs it at each call into torch, and can use the time of the next forward and backward passes."""
         if not self._no_update.is_set():
             self._no_update.wait(UPDATE_SECONDS)
-            self._no_update.set()  # a step that raised has not said that it ended
+            self._no_update.set()  # a step that raised does not call update_ends
 
     def wait(self, copy: Copy) -> bool:
-        """Return when the sources of ``copy`` may be written over. False when nothing moves here any more: a link that
-        hangs is not waited for, and the copy is of no use."""
+        """Wait until the sources of ``copy`` may be overwritten. False when the link hangs: the copy is useless."""
         self.update_ends()
         return copy.fence() or poll.wait_while([copy.done], self.progress)
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> Copy:
-        """Begin to copy ``sources``. They must not be written over until the copy is done, or after ``wait``.
+        """Begin to copy ``sources``, which must not be overwritten before the copy is done, or ``wait`` returns.
 
-        From a device: on a stream of this priority, behind what the current stream has still to do.
+        From a device: on a stream of this priority, after the work queued on the current stream.
 
         Args:
-            gives_way: copy them when the update that is made now has ended.
+            gives_way: begin after the current update of the optimizer.
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
@@ -292,7 +327,7 @@ class Link:
         return made
 
     def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
-        """Nothing here waits for a device: whether gradients have lower halves, above all, is not looked at."""
+        """Does not wait for the device, so float32 gradients are not narrowed."""
         if self._is_closed:
             raise RuntimeError("the link is closed")
         made = Copy(sources, self._pinned.tensors)
@@ -313,7 +348,7 @@ class Link:
         return made
 
     def close(self) -> None:
-        """Cancel what is not done, and end the thread."""
+        """Cancel pending copies, and end the thread."""
         with self._changed:
             self._is_closed = True
             waiting, self._waiting = self._waiting, []

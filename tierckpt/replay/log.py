@@ -1,19 +1,16 @@
-"""Writes the steps behind a checkpoint to files of this node, so that a job resumes at the step that was cut off.
+"""Logs the steps after a checkpoint to files of this node, and applies them to the checkpoint after a crash.
 
-Invariants (S1 and S2 are in ``segments``, L5 and L6 in ``log_writer``):
-    L1  A frame is appended after the update it stands for, with the gradients that the update read. Frames follow each
-        other without a gap, across segments too, so a log fits the checkpoints that it names and no other.
-    L2  ``durable_step`` is the newest step before which everything is on the disk (fdatasync). A crash loses what came
-        later, and nothing else.
-    L3  A step never goes on with less than was asked for without a word: what cannot be logged (a parameter changed
-        beside the optimizer, gradients that were written over at once, a full or hung disk) ends the log, with a
-        reason, and the next base begins another.
-    L7  A step is logged when the state before it is that after the step before, by version counters and, where these
-        show nothing (``.data``, fused kernels), by digests (``guard``). Every frame has the digest of parameters and
-        state after its step; roll-forward that arrives at another one ends with an error, which names the last step
-        whose digest was right.
-    L4  A new base begins a segment, in order with the frames, when its state is taken. Whether it is ever committed
-        changes nothing: the segment continues the log of the base before.
+Invariants (F1, F2, S1 and S2 are in ``save.log_segments``, L5 and L6 in ``log_writer``):
+    L1  A frame is appended after its update, with the gradients that the update read. Frames have no gap, even across
+        segments: a log fits the checkpoints that it names, and no other.
+    L2  All steps up to ``durable_step`` are on the disk (fdatasync). A crash loses later steps only.
+    L3  Anything that cannot be logged (a parameter changed outside of the optimizer, gradients overwritten at once, a
+        full or hung disk) ends the log with a reason. The next base begins another log.
+    L4  A new base begins a segment, in order with the frames, when its state is taken. The segment continues the log of
+        the base before, so it does not matter whether the new base is ever committed.
+    L7  A step is logged only if it began with the state after the step before: by version counters, and by digests
+        (``guard``) for writes that these miss (``.data``, fused kernels). Every frame has the digest of parameters and
+        state after its step. Roll-forward to another digest raises, and names the last step with the right one.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ SAID_SECONDS = 1.0
 HANGS = "gradients do not reach host memory: the link hangs"
 
 Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
-"""What else belongs to a step, and what says that it is that of the step."""
+"""Other state of a step, and the check of parameters outside of the optimizers (``guard.Check``)."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
@@ -55,45 +52,44 @@ def _named(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
 
 
 def layouts_of(optimizers: Optimizers) -> dict[str, str]:
-    """Return the ``layout_digest`` of each optimizer, by its name: frames of it have both."""
+    """Return the ``layout_digest`` of each optimizer, by name."""
     return {name: layout_digest(one) for name, one in _named(optimizers).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Where a log led to."""
+    """The result of ``roll_forward``."""
 
     step: int
-    """The newest step that was applied; -1 when none was."""
+    """The newest step applied; -1 for none."""
     steps: int
-    """How many were."""
+    """Number of steps applied."""
     ended: str = ""
-    """Why nothing follows, when bytes do: a torn tail, damage, a frame of another place."""
+    """Reason why the rest of the log is unusable: a torn tail, damage, a frame of another log. '' for no rest."""
     digest: str = ""
-    """Of the newest frame: a log is continued from there."""
+    """Digest of the newest frame, from which a log is continued."""
     verified_step: int = -1
-    """The newest step after which parameters and optimizer state were seen to be those of training."""
+    """The newest step whose parameters and optimizer state had the digest of training."""
 
 
 class GradientLog:
-    """Logs every step of ``optimizers`` from ``begin`` on.
+    """Logs every step of ``optimizers`` after ``begin``.
 
     Args:
-        optimizers: one, or several by name, whose steps are one frame.
+        optimizers: one, or several by name, whose steps share a frame.
         directory: of this rank, on storage that outlives the process.
-        every_steps: how many steps are made durable together. No more than these are not durable when a step ends.
-        every_seconds: make steps durable so often instead.
+        every_steps: number of steps per fdatasync: the limit of steps that are not durable when a step ends.
+        every_seconds: seconds between two fdatasync calls, instead of ``every_steps``.
         link: between accelerator and host; None makes one.
-        owner: said in the log, for who reads it: the job, rank and world size.
-        reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
+        owner: job, rank and world size, for readers of the log.
+        reserve: called with the bytes of each frame before it is written. An error ends the log.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
-    Cost: the bytes of this rank's gradients for each step, on the link and on the disk; an fdatasync for each
-        ``every_steps`` steps; a pass over parameters and state beside the next forward pass (``guard``). A step waits
-        while the gradients of two steps, and 64 MiB, are to be written; for a disk that hangs at most half a second, in
-        all. 8 MiB of memory beside these.
-    Source: LowDiff, Checkmate; gradients are kept as they are.
+    Cost: this rank's gradients of each step, on the link and on the disk; an fdatasync for ``every_steps`` steps; one
+        pass over parameters and state during the next forward pass (``guard``). A step waits while two steps, and
+        64 MiB, of gradients are unwritten; a disk that hangs costs at most half a second in all. 8 MiB of memory.
+    Source: LowDiff, Checkmate; gradients are not compressed.
 
     Example:
         >>> import tempfile
@@ -135,7 +131,7 @@ class GradientLog:
         self._owns_link = link is None
         self._recorders: dict[str, _Recorder] = {}
         self._waits_for_gradients = {name for name, one in self.optimizers.items() if isinstance(one, torch.optim.SGD)}
-        """Something writes over gradients before they are copied (Nesterov, ``zero_grad`` in place): a step waits."""
+        """Optimizers whose steps wait for copies: their gradients are overwritten early (Nesterov, ``zero_grad``)."""
         self._newest = 0
         self._writer: LogWriter | None = None
         self._layouts: dict[str, str] = {}
@@ -150,41 +146,41 @@ class GradientLog:
 
     @property
     def failure(self) -> str:
-        """Why steps are not logged any more. '' while they are."""
+        """Reason why the log ended; '' before."""
         return self._writer.failure if self._writer is not None else ""
 
     @property
     def blocked_seconds(self) -> float:
-        """How long steps of this log waited for the disk."""
+        """Seconds that steps of this log waited for the disk."""
         return self._writer.blocked_seconds if self._writer is not None else 0.0
 
     @property
     def durable_step(self) -> int:
-        """The newest step that is on the disk with all before it; -1 for none."""
+        """The newest durable step (L2); -1 for none."""
         return self._writer.durable_step if self._writer is not None else -1
 
     @property
     def is_stepped(self) -> bool:
-        """True when an optimizer was stepped since the last ``end_of_step``."""
+        """True after a step of an optimizer, until ``end_of_step``."""
         return any(one.steps for one in self._recorders.values())
 
     @property
     def needs_base(self) -> bool:
-        """True when the log has ended, and not because of its disk: a checkpoint of now begins another."""
+        """True when the log ended for another reason than its disk: a checkpoint would begin another."""
         return self._writer is not None and self._is_broken() and not self._writer.is_disk_to_blame
 
     def begin(
         self, base: str, after: Recovered | None = None, *, step: int | None = None, check: Check = no_check
     ) -> None:
-        """Go on in a new segment: the checkpoint ``base`` has the state of now. Waits for nothing.
+        """Continue in a new segment: the checkpoint ``base`` has the current state. Returns at once.
 
-        While steps are logged, the log that leads here goes on to lead here (L4). Where none are, another log begins.
+        Continues the log of the base before (L4) if that has not ended, and else begins another.
 
         Args:
-            after: what ``roll_forward`` returned, before the first step: the log is continued at the state that it led
-                to. What followed there is given up, once a step is logged.
-            step: the step that the state is of. None: the last one that was ended.
-            check: reads what else the checkpoint has, where another log begins.
+            after: the result of ``roll_forward``, before the first step: continues the log from there. Later frames
+                become obsolete with the first step logged.
+            step: number of the state's step. None: the last one ended.
+            check: reads the checkpoint's parameters outside of the optimizers, for another log.
         """
         reached = after if after is not None and after.steps else None
         at = step if step is not None else reached.step if reached is not None else self._newest
@@ -197,7 +193,7 @@ class GradientLog:
                 return
             if writer.is_stuck:
                 writer.end("its disk hangs")
-                log.warning("steps after %d are not logged either: the disk below %s hangs", at, self.directory)
+                log.warning("steps after %d are not logged either: the disk of %s hangs", at, self.directory)
                 return
             writer.turn_to(None)
         self._unhook()
@@ -222,10 +218,10 @@ class GradientLog:
         )
 
     def end_of_step(self, number: int, attachment: Attachment = b"") -> None:
-        """The step ``number`` is done: log it, with ``attachment`` (what else belongs to it: schedule, random state).
+        """Log step ``number`` with ``attachment``, its other state (schedule, random state).
 
-        Call it after each step, when all that belongs to it is done. Where no optimizer was stepped (a GradScaler
-        skipped it, gradients are accumulated) there is nothing to log, and ``attachment`` is not called.
+        Call it last in each step. Does nothing, and does not call ``attachment``, if no optimizer was stepped
+        (a GradScaler skipped the step, gradients are accumulated).
         """
         if self._is_broken():
             self._unhook()
@@ -242,10 +238,10 @@ class GradientLog:
         self._writer.put(Frame(number, steps, self._layouts, data), self._guard.end_of_step(number, check))
 
     def sync(self) -> None:
-        """Return when every step that was ended is on the disk.
+        """Wait until all steps are durable.
 
         Raises:
-            CheckpointError: the log has ended before.
+            CheckpointError: the log ended before.
         """
         if not self._is_broken() and self._writer is not None:
             self._writer.sync()
@@ -255,7 +251,7 @@ class GradientLog:
             )
 
     def close(self) -> None:
-        """Write what was ended, and remove the hooks."""
+        """Write all queued steps, and remove the hooks."""
         self._unhook()
         if self._writer is not None:
             self._writer.finish()
@@ -265,7 +261,7 @@ class GradientLog:
             self._link.close()
 
     def fail(self, reason: str) -> None:
-        """Log no more until another base, and say why. The first ``reason`` is kept."""
+        """End the log until the next base. The first ``reason`` is kept."""
         if self._writer is not None:
             self._writer.end(reason)
 
@@ -285,21 +281,21 @@ class GradientLog:
     def _say_waits(self, writer: LogWriter) -> None:
         seconds, self._said_seconds = writer.blocked_seconds - self._said_seconds, writer.blocked_seconds
         if seconds >= SAID_SECONDS:
-            log.info("steps up to %d waited %.1f s for the disk below %s", self._newest, seconds, self.directory)
+            log.info("steps up to %d waited %.1f s for the disk of %s", self._newest, seconds, self.directory)
 
 
 class _Recorder(Capture):
-    """Records the steps of one optimizer for a log. ``waits``: a step waits until its gradients are copied."""
+    """Records the steps of one optimizer for a log. ``waits``: each step waits for the copy of its gradients."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, link: Link, guard: Guard, *, waits: bool) -> None:
         super().__init__(optimizer)
         self._link, self._guard, self._waits = link, guard, waits
         self._copied: CopiedGradients | None = None
-        """Of the step that is being made."""
+        """Gradients of the current step."""
         self._written: dict[int, int] = {}
-        """Gradients of the last step, by address: how often they were written."""
+        """Version counters of the last step's gradients, by address."""
         self._is_kept = False
-        """The gradients may be written over when the step has ended."""
+        """The gradients may be overwritten as soon as the step ends."""
         updated = optimizer.register_step_post_hook(lambda *_: guard.after(name))
         torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
         self._handles += [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), updated]
@@ -333,9 +329,10 @@ class _Recorder(Capture):
         return super().look()
 
     def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """True when these can be copied behind the update, as nothing writes over them until the next one: they are new
-        tensors in each step, or the same that nobody writes to. The first step does not know. Others are copied when
-        the step returns: ``grad.data.zero_()`` leaves no trace.
+        """True if the copy may run after the update: no gradient's memory was written since the last step.
+
+        False in the first step. ``grad.data.zero_()`` leaves no trace, so other gradients are copied before the step
+        returns.
         """
         known, self._written = self._written, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
         was_written = any(known.get(place, version) != version for place, version in self._written.items())
@@ -350,17 +347,16 @@ def roll_forward(
     last_step: int | None = None,
     attached: Callable[[bytes], int | None] = lambda attachment: None,
 ) -> Recovered:
-    """Apply the steps behind ``base`` to ``optimizers``, whose parameters and state are those of that checkpoint.
+    """Apply the steps after the checkpoint ``base`` to ``optimizers``, which have its parameters and state.
 
     Args:
-        last_step: apply none that is newer: the newest that all ranks have.
-        attached: is given the attachment of each step, in order. Returns the digest that its ``Check`` had.
+        last_step: the newest step to apply: the newest that all ranks have.
+        attached: called with each attachment, in order. Returns the digest of its ``Check``.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
-        IntegrityError: the log is that of another optimizer or sharding; or it leads to other parameters than training
-            had (L7): then the state is to be restored again, and ``error.context["verified_step"]`` is how far the log
-            may lead, -1 for not at all.
+        IntegrityError: another optimizer or sharding wrote the log; or the result differs from training (L7): restore
+            the checkpoint again, and apply steps up to ``error.context["verified_step"]``, -1 for none.
     """
     layouts = layouts_of(optimizers)
     targets = {name: _Target(one) for name, one in _named(optimizers).items()}
@@ -411,13 +407,13 @@ def _other_parameters(step: int, path: Path, verified: int) -> IntegrityError:
 
 
 class _Target:
-    """An optimizer that steps are applied to."""
+    """Applies steps to an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_replayable(optimizer)
         self.replay: Replay | None = None
         self.is_at_head = True
-        """Each process counts versions anew. From a segment to the next the digests say what follows (S1)."""
+        """The next step is the first of a segment. Each process counts versions from 0; digests link segments (S1)."""
         self._optimizer = optimizer
         self._members = parameters_of(optimizer)
 
@@ -435,7 +431,7 @@ class _Target:
         self.replay.apply(step)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what ``optimizers.tensors_of`` yields in training."""
+        """Yield the tensors in the order of ``optimizers.tensors_of``."""
         if self.replay is None:
             yield from tensors_of(self._optimizer)
             return
@@ -444,7 +440,7 @@ class _Target:
             yield from with_state(local(one.tensor.detach()), state[one.key])
 
     def finish(self) -> None:
-        """Give the optimizer its state: what it had was changed in place, what its first step makes is new."""
+        """Give the optimizer state that its first step made; other state was changed in place."""
         state = self.replay.state if self.replay is not None else {}
         for one in self._members:
             if made := state.get(one.key):

@@ -1,11 +1,11 @@
-"""The thread that has the steps of a gradient log on the disk, and what steps wait for of it.
+"""Writes the frames of a gradient log on a thread of its own, and bounds the time that training waits for the disk.
 
 Invariants:
-    L5  Training waits for a disk that ends its requests, however slowly, and for no other. A request that has not ended
-        for ``ILL_SECONDS`` says that the disk is ill: steps go on though they are not durable, which is said; and when
-        more of them wait than memory is given to, the log ends (L3), and what it has in memory goes.
-    L6  One thread at a time touches the directory: the next log's first joins that of the one before. While that one
-        hangs no log begins.
+    L5  Training waits for a slow disk, and not for one that hangs: after a request has run for ``ILL_SECONDS``, steps
+        continue without being durable, and a warning is logged. When the frames in memory reach their limit, the log
+        ends (L3) and drops them.
+    L6  One thread at a time uses the directory: the writer of the next log first joins that of the previous one. No log
+        begins while that one hangs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .link import COPY_TIMEOUT_SECONDS, OverwrittenError
 log = logger("replay")
 
 FRAMES_AHEAD, FRAMES_AHEAD_MAX, AHEAD_BYTES = 2, 256, 64 << 20
-"""Steps whose gradients wait in memory to be written: two, or as many as so much holds. Then a step waits too."""
+"""Limit of steps that wait in memory to be written: two, or the number that fits into 64 MiB. The next one blocks."""
 JOIN_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class Base:
-    """From here on frames go to another segment."""
+    """The next frames go to another segment."""
 
     step: int
     bases: list[str]
@@ -47,7 +47,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class GroupCommit:
-    """How many steps are made durable together, or how often; and of how many bytes one is."""
+    """Number of steps, or seconds, between two fdatasync calls, and the bytes of one step."""
 
     steps: int
     seconds: float
@@ -59,14 +59,15 @@ class GroupCommit:
 
 
 class LogWriter:
-    """Writes a log, from one base to the next that begins anew, and as long as nothing fails.
+    """Writes one log, until it ends or fails.
 
     Args:
-        base: what it begins with. ``previous``: digest of the frame that it continues; '' for none.
-        owner: said in each segment.
-        reserve: is called with the bytes of each frame before it is written; what it raises ends the log.
-        overwritten: is given the names of optimizers whose gradients were written over before they were copied.
-        after: the writer before this one in the directory, which is to end.
+        base: the state that the log begins with.
+        previous: digest of the frame that it continues; '' for none.
+        owner: written to the head of each segment.
+        reserve: called with the bytes of each frame before it is written. An error ends the log.
+        overwritten: receives the names of optimizers whose gradients were overwritten before they were copied.
+        after: the previous writer of the directory.
     """
 
     def __init__(
@@ -84,21 +85,21 @@ class LogWriter:
         self.durable_step = -1
         self.failure = ""
         self.is_disk_to_blame = False
-        """For ``failure``: a checkpoint of now would meet the same disk."""
+        """The disk caused ``failure``: a checkpoint would fail too."""
         self.blocked_seconds = 0.0
         self._directory, self._base, self._previous = directory, base, previous
         self._group, self._owner = group, owner
         self._reserve, self._overwritten = reserve, overwritten
         self._superseded_from: int | None = base.step
-        """Segments from this step on were given up, and go before the first of this log is made."""
+        """Segments that begin at this step or later are obsolete, and removed before this log makes its first."""
         self._file: SegmentFile | None = None
         self._queue: deque[tuple[Frame, Future[str]] | Base | Future[None] | None] = deque()
-        """Frames with the digest of the state after them; futures for what waits until all before is durable."""
+        """Frames with the digest of the state after them; futures to set when all earlier frames are durable."""
         self._unsynced: deque[int] = deque()
         self._unsynced_since = 0.0
         self._newest, self._written, self._ahead, self._not_durable = base.step, base.step, 0, 0
         self._asked_at: float | None = None
-        """When the disk was asked for what it has not done yet."""
+        """Start of the request that the disk is serving."""
         self._is_ill = self._is_given_up = self._is_done = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, args=(after,), name="tierckpt-gradient-log", daemon=True)
@@ -108,20 +109,20 @@ class LogWriter:
 
     @property
     def is_stuck(self) -> bool:
-        """True while the disk is ill."""
+        """True while a request hangs."""
         asked = self._asked_at
         return asked is not None and time.monotonic() - asked >= ILL_SECONDS
 
     def put(self, frame: Frame, digest: Future[str]) -> None:
-        """Queue a step. Returns when no more steps before it are not durable than were asked for (L5).
+        """Queue a step. Waits until the number of earlier steps that are not durable is within the limit (L5).
 
         Args:
-            digest: of parameters and state after the step. It fails when the step must not be logged.
+            digest: of parameters and state after the step. An error says why the step must not be logged.
         """
         begun = time.monotonic()
         with self._changed:
             if not self._await(lambda: self._ahead < self._group.frames_ahead):
-                self._give_up(f"{self._hung()}, and {self._ahead} steps wait for it in memory: {HINT}")
+                self._give_up(f"{self._hung()}, and {self._ahead} steps wait in memory: {HINT}")
             if self._is_given_up:
                 return
             self._newest, self._ahead, self._not_durable = frame.number, self._ahead + 1, self._not_durable + 1
@@ -130,8 +131,8 @@ class LogWriter:
             if not (self._group.seconds or self._await(lambda: self._not_durable <= self._group.steps) or self._is_ill):
                 self._is_ill = True
                 log.warning(
-                    "step %d has ended, and the steps before it are not on the disk: %s. The log goes on when the disk "
-                    "does, and ends when %d steps wait for it in memory: %s",
+                    "step %d has ended, and the steps before it are not on the disk: %s. The log continues when the "
+                    "disk does, and ends when %d steps wait in memory: %s",
                     frame.number, self._hung(), self._group.frames_ahead, HINT,
                 )  # fmt: skip
         waited = time.monotonic() - begun
@@ -139,13 +140,13 @@ class LogWriter:
         LOG_BLOCKED_SECONDS.emit(waited)
 
     def turn_to(self, base: Base | None) -> None:
-        """Have frames go to another segment from here on; None: no more come. Waits for nothing."""
+        """Write the next frames to another segment; None: expect no more frames. Returns at once."""
         with self._changed:
             self._queue.append(base)
             self._changed.notify_all()
 
     def sync(self) -> None:
-        """Return when all that was queued is durable, or the log has ended."""
+        """Wait until all queued frames are durable, or the log ends."""
         is_durable = Future[None]()
         with self._changed:
             self._queue.append(is_durable)
@@ -154,17 +155,17 @@ class LogWriter:
                 self._give_up(f"{self._hung()}: {HINT}")
 
     def finish(self) -> None:
-        """Return when all that was queued is durable, and the files are closed; or the log has ended."""
+        """Wait until all queued frames are durable and the files closed, or the log ends."""
         self.turn_to(None)
         with self._changed:
             if not self._await(lambda: self._is_done, since=time.monotonic()):
                 self._give_up(f"{self._hung()}: {HINT}")
 
     def end(self, reason: str, *, newest: int | None = None) -> None:
-        """Take no more, and say why. The first ``reason`` is kept. What was put is written.
+        """Accept no more steps, and log ``reason``. The first reason is kept; queued frames are still written.
 
         Args:
-            newest: the last step that is logged; None: the last that was put.
+            newest: the last step that is logged; None: the last one queued.
         """
         with self._changed:
             if not self.failure and not self._is_done:
@@ -182,7 +183,7 @@ class LogWriter:
             self._queue.clear()  # with its gradients
 
     def _await(self, is_so: Callable[[], bool], *, since: float = 0.0) -> bool:
-        """Return when ``is_so``, or the log was given up; False when the disk is ill, and was so ``since``."""
+        """Wait until ``is_so`` or the log ends. False when a request hangs, counted from ``since``."""
         while not (is_so() or self._is_given_up):
             asked = self._asked_at
             seconds = ILL_SECONDS if asked is None else max(asked, since) + ILL_SECONDS - time.monotonic()
@@ -197,7 +198,7 @@ class LogWriter:
     # --- the thread that writes -----------------------------------------------------------------------------------
 
     def _work(self, after: LogWriter | None) -> None:
-        while after is not None and after._thread.is_alive():  # what hangs there hangs here
+        while after is not None and after._thread.is_alive():  # a request that hangs there blocks this log too
             self._asked_at = after._asked_at
             after._thread.join(JOIN_SECONDS)
         self._asked_at = after = None
@@ -223,7 +224,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def _next(self) -> tuple[Frame, Future[str]] | Base | Future[None] | None:
-        """Return the next entry. Before it, what waits for longer than was asked for is made durable."""
+        """Return the next entry. Frames that have waited for ``GroupCommit.seconds`` are made durable first."""
         while True:
             with self._changed:
                 waits = self._unsynced and self._group.seconds
@@ -244,7 +245,7 @@ class LogWriter:
 
     @contextlib.contextmanager
     def _ends_on_error(self) -> Iterator[None]:
-        """End the log with what is raised within."""
+        """End the log with any error raised within."""
         try:
             with translated(self._directory):
                 yield
@@ -253,7 +254,7 @@ class LogWriter:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """The disk is asked for something: one request, or several with ``_on_write`` between them."""
+        """Time a request, or several with ``_on_write`` between them."""
         self._asked_at = time.monotonic()
         try:
             yield
@@ -263,7 +264,7 @@ class LogWriter:
     def _on_write(self) -> None:
         self._asked_at = time.monotonic()
         if self._is_given_up:
-            raise CheckpointError(self.failure)  # it ends here, and not when the whole frame is written
+            raise CheckpointError(self.failure)  # do not write the rest of the frame
 
     def _commit(self) -> None:
         if self._file is None or not self._unsynced or self._is_given_up:
@@ -275,14 +276,12 @@ class LogWriter:
             self._not_durable -= len(self._unsynced)
             if self._is_ill and self._not_durable <= self._group.steps:
                 self._is_ill = False
-                log.warning(
-                    "the disk below %s takes steps again, and has all up to %d", self._directory, self.durable_step
-                )
+                log.warning("%s is writable again; steps up to %d are durable", self._directory, self.durable_step)
             self._unsynced.clear()
             self._changed.notify_all()
 
     def _turn_to(self, base: Base) -> None:
-        """The segment is made when its first frame comes. Until then all bases lead to it: none is an update apart."""
+        """Begin another segment with the next frame. Bases without a frame between them share a segment."""
         if self._file is None:
             self._base = Base(base.step, [*self._base.bases, *base.bases])
             return
@@ -302,7 +301,7 @@ class LogWriter:
             try:
                 next(iter(step.gradients.values()), None)  # waits for all of them
             except OverwrittenError:
-                self._overwritten.add(name)  # from the next log on a step waits for its copies
+                self._overwritten.add(name)  # steps of the next log wait for their copies
                 raise
         if self._is_given_up:
             return

@@ -4,19 +4,19 @@
     part 0 ->       part 1 ->        part 2 ->       ...    part K-1 ->, everything that is no optimizer's
                     gradients of 0   gradients of 0-1       gradients of 0 to K-2
 
-Each part is copied while the next forward and backward passes run. The gradients of parts that were copied follow, and
-the optimizer's own implementation makes the missing steps again on the copies. All parts are then what training had
-after step n+K-1, bit for bit.
+Each part is copied during the next forward and backward passes. Gradients of the copied parts follow, and the
+optimizer's own implementation replays the missing steps on the copies. All parts then have the bits of training after
+step n+K-1 (``redo``).
 
 Invariants:
-    W1  A part is whole before the update that would write over it: the step waits for its copy, no longer, and not for
-        a link that hangs: that ends the window (W3).
-    W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, by
-        the thread that trains, between two steps: it is of the version that the parts are brought to.
-    W3  Never a mixed version. The fingerprints of each parameter and its state, taken at the last version, decide:
-        what something beside the optimizer changed, gradients that were written over before they were copied, a change
-        of groups, ``load_state_dict`` and a lack of memory end the window, and the state is copied whole instead, at
-        the next end of a step.
+    W1  A part is copied before the update that would overwrite it: the step waits for the copy. A link that hangs ends
+        the window (W3).
+    W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, on
+        the training thread between two steps: at the version that the parts reach.
+    W3  No mixed version is returned: fingerprints of each parameter and its state, taken at the last version, decide.
+        A change outside of the optimizer, gradients overwritten before they were copied, a change of groups,
+        ``load_state_dict`` or a lack of memory end the window. The state is then copied whole, at the next end of a
+        step.
 
 Source: GoCkpt.
 """
@@ -56,8 +56,7 @@ from .link import (
     host_memory,
 )
 from .optimizers import Parameter, base_of, check_replayable, layout_digest, local, parameters_of
-from .redo import Conditions, Exact, Redo, checked_exact
-from .snapshot import Snapshot, SnapshotFuture, put
+from .redo import Conditions, Exact, Redo, Snapshot, SnapshotFuture, checked_exact, put
 from .tree import detach
 
 log = logger("replay")
@@ -88,25 +87,25 @@ class _Window:
     copies: list[Copy] = field(default_factory=list)
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    """Whose gradients are all in host memory, to be made again where the window is used."""
+    """Steps to replay later, with gradients in host memory."""
     fingerprints: Future[dict[Key, Fingerprint]] | None = None
-    """Of the last version, taken before the step that would write over it."""
+    """At the last version. The next step waits for them."""
     failure: str = ""
     sealed: int = -1
 
     def expect(self, has_come: bool) -> None:
-        """What does not come is not waited for again, and the step that follows may write over what it was made of."""
+        """Fail the window unless ``has_come``: the next step may overwrite the sources of its copies."""
         if not has_come:
             self.failure = self.failure or HANGS
 
     def snapshot(self, state: Any, version: int, more_bytes: int = 0, **more: Any) -> Snapshot:
-        """Return what the window comes to: ``state`` after ``version`` steps; ``more_bytes`` more were moved for it."""
+        """Return ``state``, after ``version`` steps, with the statistics of the window."""
         moved_bytes = sum(copy.size_bytes for copy in self.copies) + more_bytes
         return Snapshot(state, version, moved_bytes, self.blocked_seconds, waited_bytes=self.waited_bytes, **more)
 
 
 class _Follower(Capture):
-    """Records the steps of a window, with the gradients of parts that are copied. ``waits``: a step waits for these."""
+    """Records the steps of a window, with gradients of copied parts. ``waits``: each step waits for their copy."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, window: _Window, link: Link, *, waits: bool) -> None:
         super().__init__(optimizer)
@@ -136,24 +135,24 @@ class _Follower(Capture):
 
 
 class MultiStepStager:
-    """Copies the state of one optimizer, and what else belongs to a checkpoint, over ``window_steps`` steps.
+    """Copies the state of an optimizer, and the rest of a checkpoint, over ``window_steps`` steps.
 
-    Call ``begin`` between two steps, and ``end_of_step`` after every step from then on, when the schedule and all else
-    have been stepped too; ``begin`` returns a future, to be waited for between two steps. One window at a time.
+    Call ``begin`` between two steps, then ``end_of_step`` after every step, when the schedule has been stepped too.
+    Wait for the future of ``begin`` between two steps. One window at a time.
 
     Args:
-        optimizer: an elementwise one of ``torch.optim`` that has made a step.
+        optimizer: an elementwise one of ``torch.optim``, after its first step.
         window_steps: at least 1; "auto" chooses by the sizes of state and gradients.
         link: shared by several optimizers of a process; None makes one.
-        exact: for parameters on an accelerator, whose steps have other last bits on the CPU. "required": they are kept,
-            as ``Snapshot.redo``, and made again where they were made. "approximate": made again on the CPU, accepted
-            within ``redo.tolerance``; ``Snapshot.inexact`` says so. Parameters in host memory are always exact.
+        exact: for parameters on an accelerator, which rounds differently from the CPU. "required": keeps the steps in
+            ``Snapshot.redo``, to be replayed on the accelerator. "approximate": replays on the CPU, within
+            ``redo.tolerance``, and sets ``Snapshot.inexact``. Parameters in host memory are always exact.
         defers: keep the steps of parameters in host memory too. For tests.
 
     Raises:
-        ConfigError: the optimizer cannot be replayed, or an argument is none of these.
-    Cost: host memory for a copy of the state and for the gradients of two steps, of all steps when they are kept;
-        1 + r (K - 1) / 2 times the bytes of the state over the link, with r the bytes of gradient for a byte of state.
+        ConfigError: the optimizer cannot be replayed, or an argument is invalid.
+    Cost: host memory for a copy of the state and the gradients of two steps, or of all steps if kept; on the link
+        1 + r (K - 1) / 2 times the bytes of the state, with r bytes of gradient for each byte of state.
     Source: GoCkpt.
 
     Example:
@@ -184,7 +183,7 @@ class MultiStepStager:
     ) -> None:
         check_replayable(optimizer)
         self.window_steps = checked_steps(window_steps)
-        """0: to be chosen."""
+        """0: chosen for each window."""
         self.exact = checked_exact(exact)
         self._defers = defers or any(local(one.tensor).device.type != "cpu" for one in parameters_of(optimizer))
         self.optimizer = optimizer
@@ -195,20 +194,20 @@ class MultiStepStager:
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._capture: _Follower | None = None
-        """Of the newest window."""
+        """The recorder of the newest window."""
         self._clocks: list[int] = []
-        """Of the processor time of the threads that work beside training."""
+        """CPU clocks of the background threads."""
         self._replays = ThreadPool(1, "tierckpt-replay", self._note_clock)
         self._hashes = ThreadPool(1, "tierckpt-fingerprint", self._note_clock)
         self._window: _Window | None = None
         self.link.logged[id(optimizer)] = None
         self.waited_seconds = 0.0
-        """How long steps have waited for parts so far, in all windows."""
+        """Seconds that steps have waited for parts, in all windows."""
         self._stepped_at = 0.0
         self._hidden_seconds: deque[float] = deque(maxlen=STEPS_MEASURED)
-        """From the end of a step to the beginning of the next: what a copy can hide behind."""
+        """Seconds from the end of a step to the next: the time that hides copies."""
         self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
-        """Something writes over gradients before they are copied (Nesterov, ``zero_grad`` in place): a step waits."""
+        """Gradients are overwritten early (Nesterov, ``zero_grad`` in place), so steps wait for their copies."""
 
     def __enter__(self) -> MultiStepStager:
         return self
@@ -221,22 +220,22 @@ class MultiStepStager:
 
     @property
     def is_open(self) -> bool:
-        """True while a window is open, and ``end_of_step`` is to be called."""
+        """True while a window is open: ``end_of_step`` must be called."""
         return self._window is not None
 
     @property
     def steps(self) -> int:
-        """How many steps the optimizer has made since the window was opened."""
+        """Steps of the optimizer since the begin of the window."""
         return self._capture.version if self._capture is not None else 0
 
     @property
     def failure(self) -> str:
-        """Why an open window cannot be brought to one version. '' while it can."""
+        """Reason why the open window failed; '' before."""
         window = self._window
         return window.failure if window is not None else ""
 
     def traffic(self) -> Traffic:
-        """Return what a window would move now, and what one step hides of it, as measured so far."""
+        """Return the bytes of a window now, and the measured rate and time of a step."""
         return self._traffic(sum(map(self._size, parameters_of(self.optimizer))))
 
     def _traffic(self, state_bytes: int) -> Traffic:
@@ -244,14 +243,13 @@ class MultiStepStager:
         return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_rate, seconds)
 
     def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
-        """Open a window: begin to copy the first part.
+        """Open a window, and begin to copy the first part.
 
         Args:
-            take: returns all that the checkpoint is to have: dicts and lists of tensors and plain values. It is called
-                at the end of the window's last step. Tensors of the optimizer in it are replaced by their copies,
-                others are copied then.
-            window_steps: of this window; 0: as the stager was told.
-            falls_back: False: what ends the window early is raised by the future, and nothing is copied whole.
+            take: returns the checkpoint's content: dicts and lists of tensors and plain values. Called at the end of
+                the window's last step. Tensors of the optimizer are replaced by their copies, others copied then.
+            window_steps: of this window; 0: the stager's.
+            falls_back: False: the future raises the failure of a window instead of a whole copy.
 
         Raises:
             CheckpointError: a window is open.
@@ -262,7 +260,7 @@ class MultiStepStager:
                 hint="Save less often than window_steps, or wait for the first one's result",
             )
         if self._capture is not None:
-            self._capture.close()  # what broke it is over; and its hooks are to come behind those of a log
+            self._capture.close()  # forgets its failure, and moves its hooks after those of a log
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
         traffic = self._traffic(sum(sizes.values()))
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
@@ -273,9 +271,9 @@ class MultiStepStager:
         return window.result
 
     def end_of_step(self) -> None:
-        """Begin to copy the next part; with the last one, take what is no optimizer's, and end the window.
+        """Begin to copy the next part; with the last part, copy the rest of the state and end the window.
 
-        Call it after every step, when all that belongs to the step is done. Does nothing when no window is open.
+        Call it last in every step. Does nothing without an open window.
         """
         window, capture = self._window, self._capture
         if window is None or capture is None:
@@ -301,14 +299,14 @@ class MultiStepStager:
         window.blocked_seconds += time.perf_counter() - begun
 
     def abandon(self, reason: str) -> None:
-        """Give up an open window: its future raises ``CheckpointError(reason)``. Does nothing when none is open."""
+        """End an open window: its future raises ``CheckpointError(reason)``."""
         window, self._window = self._window, None
         if window is not None and not window.result.done():
             window.result.set_exception(CheckpointError(reason))
 
     def wait(self, work: Sequence[Future[Any]]) -> bool:
-        """Wait until ``work`` of this stager is done, as long as it gets on: bytes move, steps are made again, or
-        processors work at that. False when it hangs; a device that is asked for copies is taken at its word."""
+        """Wait for ``work`` of this stager while it makes progress (bytes, replayed steps, CPU time). False when it
+        hangs. Copies from a device have a timeout instead."""
         self.link.update_ends()
         window = self._window
         copies = window.copies if window is not None else []
@@ -317,7 +315,7 @@ class MultiStepStager:
         return wait_while(work, self._progress)
 
     def _progress(self) -> tuple[object, int, float]:
-        window = self._window  # its end, on another thread, lets go of it
+        window = self._window  # a background thread may end it
         done = sum(one.done() for one in window.work) if window is not None else 0
         return self.link.progress(), done, sum(map(time.clock_gettime, self._clocks))
 
@@ -335,7 +333,7 @@ class MultiStepStager:
             self.link.close()
 
     def gradient_bytes(self) -> int:
-        """What the gradients of a step, of this rank's shards, are on the link: as those there, else float32."""
+        """Return the bytes of a step's gradients on the link, for this rank: from the current ones, else float32."""
         total = 0
         is_narrow: bool | None = None
         for one in parameters_of(self.optimizer):
@@ -396,7 +394,7 @@ class MultiStepStager:
                 self.waited_seconds += time.perf_counter() - at
             if part.copy is not None and part.copy.has_no_memory:
                 window.failure = window.failure or OUT_OF_MEMORY
-        if window.fingerprints is not None:  # one of what this step writes fits no copy
+        if window.fingerprints is not None:  # fingerprints read the tensors that this step overwrites
             window.expect(self.wait([window.fingerprints]))
         window.blocked_seconds += time.perf_counter() - begun
 
@@ -405,7 +403,7 @@ class MultiStepStager:
         self.link.logged[id(self.optimizer)] = None
 
     def _follow(self, window: _Window, step: Step) -> None:
-        """Have ``step`` made again on the parts that were copied before it; or keep it."""
+        """Replay ``step`` on the parts copied before it, in the background; or keep it for later."""
         behind = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
@@ -425,7 +423,7 @@ class MultiStepStager:
         window.work.append(self._replays.submit(replay))
 
     def _seal(self, window: _Window, capture: Capture) -> None:
-        """W2, W3. The last part is copied from now on."""
+        """End the window at the current version (W2, W3), while the last part is copied."""
         window.sealed = capture.version
         held, tree, rest = self._detach(window)
         window.work += rest
@@ -449,7 +447,7 @@ class MultiStepStager:
             for one in window.work:
                 one.result()
             wanted = window.fingerprints.result() if window.fingerprints is not None else redo.wanted
-            redo.wanted = {place: one.on_host() for place, one in wanted.items()}  # not where training would wait
+            redo.wanted = {place: one.on_host() for place, one in wanted.items()}  # waits for the device
             for part in window.parts:
                 if part.replay is None:
                     raise CheckpointError("a part of the window was not copied")
@@ -470,7 +468,7 @@ class MultiStepStager:
         def end() -> None:
             try:
                 self._settle(window, finish())
-            except BaseException as error:  # copied whole at the end of the next step, or by ``result``
+            except BaseException as error:  # a whole copy follows in ``end_of_step`` or ``result``
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
                 if not window.falls_back and not window.result.done():
                     window.result.set_exception(CheckpointError(window.failure))
@@ -509,21 +507,21 @@ class MultiStepStager:
         self._settle(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return each parameter (as "") and the tensors of its state, by parameter key: the live ones."""
+        """Return the live tensors by parameter key: the parameter as "", and its state by name."""
         return {
             one.key: {"": one.tensor} | {n: v for n, v in self._state(one).items() if isinstance(v, torch.Tensor)}
             for one in parameters_of(self.optimizer)
         }
 
     def _detach(self, window: _Window) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
-        """Replace the optimizer's tensors in what the window takes by their names, and begin to copy all others."""
+        """Take the state, with gaps for the optimizer's tensors, and begin to copy all others."""
         held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
         tree, copy = detach(window.take(), held, self.link)
         return held, tree, [copy.done] if copy is not None else []
 
 
 def checked_steps(asked: int | Literal["auto"]) -> int:
-    """Return how many steps a window is to have, 0 for "auto". Raises ConfigError."""
+    """Return the number of steps of a window, 0 for "auto". Raises ConfigError."""
     if asked == "auto":
         return 0
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
@@ -532,7 +530,7 @@ def checked_steps(asked: int | Literal["auto"]) -> int:
 
 
 def _with_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return ``tensor`` as the one that it was copied from lies (A2 of ``apply``)."""
+    """Return ``tensor`` with the strides of its source (A2)."""
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

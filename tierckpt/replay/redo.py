@@ -1,37 +1,41 @@
-"""A window whose parts are still at the versions they were copied at, and all that brings them to the last one.
+"""Brings the parts of a window, copied at several versions, to the last version.
 
-    parts at their versions, gradients and hyperparameters of the steps between, fingerprints at the last version
+    parts at their versions, steps between them, fingerprints of all tensors at the last version
 
-An optimizer on an accelerator has other last bits than its implementation for the CPU. So its steps are not made again
-beside training, but where the window is used: by the same implementation on the same kind of device. Fingerprints taken
-there at the last version decide.
+An optimizer on an accelerator rounds differently from its implementation for the CPU. Its steps are therefore replayed
+where the window is used, by the same implementation on the same kind of device. On the CPU they are replayed during
+training. In both cases the fingerprints decide.
 
 Invariants:
-    D1  Nothing of several versions leaves this module as a state: ``fold`` returns one of the last version, or raises.
-        What ``pack`` makes is stored where no reader looks for a checkpoint (``training/every_step/redo_log.py``).
-    D2  A window is whole: for every part, every step from its version to the last. A missing or repeated one is found
-        (A1), and a gradient, part or hyperparameter that is another one ends in another fingerprint.
-    D3  A tensor with another fingerprint is taken only if "approximate" was asked for, build, device or implementation
-        are others than in training, and a sample of its elements lies within ``tolerance``. It is then said.
+    D1  No mixed version leaves this module as a state: ``fold`` returns one of the last version, or raises. The output
+        of ``pack`` is stored where readers do not look for checkpoints (``training/every_step/redo_log.py``).
+    D2  A window has every step from the version of each part to the last. A missing or repeated step raises (A1); a
+        wrong gradient, part or hyperparameter changes a fingerprint.
+    D3  A tensor with another fingerprint is accepted only with "approximate", on another build, device or
+        implementation than in training, with a sample of its elements within ``tolerance``. The result is reported.
 
 Source: docs/adr/0015-redo-log.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 
-from ..errors import ConfigError, IntegrityError, StateMismatchError, TierckptError
+from ..errors import CheckpointError, ConfigError, IntegrityError, StateMismatchError, TierckptError
 from ..types import Json
 from .apply import Key, Replay
 from .capture import Step
 from .checksum import Fingerprint, sample_of
 from .frame import HOST, describe, from_json, step_of, to_json
 from .optimizers import BY_NAME
+from .tree import fill, like
 
 Exact = Literal["required", "approximate"]
 FORMAT = 2
@@ -46,7 +50,7 @@ def checked_exact(exact: Exact) -> Exact:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What must be equal for a step to have the same bits."""
+    """Conditions that must be equal for a step to have the same bits."""
 
     build: str
     device: str
@@ -61,7 +65,7 @@ class Conditions:
         return cls(f"torch {torch.__version__}", f"{device.type} ({name})", implementation)
 
     def differences(self, other: Conditions) -> str:
-        """Return what is another in ``other``, for people; '' when nothing is."""
+        """Return the differences to ``other``, for messages; '' for none."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
         return ", ".join(f"{name} {mine} in training and {its} here" for name, mine, its in pairs if mine != its)
 
@@ -71,12 +75,12 @@ class Redo:
     """A window, in host memory.
 
     Attributes:
-        layout: of the optimizer (``layout_digest``): its groups, and the shape and type of each parameter.
-        parts: each at the version that it was copied at, or that steps have brought it to. ``fold`` writes over them.
-        devices: the kind of device that each tensor was on.
-        sharded: the parameters of which this rank has a shard.
-        steps: those that are still to be applied, with the gradients of parts that were copied before.
-        wanted: fingerprints of all tensors after the last step.
+        layout: ``layout_digest`` of the optimizer.
+        parts: each at the version of its copy, or of the steps applied since. ``fold`` overwrites them.
+        devices: kind of device of each tensor in training.
+        sharded: parameters of which this rank has a shard.
+        steps: steps to apply, with the gradients of parts copied before them.
+        wanted: fingerprints of all tensors at the last version.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -91,23 +95,23 @@ class Redo:
 
     @property
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """All tensors of the optimizer, each at the version of its part. Not copied."""
+        """All tensors of the optimizer, each at its part's version. Not copied."""
         return {place: tensor for part in self.parts for place, tensor in part.tensors().items()}
 
     @property
     def replayed(self) -> int:
-        """How many steps were missing from the oldest part."""
+        """Number of steps that the oldest part lacks."""
         return max((self.version - part.version for part in self.parts), default=0)
 
     def fold(self, exact: Exact = "required") -> str:
-        """Bring all tensors to the last version, part by part, each on a device of its kind in ``devices``.
+        """Bring all tensors to the last version, part by part, on the devices in ``devices``.
 
-        Returns '' when every bit is that of training, else what was accepted, for people (D3).
+        Returns '' for the bits of training, else the accepted differences, for messages (D3).
 
         Raises:
-            StateMismatchError: other bits, and build, device or implementation are not those of training.
-            IntegrityError: other bits all the same, or a step is missing: the window is damaged, or something beside
-                the optimizer changed a parameter while it was open.
+            StateMismatchError: other bits on another build, device or implementation.
+            IntegrityError: other bits under the same conditions, or a missing step: the window is damaged, or a
+                parameter was changed outside of the optimizer.
         Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
         """
         accepted = ""
@@ -140,7 +144,7 @@ class Redo:
         return accepted
 
     def _check(self, place: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
-        """Return '' when ``tensor`` has the bits of training, else what was accepted. ``version``: of its copy."""
+        """Return '' for the bits of training, else the accepted differences. ``version``: of the part's copy."""
         (key, name), wanted = place, self.wanted.get(place)
         if wanted is not None and wanted.fits(tensor):
             return ""
@@ -170,12 +174,72 @@ class Redo:
         return found.shape == wanted.shape and bool(((found - wanted).abs().double() <= bound).all())
 
 
-def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
-    """Return how far each element may be off after ``steps`` steps by another implementation.
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A training state in host memory, of one version. Shares no memory with training."""
 
-    Of the parameter 8 K u max(abs(p), lr), of a second moment 4 K u v, of other state 8 u max(abs(m)) + 4 K u
-    max(abs(g)), with u half a unit in the last place of 1: 2**-24 for float32. Measured for an emulation of CUDA's
-    fused AdamW of torch 2.13 against the CPU's. What is no floating point number must be equal.
+    state: Any
+    """The value of ``take``, with tensors in host memory."""
+    steps: int
+    """Optimizer steps from the begin of the window to this state."""
+    moved_bytes: int
+    blocked_seconds: float
+    """Seconds that training waited, over the whole window."""
+    fallback: str = ""
+    """Reason for a whole copy; '' for a copy in parts."""
+    waited_bytes: int = 0
+    """Bytes that training waited for, because forward and backward passes did not hide their copy."""
+    inexact: str = ""
+    """Differences to training in the conditions of the replay; '' for bit-for-bit equality."""
+    conditions: Conditions | None = None
+    """Conditions of training, if steps are replayed."""
+    redo: Redo | None = None
+    """The parts, still at several versions; ``state`` is None."""
+    tree: Any = None
+    """With ``redo``: the value of ``take``, with gaps in place of the optimizer's tensors (``tree.gaps``)."""
+    held: Mapping[Key, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def fold(self, exact: Exact = "required") -> Snapshot:
+        """Return this snapshot, with ``redo`` folded into ``state``. One call at a time. Raises as ``Redo.fold``."""
+        if self.redo is None:
+            return self
+        inexact = self.redo.fold(exact)
+        state = put(self.tree, self.held, self.redo.tensors)
+        return replace(self, state=state, inexact=inexact, redo=None, tree=None, held={})
+
+
+class SnapshotFuture(Future[Snapshot]):
+    """The snapshot of a window. ``result`` on the training thread makes the whole copy that a failed window needs."""
+
+    def __init__(self, end_of_step: Callable[[], None]) -> None:
+        super().__init__()
+        self.sealed: Future[None] | None = None
+        """Done when the parts are at one version, or the window has failed."""
+        self._end_of_step, self._thread = end_of_step, threading.get_ident()
+
+    def result(self, timeout: float | None = None) -> Snapshot:
+        sealed, is_here = self.sealed, threading.get_ident() == self._thread and not self.done()
+        if is_here and sealed is None and timeout != 0:
+            raise CheckpointError(
+                "a window is waited for by the thread that is to make the rest of its steps",
+                hint="Call end_of_step after each of them, and then result()",
+            )
+        if is_here and sealed is not None and futures.wait([sealed], timeout).done and not self.done():
+            self._end_of_step()
+        return super().result(timeout)
+
+
+def put(tree: Any, held: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:
+    """Return ``tree`` with ``copies`` in its gaps, as the types of tensor in ``held``."""
+    return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})
+
+
+def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
+    """Return the bound on the error of each element after ``steps`` steps by another implementation.
+
+    Parameter: 8 K u max(abs(p), lr); second moment: 4 K u v; other state: 8 u max(abs(m)) + 4 K u max(abs(g)), with u
+    half a unit in the last place of 1 (2**-24 for float32). Measured for an emulation of CUDA's fused AdamW of torch
+    2.13 against the CPU's. Integers must be equal.
     """
     if not wanted.is_floating_point() or name == "step":
         return torch.zeros(wanted.shape, dtype=torch.float64, device="cpu")
@@ -199,10 +263,10 @@ def _device_of(name: str) -> torch.device:
 
 
 def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return the tensors of a window by name, and the recipe that says what they are.
+    """Return the tensors of a window by name, and a recipe in JSON.
 
     Args:
-        names: what the tensors of each parameter are called: in no other rank's window but for equal ones.
+        names: prefix of the names of each parameter's tensors. Equal on two ranks only for equal tensors.
     """
     tensors: dict[str, torch.Tensor] = {}
     stored_as = []
@@ -238,7 +302,7 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
-    """Return the window that ``pack`` made these of. Raises IntegrityError for a recipe that is none."""
+    """Return the window of ``pack``. Raises IntegrityError for an unusable recipe."""
     try:
         {FORMAT: None}[found["format"]]
         kind, conditions = BY_NAME[found["optimizer"]], [str(found[name]) for name in Conditions.__slots__]
@@ -265,5 +329,5 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
 
 
 def gradient_names(described: Json, names: Mapping[str, str]) -> list[str]:
-    """Return what the gradients of a step are called, in its order."""
+    """Return the names of a step's gradients, in its order."""
     return [f"{names[key]}/gradient-{described['version']}" for key, *_ in described["gradients"]]

@@ -29,11 +29,10 @@ class _Other:
 
 
 def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, Copy | None]:
-    """Return ``tree`` with a gap for each tensor of ``held``, and a copy of all else in host memory.
+    """Return ``tree`` with a gap for each tensor of ``held``, and a copy of everything else in host memory.
 
-    A tensor is one of ``held`` when it is the same memory: a state dict has other objects around it. From CUDA things
-    come by ``link``, behind what the current stream has still to do and before all that follows: they are there when
-    the copy that is returned is done.
+    Tensors of ``held`` are recognised by their memory, as a state dict wraps them. Tensors on CUDA are copied by
+    ``link`` in stream order, and complete when the returned copy is done.
     """
     objects = {id(tensor): place for place, tensor in held.items()}
     known: dict[tuple[Any, ...], Any] = {}
@@ -66,13 +65,13 @@ def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any
     if not others:
         return made, None
     moved = link.copy([local(one.detach()) for one in others], PARTS)
-    moved.fence()  # what follows on the device waits for it, and not this thread
+    moved.fence()  # later work on the device waits, this thread does not
     shards = zip(others, moved.result, strict=True)
     return fill(made, {_Other(number): like(*pair) for number, pair in enumerate(shards)}), moved
 
 
 def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield where each gap of ``tree`` is, and whose it is. Raises CheckpointError for one inside a tuple."""
+    """Yield the path and the place of each gap. Raises CheckpointError for a gap inside a tuple."""
     if isinstance(tree, _Gap):
         yield path, tree.place
     elif isinstance(tree, dict | list):
@@ -85,7 +84,7 @@ def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def without_gaps(tree: Any) -> Any:
-    """Return ``tree`` with nothing where gaps were; None in lists."""
+    """Return ``tree`` without its gaps; None in lists."""
     if isinstance(tree, dict):
         return {key: without_gaps(one) for key, one in tree.items() if not isinstance(one, _Gap)}
     if type(tree) is list:
@@ -105,7 +104,7 @@ def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return ``shard``, a copy of this rank's part of ``tensor``, as the kind of tensor that that is."""
+    """Return ``shard``, a copy of this rank's part of ``tensor``, as the same type of tensor."""
     if not isinstance(tensor, DTensor):
         return shard
     # from_local would send it back to the device

@@ -1,29 +1,28 @@
-"""The files of a gradient log: segments of frames, one behind the other. No torch.
+"""The file format of a gradient log: segments of frames. Without torch.
 
     <directory>/<step>-<random>.gradients    begins with the state after that step
 
-    segment    a record, its head; then frames, until another segment begins
-    frame      a training step: a record, and the data that it describes, one piece of memory behind the other
+    segment    a record, its head; then frames
+    frame      a training step: a record, and the data that it describes
     record     8 bytes magic, 8 bytes size of its JSON (little endian), 16 bytes XXH3-128 of the JSON, the JSON
 
-    frame's JSON   number      the step as training counts it
-                   previous    digest of the record before it
-                   steps       of each optimizer: its layout, and what ``replay.frame.describe`` says of its step
-                   parameters  digest of all parameters and state after the step; absent where nothing has looked
-                   data        size in bytes and digests, one for each ``CHUNK_BYTES``: gradients, then the attachment
+    JSON of a frame   number      of the step in training
+                      previous    digest of the record before it
+                      steps       by optimizer: its layout, and ``replay.frame.describe`` of its step
+                      parameters  digest of all parameters and state after the step; optional
+                      data        size in bytes and digests, one per ``CHUNK_BYTES``: gradients, then the attachment
 
-Heads and frames begin on blocks of the disk (zeros before them), and are written past the page cache where there is
-direct I/O. ``replay.frame`` makes a frame's fields and data of tensors, and tensors of them.
+Heads and frames start at disk blocks, padded with zeros, and use direct I/O if available. ``replay.frame`` converts
+between steps of optimizers and the JSON and data of a frame.
 
 Invariants:
-    F1  Whole or refused: the header has the digest of each chunk of the data, and its own comes before it.
-    F2  In one place only: the header names the record before it by digest, and the layout of each optimizer. A frame of
-        another run, of another step, or one that was repeated does not fit.
-    S1  A chain. Each frame names the record before it by its digest. The head of a segment names the frame that it
-        continues from, and the checkpoints that have the state it begins with. So every frame lies once on the disk,
-        and is reached from every checkpoint before it: from the newest, and from an older one should that be lost.
-    S2  Where a segment continues from a frame, it counts, and not what follows that frame in its own file. A job that
-        goes on before the newest frame cuts nothing off: a crash leaves the end before, or the one after.
+    F1  A frame is whole or refused: its record has its own digest, and that of each chunk of the data.
+    F2  A frame fits one place: its record has the digest of the record before it, and the layout of each optimizer. A
+        frame of another run or step, or a repeated one, is refused.
+    S1  Segments form a chain: a head has the digest of the frame that it continues, and the names of the checkpoints
+        that have its first state. Each frame is on the disk once, and reachable from all earlier checkpoints.
+    S2  If a segment continues a frame, later frames in that frame's own file are obsolete. A job that continues before
+        the newest frame truncates nothing: a crash leaves the old end of the log, or the new one.
 """
 
 from __future__ import annotations
@@ -54,27 +53,27 @@ SUFFIX = ".gradients"
 SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD03"
 STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
 REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
-"""A request is as large as the disk writes in that time: a slow disk shows that it moves, and a fast one is full."""
+"""The size of a request adapts to this time: a slow disk shows progress, a fast one gets large requests."""
 CHUNK_BYTES = 4 << 20
-"""Of a frame's data, what has a digest of its own."""
+"""Bytes per digest of a frame's data."""
 _HEAD = struct.Struct("<8sQ16s")
 _JSON_BYTES_MAX = 1 << 30
 _COPIED_BYTES_MAX = 64 << 10
-"""Larger pieces are copied without the interpreter lock."""
+"""Limit for copies under the interpreter lock."""
 
 Read = Callable[[int, int], memoryview]
-"""Returns bytes, given offset from the head of a record and size; fewer at the end of the file."""
+"""Returns bytes, given the offset from the begin of a record and the size; fewer at the end of the file."""
 
 
 def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
-    """Return a record, and the digest that names it."""
+    """Return a record and its digest."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     digest = xxh3_128(text).digest()
     return _HEAD.pack(magic, len(text), digest) + text, digest.hex()
 
 
 def pack_frame(fields: Mapping[str, Any], data: Sequence[memoryview]) -> tuple[bytes, str]:
-    """Return the record of a frame with ``data``, and the digest that names it. Cost: one pass over ``data``."""
+    """Return the record of a frame with ``data``, and its digest. Cost: one pass over ``data``."""
     described = [
         (len(one), [digest_of_piece(one[at : at + CHUNK_BYTES]) for at in range(0, len(one), CHUNK_BYTES)])
         for one in data
@@ -86,7 +85,7 @@ def unpack(read: Read, magic: bytes, *, where: str) -> tuple[dict[str, Any], str
     """Return the fields of a record, its digest, and its size in bytes.
 
     Raises:
-        IntegrityError: it is cut short, damaged, or no such record.
+        IntegrityError: it is cut short, damaged, or of another type.
     """
     head = read(0, _HEAD.size)
     if len(head) < _HEAD.size:
@@ -111,36 +110,36 @@ def unpack(read: Read, magic: bytes, *, where: str) -> tuple[dict[str, Any], str
 def damaged(where: str, what: str) -> IntegrityError:
     return IntegrityError(
         f"a frame of the gradient log {where} cannot be used: {what}",
-        hint="The step before it is restored; what follows it in this log is of no use",
+        hint="The step before it is restored; later frames of this log are ignored",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A file of a log, by its head."""
+    """A file of a log: the fields of its head."""
 
     path: Path
     step: int
-    """It begins with the state after this step."""
+    """The step before its first frame."""
     bases: Sequence[str]
-    """The checkpoints that have this state, or an earlier one that no update lies behind."""
+    """The checkpoints that have the state before its first frame."""
     previous: str
-    """Digest of the frame that it continues from. '': of none."""
+    """Digest of the frame that it continues; '' for none."""
     owner: dict[str, Any]
-    """Who writes it: the name of the job, rank and world size."""
+    """Its writer: job, rank and world size."""
     digest: str
     head_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A frame, and where it is."""
+    """A frame in its file."""
 
     segment: Segment
     number: int
-    """The step as training counts it."""
+    """Number of the step in training."""
     layouts: dict[str, str]
-    """Of each optimizer that made a step, by name: ``replay.optimizers.layout_digest``."""
+    """``replay.optimizers.layout_digest`` of each optimizer with a step, by name."""
     fields: dict[str, Any]
     digest: str
     head_bytes: int
@@ -154,40 +153,40 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Segments that follow each other, as they lie there."""
+    """Statistics of segments that continue each other."""
 
     base_step: int
-    """The oldest state that they lead on from."""
+    """The step before the first frame."""
     newest_step: int | None
-    """The newest that is whole in size; None without any."""
+    """The newest frame of full size; None for no frame."""
     steps: int
     size_bytes: int
     verified_step: int | None
-    """The newest whose frame has a digest of all parameters."""
+    """The newest frame with a digest of all parameters."""
     ended: str
-    """Why nothing follows, where bytes do."""
+    """Reason why the rest is unusable; '' for no rest."""
 
 
 def paths_in(directory: Path) -> list[Path]:
-    """Return the segments in ``directory``, by the step that they begin with."""
+    """Return the segments in ``directory``, ordered by first step."""
     return matching(directory, f"*{SUFFIX}")
 
 
 def step_of_path(path: Path) -> int:
-    """Return the step that a segment begins with; -1 when its name is none of ours."""
+    """Return the step in a segment's name; -1 for other names."""
     number = path.name.partition("-")[0]
     return int(number) if number.isdecimal() else -1
 
 
 def remove_from(directory: Path, step: int) -> None:
-    """Remove the segments that begin at ``step`` or later: what was done there is done again."""
+    """Remove the segments that begin at ``step`` or later, before training repeats these steps."""
     for path in paths_in(directory):
         if step_of_path(path) >= step:
             path.unlink(missing_ok=True)
 
 
 def remove_before(directory: Path, step: int) -> None:
-    """Remove the segments whose frames are all of ``step`` or before: a checkpoint has what they lead to."""
+    """Remove the segments without frames after ``step``, which a checkpoint has."""
     paths = paths_in(directory)
     for path, following in pairwise(paths):
         if step_of_path(following) <= step:
@@ -195,16 +194,16 @@ def remove_before(directory: Path, step: int) -> None:
 
 
 def walk(directory: Path, base: str) -> Iterator[Place | str]:
-    """Yield the frames behind ``base``, while they are whole in size and follow each other; then why no more do.
+    """Yield the frames after the checkpoint ``base``, without reading their data; then the reason for the end.
 
-    The last is '' when no byte follows. Data of frames is not read.
+    The reason is '' at the end of the file.
     """
     found, ended = segments_in(directory)
     yield from walk_from(found, next((one for one in found if base in one.bases), None), ended)
 
 
 def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[Place | str]:
-    """As ``walk``, from the head of the segment ``here`` on; ``ended`` stands for ''."""
+    """As ``walk``, from the segment ``here``. ``ended``: the reason to yield instead of ''."""
     while here is not None:
         file = open_file(here.path)
         try:
@@ -225,7 +224,7 @@ def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Ite
 
 
 def chains(directory: Path) -> list[Chain]:
-    """Return what lies in ``directory``, the oldest first. Data of frames is not read."""
+    """Return the chains in ``directory``, the oldest first, without reading the data of frames."""
     found: list[Chain] = []
     seen: set[Path] = set()
     there, wrong = segments_in(directory)
@@ -243,33 +242,33 @@ def chains(directory: Path) -> list[Chain]:
                     verified = newest if place.fields.get("parameters") else verified
             size_bytes = sum(path.stat().st_size for path in here)
         except (TierckptError, OSError):
-            continue  # a checkpoint has its steps now, and it was removed between two looks
+            continue  # removed meanwhile, as a checkpoint has its steps
         seen |= here
         found.append(Chain(first.step, newest, frames, size_bytes, verified, ended))
     return found
 
 
 class Tail:
-    """How far the whole frames of a segment reach, as of the last ``look``. One thread at a time.
+    """The whole frames of a growing segment, as of the last ``look``. One thread at a time.
 
     Args:
-        is_verified: frames whose data was damaged are not whole; else they are when they are there in full length.
+        is_verified: verify the data of frames too, and not only their size.
     """
 
     def __init__(self, path: Path, *, is_verified: bool = False) -> None:
         self.path = path
         self.size_bytes = 0
-        """Of the head and the whole frames."""
+        """Bytes of the head and the whole frames."""
         self.step = -1
-        """The newest of them; -1 for none."""
+        """The newest whole frame; -1 for none."""
         self.segment: Segment | None = None
-        """None: not even its head is whole."""
+        """None while the head is incomplete."""
         self._is_verified, self._digest = is_verified, ""
 
     def look(self) -> None:
-        """Read on from where the last look ended. What cannot be read is told of as if it had not come yet.
+        """Read new frames. Stops at the first unreadable one, without an error.
 
-        Cost: a header for each new frame; its data too, where that is verified.
+        Cost: the header of each new frame, and its data if that is verified.
         """
         try:
             file = open_file(self.path)
@@ -288,19 +287,19 @@ class Tail:
                     deque(verified_pieces(place.read, place.fields, place.head_bytes, where=place.where), maxlen=0)
                 self.size_bytes, self._digest, self.step = self.size_bytes + length, place.digest, place.number
         except (TierckptError, TypeError, KeyError, ValueError):
-            return  # it is being written, or damaged: a restore says which
+            return  # incomplete, or damaged: a restore reports which
         finally:
             os.close(file)
 
 
 def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: str) -> Iterator[memoryview]:
-    """Yield the data of a frame in pieces of ``CHUNK_BYTES``, of which none reaches into the next one's memory.
+    """Yield the data of a frame in pieces of at most ``CHUNK_BYTES``, each of one gradient or the attachment.
 
     Args:
-        at: where it begins, behind the header.
+        at: offset of the data from the begin of the frame.
 
     Raises:
-        IntegrityError: it is cut short, or not what was written (F1).
+        IntegrityError: the data is cut short or damaged (F1).
     """
     for number, (size_bytes, digests) in enumerate(fields["data"]):
         end = at + size_bytes
@@ -318,17 +317,17 @@ def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: st
 
 
 def digest_of_piece(data: bytes | memoryview) -> str:
-    """The digest of a piece of a frame's data, of ``CHUNK_BYTES`` at most, taken without the interpreter lock."""
+    """Return the digest of at most ``CHUNK_BYTES`` of a frame's data, taken without the interpreter lock."""
     digest = xxh3_128()
     digest.update(data)
     return digest.hexdigest()
 
 
 def adopt(copy: Path, directory: Path) -> None:
-    """Have ``directory`` hold the log that ``copy`` holds, which reaches further, and nothing else. Raises OSError.
+    """Replace the log in ``directory`` by the longer one in ``copy``. Raises OSError.
 
-    What another log has goes first: two histories are never mixed. A crash in between leaves ``copy`` as it is, which
-    then still reaches further, so that this is done again.
+    Other segments are removed first, so two histories never mix. A crash in between leaves ``copy``, which is still the
+    longer one, and the next restore repeats this.
     """
     make_dirs(directory)
     found = paths_in(copy)
@@ -367,7 +366,7 @@ def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str)
 
 
 def segments_in(directory: Path) -> tuple[list[Segment], str]:
-    """The segments with a whole head, and what is wrong with another."""
+    """Return the segments with a whole head, and the error of another."""
     found, wrong = [], ""
     for path in paths_in(directory):
         try:
@@ -396,10 +395,10 @@ def _head(file: int, path: Path) -> Segment:
 
 
 class SegmentFile:
-    """A segment that is being written. One thread.
+    """Writes a segment. One thread.
 
     Args:
-        is_cached: through the page cache, so that nothing waits for the disk but ``sync``.
+        is_cached: use the page cache, so that only ``sync`` waits for the disk.
     """
 
     def __init__(self, directory: Path, step: int, fields: dict[str, Any], *, is_cached: bool = False) -> None:
@@ -416,7 +415,7 @@ class SegmentFile:
                 fsync_dir(directory)
                 head, self.digest = pack(SEGMENT, {"step": step, **fields})
                 self.append([memoryview(head)])
-            except BaseException:  # a full disk: neither the descriptor nor a file without a head stays
+            except BaseException:  # a full disk: leave neither a descriptor nor a file without a head
                 self._file.close()
                 self.path.unlink(missing_ok=True)
                 raise
@@ -431,12 +430,12 @@ class SegmentFile:
                 wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
                 self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
                 on_write()
-            if not (self._file.direct or self._is_cached):  # else one sync waits for all, which shows no progress
+            if not (self._file.direct or self._is_cached):  # else one sync writes everything, without progress
                 self.sync()
                 on_write()
 
     def _staged(self, pieces: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Yield ``pieces`` in aligned memory, which is used again. The last one ends with zeros to the next block."""
+        """Yield ``pieces`` in aligned memory, which is reused, padded with zeros to whole blocks."""
         staging, filled = memoryview(self._staging), 0
         for piece in pieces:
             while piece:
@@ -455,7 +454,7 @@ class SegmentFile:
             yield staging[:end]
 
     def sync(self) -> None:
-        """Return when what was appended is on the disk. Raises OSError."""
+        """Wait until all appended bytes are on the disk. Raises OSError."""
         os.fdatasync(self._file.fd)
 
     def close(self) -> None:

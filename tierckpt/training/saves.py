@@ -29,6 +29,7 @@ from ..dcp.stager import StagedItems, TierStager
 from ..disk.illness import HINT, ill_disk, requests
 from ..errors import CheckpointSkippedError, OperationTimeoutError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, parse_uri, step_name
+from ..near_storage import optimizer as near_storage
 from ..poll import Pauses, Poll
 from ..replay.optimizers import optimizers_in
 from ..resources import exhausted
@@ -36,7 +37,6 @@ from ..telemetry import log_failure, logger
 from ..torch_internals import DistWrapper
 from ..tracebacks import short_traceback
 from ..types import Tier
-from .codec import near_state
 from .rank_exchange import Exchange, all_gather, is_distributed
 
 log = logger("checkpointer")
@@ -240,7 +240,7 @@ def stage(
         if is_copied:
             return stager.stage_items(plan.items, planner, in_background=True), None
         stager.watch(optimizers_in(state).values())
-        return near_state.stage(stager, plan, planner, state), None
+        return near_storage.stage(stager, plan, planner, state), None
     except BaseException as error:
         staged = StagedItems()
         staged.copied.set_exception(error)

@@ -32,8 +32,7 @@ from ...quantities import human_bytes
 from ...replay.link import COPY_TIMEOUT_SECONDS
 from ...replay.multi_step import HANGS, OUT_OF_MEMORY, MultiStepStager, checked_steps
 from ...replay.optimizers import optimizers_in
-from ...replay.redo import Exact, checked_exact
-from ...replay.snapshot import Snapshot
+from ...replay.redo import Exact, Snapshot, checked_exact
 from ...replay.tree import detach, fill
 from ...telemetry import logger
 from ..codec import job_state as states
