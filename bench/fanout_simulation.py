@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tierckpt.peer.fetch.chunk_owners import ChunkOwners
-from tierckpt.peer.fetch.peer_state import PeerState
-from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, FetchScheduler, Tuning, WaitUntil
+from tierckpt.peer.fetch.peer_table import SHARED, ChunkRequest, PeerTable, Tuning
+from tierckpt.peer.fetch.scheduler import FetchScheduler, WaitUntil
 from tierckpt.peer.membership import Member
 
 LATENCY_SECONDS = 0.001
@@ -114,16 +114,8 @@ class Node:
         self.world, self.name = world, name
         self.up, self.down, self.start = Link(up), Link(down), start
         self.member = Member(name, name, 1.0)
-        self.schedule = FetchScheduler(
-            PeerState(
-                "5" * 32,
-                case.chunks,
-                name,
-                tuning=case.tuning,
-                rng=random.Random(f"{case.seed} {name}"),
-                placement=world.placement,
-            )
-        )
+        self.table = PeerTable(case.chunks, name, tuning=case.tuning, rng=random.Random(f"{case.seed} {name}"))
+        self.schedule = FetchScheduler(self.table, "5" * 32, placement=world.placement)
         self.log: list[int] = []
         self.has: set[int] = set()
         self.from_store: set[int] = set()
@@ -162,19 +154,19 @@ class Node:
         if len(world.nodes) > MANY_FLOWS:
             if self.met != (seen := world.members_at()):
                 self.met = seen
-                self.schedule.state.set_members(*world.many(seen), now)
+                self.schedule.set_members(*world.many(seen), now)
             return
         live = [n.member for n in world.nodes if not (n.dead and now - world.dead_at > DEAD_SECONDS)]
         names = {self.name, *(name for name, at in self.interest.items() if now - at < INTEREST_SECONDS)}
-        for name in self.schedule.state.slow:
+        for name in self.table.slow:
             world.send(self, name, lambda other: other.slow_to.update({self.name: world.now}), lambda: None)
         slow_to = {name for name, at in self.slow_to.items() if now - at < SLOW_SECONDS}
-        self.schedule.state.set_members(live, names, now, slow_to=slow_to)
+        self.schedule.set_members(live, names, now, slow_to=slow_to)
 
     def poll(self) -> None:
         if self.is_idle():
             return
-        for name, cursor in self.schedule.state.due_polls(self.world.now):
+        for name, cursor in self.table.due_polls(self.world.now, is_idle=self.schedule.is_idle):
             self.world.send(
                 self,
                 name,
@@ -186,7 +178,7 @@ class Node:
 
     def _unreached(self, name: str) -> None:
         if not self.is_idle():
-            self.schedule.state.mark_unreachable(name, self.world.now)
+            self.table.mark_unreachable(name, self.world.now)
             self.pump()
 
     def _polled(self, other: Node, cursor: int) -> None:
@@ -211,14 +203,14 @@ class Node:
         self.interest |= fresh
         if has_news:
             self._meet()
-        self.schedule.state.update(other.name, now, new=new, fetching=fetching, whole=whole, cursor=cursor)
+        self.table.update(other.name, now, new=new, fetching=fetching, whole=whole, cursor=cursor)
         self.pump()
 
     def pump(self) -> None:
         now = self.world.now
         for ask in self.schedule.take_unwanted():
             self.give_up(ask)
-        while not self.is_idle() and self.busy < self.schedule.state.tuning.slots:
+        while not self.is_idle() and self.busy < self.table.tuning.slots:
             ask = self.schedule.choose(now)
             if isinstance(ask, WaitUntil):
                 if self.next_wake <= now or self.next_wake > ask.until:
@@ -287,9 +279,9 @@ class Node:
             self.log.append(chunk)
         self.schedule.completed(ask, world.now)
         if source is not None:
-            cursor = self.schedule.state.peers[source.name].cursor if source.name in self.schedule.state.peers else 0
+            cursor = self.table.peers[source.name].cursor if source.name in self.table.peers else 0
             new = source.log[cursor : cursor + LINES_MAX]
-            self.schedule.state.update(source.name, world.now, new=new, cursor=cursor + len(new))
+            self.table.update(source.name, world.now, new=new, cursor=cursor + len(new))
         for give in self.waiters.pop(chunk, []):
             give()
         if len(self.has) == world.case.chunks:

@@ -56,7 +56,7 @@ from .errors import (
 )
 from .format.layout import MANIFEST, Location, local_dir, step_of
 from .format.manifest import FileEntry, Manifest
-from .peer.fetch.join import PeerJoiner
+from .peer.fetch.fetch_session import PeerJoiner
 from .peer.peer_catalog import Live, cluster_of
 from .read.range_sources import NearestSource
 from .restore import fetch_file

@@ -8,21 +8,21 @@ from typing import Any
 
 def ownership_ignored() -> None:
     """Every node takes every chunk for its own, begins at the first, and does not care what others fetch just now."""
-    from tierckpt.peer.fetch.peer_state import PeerState
+    from tierckpt.peer.fetch.peer_table import PeerTable
     from tierckpt.peer.fetch.scheduler import FetchScheduler
 
-    real_plan, real_hear = FetchScheduler.plan, PeerState.update
+    real_plan, real_hear = FetchScheduler.plan, PeerTable.update
 
     def plan(self: Any, now: float = 0.0) -> None:
-        self.state.chunk_owners = [self.state.me] * self.state.total
+        self.chunk_owners = [self.table.me] * self.table.total
         real_plan(self, now)
 
     def hear(self: Any, name: str, now: float, **told: Any) -> None:
         real_hear(self, name, now, **told | {"fetching": None})
 
-    FetchScheduler.plan, PeerState.update = plan, hear  # type: ignore[method-assign]
+    FetchScheduler.plan, PeerTable.update = plan, hear  # type: ignore[method-assign]
     FetchScheduler.order_of = lambda self, name, chunks: chunks  # type: ignore[method-assign]
-    FetchScheduler.store_slots = lambda self: self.state.tuning.slots  # type: ignore[method-assign]
+    FetchScheduler.store_slots = lambda self: self.tuning.slots  # type: ignore[method-assign]
 
 
 def nothing_is_verified() -> None:

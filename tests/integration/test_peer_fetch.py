@@ -24,7 +24,7 @@ from tierckpt.cache.peer_fill import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.fetch.fetch_session import ClusterView, FetchSession
-from tierckpt.peer.fetch.peer_state import Tuning
+from tierckpt.peer.fetch.peer_table import Tuning
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_client import ChunkAnswer
 from tierckpt.peer.peer_http import ChunkReport
@@ -126,20 +126,25 @@ class Played:
         digests = tuple(map(digest_of, self.chunks)) if self.has_digests else ()
         self.frozen = FileSet("s3://bucket/model", (FileSpec("m", "m", len(data), "e", digests),), CHUNK)
         self.landed: dict[int, bytes] = {}
+        self.fetching = self
 
     # the node's own part
 
     def has(self, index: int, chunk: int) -> bool:
         return chunk in self.landed
 
-    async def from_store(self, index: int, chunk: int, into: memoryview) -> str:
+    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
         self.from_store_ordinals.append(chunk)
         into[:] = self.chunks[chunk]
         return digest_of(into)
 
-    async def mark(self, index: int, chunk: int, is_fetched: bool) -> None:
-        self.marks.append((chunk, is_fetched))
-        if not is_fetched and chunk not in self.landed:
+    def take(self, name: str) -> None:
+        self.marks.append((int(name.removeprefix("0-")), True))
+
+    def release(self, name: str) -> None:
+        chunk = int(name.removeprefix("0-"))
+        self.marks.append((chunk, False))
+        if chunk not in self.landed:
             self.nowhere.append(chunk)
 
     async def view(self, is_fetching: bool) -> ClusterView:
@@ -149,7 +154,7 @@ class Played:
     async def tell_slow(self, member: Member, version: str) -> None:
         pass
 
-    async def tell(self, report: object) -> None:
+    async def report(self, report: object) -> None:
         self.reports.append(report)
 
     # the peers
@@ -195,10 +200,12 @@ class Played:
     async def close(self) -> None:
         pass
 
+    async def begin(self) -> FetchSession:
+        return FetchSession(self, self, self, await self.view(False), self, tuning=QUICK)
+
     async def fill(self) -> FetchSession:
         """Fetch all as a fill does, with two workers."""
-        session = FetchSession(self.frozen, self, self.view, lambda me: self, tell=self.tell, tuning=QUICK)
-        await session.start()
+        session = await self.begin()
 
         async def work() -> None:
             order = session.order([(0, chunk) for chunk in range(COUNT) if chunk not in self.landed], whole=True)
@@ -250,11 +257,11 @@ async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
         found = await Played.view(played, is_fetching)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 
-    session = FetchSession(played.frozen, played, view, lambda me: played, tuning=QUICK)
-    await session.start()
+    played.view = view  # type: ignore[method-assign]
+    session = await played.begin()
     try:
-        assert session.schedule.state.am_slow
-        session.schedule.state.slow = frozenset("b")
+        assert session.scheduler.is_slow
+        session.table.slow = frozenset("b")
         async with asyncio.timeout(60):
             assert await told.get() == ("b", played.frozen.version)
     finally:
@@ -277,7 +284,7 @@ async def test_what_does_not_come_from_the_store_is_not_said_to_be_on_its_way_an
     async def refuse(index: int, chunk: int, into: memoryview) -> str:
         raise StoreUnavailableError("no")
 
-    played.from_store = refuse  # type: ignore[method-assign]
+    played.read_store = refuse  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailableError):
         await played.fill()
     begun = [chunk for chunk, is_fetched in played.marks if is_fetched]
@@ -320,8 +327,8 @@ async def test_a_peer_that_was_right_about_one_chunk_stays_banned_for_the_bytes_
     session = await played.fill()
     assert played.is_right
     assert session.sources.banned == {"evil"}
-    assert session.schedule.state.peers["evil"].is_banned
-    assert session.schedule.state.peers["evil"].failures == 0, "it can be reached"
+    assert session.table.peers["evil"].is_banned
+    assert session.table.peers["evil"].failures == 0, "it can be reached"
 
 
 async def test_peers_that_cannot_be_reached_cost_time_and_nothing_else() -> None:
@@ -342,6 +349,6 @@ async def test_an_error_of_the_store_is_the_error_of_the_fill() -> None:
     async def away(index: int, chunk: int, into: memoryview) -> str:
         raise StoreUnavailableError("the store is away")
 
-    played.from_store = away  # type: ignore[method-assign]
+    played.read_store = away  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailableError):
         await played.fill()

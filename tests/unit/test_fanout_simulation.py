@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from fanout_simulation import Case, Outcome, simulate
 
-from tierckpt.peer.fetch.peer_state import PeerState, Tuning
+from tierckpt.peer.fetch.peer_table import Tuning
+from tierckpt.peer.fetch.scheduler import FetchScheduler
 
 CHUNKS = 128
 """Few, so that it ends soon; each is then a larger part of the whole, and bounds are wider than the figures."""
@@ -69,9 +70,9 @@ def test_a_node_that_only_sends_slowly_does_not_hold_the_others_up(
         return [run(name, seed=seed, **changes) for seed in range(1, 7)]
 
     told = outcomes("one sends slowly")
-    meet = PeerState.set_members
+    meet = FetchScheduler.set_members
     monkeypatch.setattr(
-        PeerState, "set_members", lambda self, live, interested, now, **_: meet(self, live, interested, now)
+        FetchScheduler, "set_members", lambda self, live, interested, now, **_: meet(self, live, interested, now)
     )
     untold = outcomes("nobody tells it")
     assert max(one.ratio for one in told) <= 1.3

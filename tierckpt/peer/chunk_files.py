@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -34,7 +34,7 @@ BAD_SECONDS = 60.0
 """A damaged chunk is looked at again after this long: somebody may have mended it."""
 PAGES_BYTES = 1 << 20
 SINGLE_BYTES_MIN = 1 << 20
-"""Of smaller files nobody asks on their own: they are not worth asking around for (peer/fetch/join.py)."""
+"""Of smaller files nobody asks on their own: they are not worth asking around for (peer/fetch/fetch_session.py)."""
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -386,3 +386,53 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return -1
+
+
+class ChunkIndex:
+    """One version in chunks of one size, and the list of chunks here that peers ask for, in order of arrival."""
+
+    def __init__(self, frozen: FileSet) -> None:
+        self.frozen = frozen
+        self._firsts = frozen.first_ordinals
+        self.total = self._firsts[-1]
+        self.log: list[tuple[int, str]] = []
+        """Ordinal and digest of each chunk; "" where the version has digests itself."""
+        self._from: dict[int, ChunkSource] = {}
+        self._taken: dict[int, tuple[ChunkSource, int]] = {}
+
+    def place(self, ordinal: int) -> tuple[int, int, ByteRange]:
+        """The file, the chunk in it, and its range."""
+        index = bisect_right(self._firsts, ordinal) - 1
+        chunk = ordinal - self._firsts[index]
+        return index, chunk, self.frozen.chunk_range(index, chunk)
+
+    def take(self, sources: Iterable[ChunkSource]) -> None:
+        """Append the chunks that have landed since the last call."""
+        for source in sources:
+            _, done = self._taken.get(id(source), (source, 0))
+            for index, own in source.order[done:]:
+                self._append(source, index, own)
+            self._taken[id(source)] = (source, len(source.order))  # the reference keeps the id unique
+
+    def _append(self, source: ChunkSource, index: int, own: int) -> None:
+        same_size = source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes
+        for ordinal in self.ordinals(source, [(index, own)]):
+            known = self._from.get(ordinal)
+            if known is not None and not (known is source and same_size):  # twice from one source: lost, and fetched
+                continue
+            at = self.place(ordinal)[2]
+            if same_size or source.covers(index, at):
+                has_digests, chunk = self.frozen.files[index].digests, ordinal - self._firsts[index]
+                digest = "" if has_digests else source.digest(index, chunk, self.frozen.chunk_size_bytes)
+                self._from[ordinal] = source
+                self.log.append((ordinal, digest))
+
+    def ordinals(self, source: ChunkSource, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
+        """The chunks of this index that touch these of the source: each a file, and a chunk of it."""
+        for index, own in chunks:
+            first = self._firsts[index]
+            if source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
+                yield first + own
+            else:
+                for chunk in self.frozen.touched(source.frozen.chunk_range(index, own)):
+                    yield first + chunk

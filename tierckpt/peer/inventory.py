@@ -29,8 +29,17 @@ from ..format.layout import BRANCHES_DIR, MANIFEST, PRIVATE_DIR, location_at
 from ..format.manifest import digest_of
 from ..telemetry import QUARANTINES, logger
 from ..types import ByteRange, Json, Tier
-from .chunk_files import ChunkSource, Committed, Incoming, Whole, bring_in, digest_at, is_resident, read_beneath
-from .fetch.chunk_index import ChunkIndex
+from .chunk_files import (
+    ChunkIndex,
+    ChunkSource,
+    Committed,
+    Incoming,
+    Whole,
+    bring_in,
+    digest_at,
+    is_resident,
+    read_beneath,
+)
 from .peer_http import CHUNK_BYTES_MAX, CHUNKS_MAX, LINES_IN_HEAD_MAX, LINES_MAX, ChunkReport
 
 log = logger("peer")

@@ -21,7 +21,7 @@ from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import INCOMING_DIR
 from ..format.manifest import FileEntry, Manifest
-from ..peer.fetch.join import SMALL_BYTES, PeerJoiner
+from ..peer.fetch.fetch_session import SMALL_BYTES, PeerJoiner
 from ..read.range_sources import NearestSource
 from ..stores.base import RangeSource
 from ..stores.common import to_completion

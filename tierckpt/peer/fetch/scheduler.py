@@ -1,14 +1,14 @@
-"""Decides which chunk is fetched next, and from whom, while a node fills one version. fetch_session.py does it. Pure.
+"""Decides which chunk a node fetches next, and from which source, while it fills one version. Pure.
 
-It decides by ``PeerState``: which members are there, what each holds, what each fetches from shared storage, and how
-fast each has answered. That may be out of date, so a decision may be poor; it is never wrong: every chunk is verified.
+peer_table.py measures, fetch_session.py makes the requests. The table may be out of date, so a decision may be poor;
+it is never wrong, because every chunk is verified.
 
 1.  Each chunk has an owner among the members that fetch this version (chunk_owners.py). The owner fetches it from
     shared storage; the others fetch it from any holder. While many of the chunks that this node brought from the store
     have no other holder yet, chunks that other members hold come first.
-2.  Rarest first, within the window that the reader needs next, else anywhere. Of two holders drawn at random the less
-    loaded one gets the request (M. Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS
-    12(10), 2001). A slow member is asked only for chunks that no other member holds.
+2.  Rarest first, within the window that the reader needs next, else anywhere. The less loaded of two random holders
+    gets the request (M. Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS 12(10),
+    2001). A slow member gets requests only for chunks that no other member holds.
 3.  A chunk without a holder is requested from its owner, which answers when the chunk has been written. Few requests
     wait like that.
 4.  Chunks of an owner that is unreachable, or much slower than the others, go to the next rank. A substitute starts at
@@ -25,44 +25,33 @@ what they hold, so that nodes that start together do not all start at the store.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final, TypeAlias
 
-from .chunk_owners import fraction
-from .peer_state import Peer, PeerState, Tuning, any_bit, bits, mask, quantile, span
-from .ramp import Ramp
+from ..membership import Member
+from .chunk_owners import ChunkOwners, fraction
+from .peer_table import SHARED, ChunkRequest, Peer, PeerTable, Tuning, any_of, mask, positions, span
 
-__all__ = ["SHARED", "ChunkRequest", "Decision", "FetchScheduler", "Tuning", "WaitUntil"]
+__all__ = ["SHARED", "ChunkRequest", "Decision", "FetchScheduler", "StoreSlots", "Tuning", "WaitUntil"]
 
-SHARED: Final = None
-"""The source that is shared storage."""
 SAMPLES: Final = 6
 PEERS_SAMPLED: Final = 3
-"""Of so many members so many chunks are drawn; the one that fewest hold is taken."""
+"""Draws of a chunk from each of so many peers; the chunk with the fewest copies is requested."""
 IDLE_SECONDS: Final = 0.05
 SETTLE_PAUSE_SECONDS: Final = 0.02
 OWN_ROUNDS: Final = 32
-"""Rounds in which a node's own chunks come, at least: the first of them can be passed on after one."""
-FETCHES_MIN: Final = 3
-"""Where so many are under way and all take long, it is the store that is slow, and no owner."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRequest:
-    """One request to make: ``chunk`` of ``source``, a member's name or ``SHARED``."""
-
-    chunk: int
-    source: str | None
-    reason: str
-    """Why this source. For ``SHARED``: ``owned`` and ``no peers`` are as it should be, others are fallbacks."""
-    wait_seconds: float = 0.0
-    """How long the other side may wait for it to land there."""
+"""Minimum number of rounds in which a node fetches its own chunks: peers can have the first after one."""
+EXACT_RANKS_MAX: Final = 64
+"""Among more members, a node's rank for a chunk is a random one among the members that watch each other."""
+EXACT_CHUNKS_MAX: Final = 1 << 14
+"""The same with more chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """There is nothing to do before ``until``, unless something is heard."""
+    """Nothing to do before ``until``, unless a report or a chunk arrives."""
 
     until: float
 
@@ -71,487 +60,495 @@ Decision: TypeAlias = ChunkRequest | WaitUntil | None
 
 
 class FetchScheduler:
-    """One fill of one version on one node."""
+    """The fill of one version on one node.
 
-    def __init__(self, state: PeerState) -> None:
-        self.state = state
-        self.flying: dict[int, list[tuple[ChunkRequest, float]]] = {}
-        """What is under way, by chunk: each request, and when it was made."""
-        self._flying = 0
+    Args:
+        table: the peers of the fill. The scheduler records its requests there.
+        placement: makes the owners of the chunks of a version among some members.
+    """
+
+    def __init__(
+        self,
+        table: PeerTable,
+        version: str,
+        *,
+        placement: Callable[[str, Sequence[Member]], ChunkOwners] = ChunkOwners,
+    ) -> None:
+        self.table, self.version = table, version
+        self.tuning = table.tuning
+        self.chunk_owners: list[str] = []
+        self.allowed = 0
+        """Chunks that this node may request from peers now."""
+        self.allowed_slow = 0
+        """The same, of chunks that only slow peers hold."""
+        self.is_idle = False
+        """The last decision requested nothing from a peer."""
+        self.is_slow = False
+        """Two thirds of the others find this node slow."""
+        self._place = placement
+        self._placement: ChunkOwners | None = None
+        self._filling: frozenset[str] = frozenset()
+        """Members that fill this version too."""
+        self._placed: frozenset[str] = frozenset()
+        """Members that own chunks: those that filled when owners were last assigned."""
+        self._ranks: dict[int, int] = {}
+        self._first_copies: deque[tuple[float, int]] = deque()
+        self._first_copies_slow: deque[tuple[float, int]] = deque()
         self._own: deque[int] = deque()
-        """Chunks that are ours to fetch from the store, in this order."""
-        self._times: deque[float] = deque(maxlen=64)
-        self._store_times: deque[float] = deque(maxlen=16)
-        self._store = self._waits = 0
-        self._ramp = Ramp()
+        """Chunks that this node fetches from the store, in this order."""
+        self._planned_at, self._planned_generation = -1.0, -1
+        self._disputed: set[int] = set()
+        """Chunks with conflicting digests: the store decides."""
         self._unwanted: list[ChunkRequest] = []
-        self._brought = 0
-        """Chunks that we have fetched from the store."""
-        self._bad: set[int] = set()
-        """Chunks whose digests members do not agree on: the store decides."""
-        self._looked_at = self._planned_at = -1.0
-        self._ages: list[float] = []
-        """How long each chunk that is known to be fetched from the store has been on its way."""
+        self._slots = StoreSlots()
 
-    # --- what became of it ---------------------------------------------------------------------------------------
+    # --- members and owners --------------------------------------------------------------------------------------
 
-    def completed(self, ask: ChunkRequest, now: float) -> None:
-        """The chunk is here, verified, by this request. Others for it need not be waited for."""
-        asked_at = self._ended(ask)
-        seconds = now - asked_at if asked_at is not None else 0.0
-        if ask.source is SHARED:
-            self._store_times.append(seconds)
-            self._ramp.completed(seconds, self.store_slots(), self.state.tuning.slots // 2)
-            self._brought |= 1 << ask.chunk
-        else:
-            peer = self.state.peers.get(ask.source)
-            if peer is not None:
-                self.state.update(ask.source, now)
-                if not ask.wait_seconds:
-                    peer.answers += 1
-                    peer.seconds = seconds if not peer.seconds else 0.7 * peer.seconds + 0.3 * seconds
-                    self._times.append(seconds)
-                if not peer.held >> ask.chunk & 1:
-                    self.state.add_holding(peer, ask.chunk, now)
-        self.landed(ask.chunk, now)
-
-    def landed(self, chunk: int, now: float) -> None:
-        """The chunk is here, whoever brought it."""
-        if self.state.missing >> chunk & 1:
-            self.state.missing &= ~(1 << chunk)
-            self.state.moved_at = now
-
-    def failed(self, ask: ChunkRequest, now: float, why: str) -> None:
-        """The request brought nothing.
+    def set_members(
+        self, members: Sequence[Member], filling: Iterable[str], now: float, *, slow_to: Iterable[str] = ()
+    ) -> None:
+        """Replace the list of live members. Call it again whenever it may have changed.
 
         Args:
-            why: ``missing`` (the peer does not have the chunk), ``busy``, ``cancelled`` (by this node), ``wrong`` (its
+            filling: names of members that fill this version too.
+            slow_to: members that find this node slow. With two thirds of the others it owns no chunks: they fetch them
+                instead, and what this node brought from the store would wait for its uplink. Fewer are not enough: when
+                a partition heals, each half finds the other slow, and chunks need owners.
+        """
+        self.table.set_members(members, now)
+        self._filling = frozenset(self.table.members.keys() & {*filling, self.table.me})
+        count = len(self._filling.intersection(slow_to))
+        is_slow = count >= 2 and 3 * count >= 2 * (len(self._filling) - 1)
+        if is_slow != self.is_slow:
+            self.is_slow = is_slow
+            self._planned_generation = -1
+
+    def assign_owners(self, now: float) -> bool:
+        """Assign owners to the chunks, again when members came or left. False while members still report."""
+        table = self.table
+        if table.is_settling(now):
+            return False
+        if self._placed != self._filling:
+            self._count_copies()
+            self._placed = self._filling
+            self._placement = self._place(self.version, [table.members[name] for name in sorted(self._placed)])
+            self.chunk_owners = self._placement.owners(table.total)
+            table.watch_owners(self.chunk_owners)
+            self._ranks.clear()
+            self.allowed = self.allowed_slow = 0
+            table.recount()
+            self._planned_generation = -1
+        return True
+
+    def may_own(self, name: str) -> bool:
+        """True for a member that answers and is not slow."""
+        if name == self.table.me:
+            return not self.is_slow
+        return self.table.is_usable(name) and name not in self.table.slow
+
+    def ranks(self, chunk: int) -> tuple[str, ...]:
+        return self._placement.ranks(chunk) if self._placement is not None else (self.table.me,)
+
+    def owner(self, chunk: int) -> str:
+        if not self.chunk_owners:
+            return self.table.me
+        first = self.chunk_owners[chunk]
+        return first if self.may_own(first) else self.substitute(chunk, first) or self.table.me
+
+    def substitute(self, chunk: int, name: str) -> str | None:
+        """The member that fetches a chunk in place of ``name``."""
+        return next((other for other in self.ranks(chunk) if other != name and self.may_own(other)), None)
+
+    def my_rank(self, chunk: int) -> int:
+        nodes = len(self._placed)
+        if not self.chunk_owners or nodes <= self.tuning.copies_first + 1:
+            return 0
+        rank = self._ranks.get(chunk)
+        if rank is None:
+            if nodes > EXACT_RANKS_MAX or self.table.total > EXACT_CHUNKS_MAX:
+                share = fraction(f"{self.version}/{chunk}/{self.table.me}")
+                rank = int(share * min(nodes, self.tuning.watched_max))
+            else:
+                rank = self.ranks(chunk).index(self.table.me)
+            self._ranks[chunk] = rank
+        return rank
+
+    def order_of(self, name: str, chunks: list[int]) -> list[int]:
+        """The order in which a member fetches its own chunks: each member starts at another one."""
+        start = int(fraction(f"{self.version}/{name}") * self.table.total)
+        return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
+
+    def plan(self, now: float = 0.0) -> None:
+        """Choose the chunks that this node fetches from the store, and their order."""
+        table, me = self.table, self.table.me
+        mine: list[int] = []
+        if not self.is_slow and self.chunk_owners:
+            mine = self.order_of(me, [chunk for chunk in positions(table.missing) if self.chunk_owners[chunk] == me])
+        instead: list[int] = []
+        if not all(map(self.may_own, self._placed)):
+            by_owner: dict[str, list[int]] = {}
+            for chunk in positions(table.missing & ~table.available):
+                if self.chunk_owners[chunk] != me and self.owner(chunk) == me:
+                    by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
+            for name, chunks in by_owner.items():
+                instead += reversed(self.order_of(name, chunks))
+        self._own = deque()
+        for position in range(max(len(mine), len(instead))):
+            self._own += mine[position : position + 1] + instead[position : position + 1]
+        self._planned_at, self._planned_generation = now, table.generation
+
+    # --- results -------------------------------------------------------------------------------------------------
+
+    def completed(self, request: ChunkRequest, now: float) -> None:
+        """The request has brought its chunk, verified. Other requests for it can be cancelled."""
+        seconds = self.table.completed(request, now)
+        if request.source is SHARED:
+            self._slots.completed(seconds, self.store_slots(), self.tuning.slots // 2)
+
+    def failed(self, request: ChunkRequest, now: float, why: str) -> None:
+        """The request has brought nothing.
+
+        Args:
+            why: ``missing`` (the peer does not have the chunk), ``busy``, ``cancelled`` (by this node), ``wrong`` (the
                 bytes are not the chunk's); anything else means that the peer could not be reached.
         """
-        asked_at = self._ended(ask)
-        if self.state.owner(ask.chunk, now) == self.state.me:
-            self._own.append(ask.chunk)  # it was left out of it while it was under way
-        if ask.source is SHARED:
-            return
-        peer = self.state.peers.get(ask.source)
-        if peer is None:
-            return
-        if why == "cancelled" and asked_at is not None and not ask.wait_seconds:
-            peer.seconds = max(peer.seconds, now - asked_at)  # it would have taken longer than that
-        if why == "missing":
-            if peer.held >> ask.chunk & 1:
-                peer.held &= ~(1 << ask.chunk)
-                peer.lacks |= 1 << ask.chunk
-                self.state.copies[ask.chunk] = max(0, self.state.copies[ask.chunk] - 1)
-                if not any(other.is_good and other.held >> ask.chunk & 1 for other in self.state.peers.values()):
-                    self.state.held_anywhere &= ~(1 << ask.chunk)
-        elif why == "wrong":
-            self.state.ban(ask.source)
-        elif why == "busy":
-            peer.retry_at = now + self.state.tuning.retry_seconds_min * (0.5 + self.state.rng.random())
-        elif why != "cancelled":
-            self.state.mark_unreachable(ask.source, now)
+        if self.owner(request.chunk) == self.table.me:
+            self._own.append(request.chunk)  # it was left out while it was in flight
+        self.table.failed(request, now, why)
 
     def set_missing(self, chunks: Iterable[int]) -> None:
-        """These are the chunks to fetch, and no others."""
-        self.state.missing = mask(chunks)
-        self.state.recount()
+        """Fetch these chunks and no others."""
+        self.table.missing = mask(chunks)
+        self.table.recount()
         self.plan()
 
     def distrust(self, chunk: int, names: Iterable[str]) -> None:
-        """Members do not agree on what a chunk is: it comes from the store, and they are not asked for anything."""
-        self._bad.add(chunk)
+        """Members report different digests of a chunk: fetch it from the store, and request nothing from them."""
+        self._disputed.add(chunk)
         for name in names:
-            if name in self.state.peers:
-                self.state.peers[name].is_banned = True
-        self.state.forget_owners()
+            self.table.set_banned(name, True)
+        self._planned_generation = -1
 
-    def _ended(self, ask: ChunkRequest) -> float | None:
-        asked_at = None
-        requests = self.flying.get(ask.chunk, [])
-        for position, (other, at) in enumerate(requests):
-            if other is ask:
-                asked_at = at
-                del requests[position]
-                break
-        if asked_at is None:
-            return None
-        if not requests:
-            self.flying.pop(ask.chunk, None)
-            self._flying &= ~(1 << ask.chunk)
-        if ask.source is SHARED:
-            self._store -= 1
-        else:
-            self._waits -= ask.wait_seconds > 0
-            peer = self.state.peers.get(ask.source)
-            if peer is not None:
-                peer.asked.pop(ask.chunk, None)
-                peer.waiting.discard(ask.chunk)
-        return asked_at
-
-    # --- deciding ------------------------------------------------------------------------------------------------
+    # --- decisions -----------------------------------------------------------------------------------------------
 
     def choose(self, now: float, window: range | None = None) -> Decision:
-        """Say what to do with a free slot: a request (it counts as made), a pause, or None: nothing is left to ask for.
+        """Return what to do with a free slot: a request, recorded as in flight; a pause; None when nothing is left.
 
         Args:
             window: the chunks that are needed next.
         """
-        open_ = self.state.missing & ~self._flying
+        table = self.table
+        open_ = table.missing & ~table.in_flight
         if not open_:
             return None
-        if not self.state.assign_owners(now):
+        if not self.assign_owners(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
-        self._look(now)
-        if self.state.is_changed:
+        self._measure(now)
+        if self._planned_generation != table.generation:
             self.plan(now)
-        self.state.take_turns(now, self._usual(0.5))
+        self.take_turns(now)
         near = open_ & span(window) if window is not None else 0
-        if self._is_ahead():
+        if (table.from_store & ~table.available).bit_count() >= self.tuning.ahead_max:
+            # This node alone has much. If it sends slowly, the others must find out while the store can still help.
             found = self._from_holder(now, near, open_) or self._from_store(now)
         else:
             found = self._from_store(now) or self._from_holder(now, near, open_)
         if found is None:
             found = self._from_laggard(now, open_) or self._from_store_at_last(now, open_)
             found = found or self._from_owner(now, open_)
-        self.state.is_hungry = found is None or found.source is SHARED
+        self.is_idle = found is None or found.source is SHARED
         if found is None:
-            if not self._own and now - self._planned_at > self.state.tuning.turn_seconds:
+            if not self._own and now - self._planned_at > self.tuning.turn_seconds:
                 self.plan(now)
             return WaitUntil(now + IDLE_SECONDS)
         return self._begin(found, now)
 
     def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> ChunkRequest | WaitUntil:
-        """Say whom to ask for a chunk that somebody waits for, be it under way or not. It counts as asked."""
-        tried = {*tried, *(ask.source for ask, _ in self.flying.get(chunk, ()))}
-        if not self.state.assign_owners(now):
+        """Return a source for a chunk that a reader waits for, in flight or not. The request is recorded."""
+        table = self.table
+        tried = {*tried, *(request.source for request, _ in table.requests.get(chunk, ()))}
+        if not self.assign_owners(now):
             return WaitUntil(now + SETTLE_PAUSE_SECONDS)
         holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
         if holders:
-            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "holder"), now)
-        if SHARED not in tried and self.state.owner(chunk, now) == self.state.me:
-            return self._begin(ChunkRequest(chunk, SHARED, self._why_mine(chunk)), now)
-        for name in self.state.ranks(chunk)[: self.state.tuning.ranks_asked]:
-            if name not in tried and name != self.state.me and self.state.is_usable(name, now):
-                return self._begin(ChunkRequest(chunk, name, "owner", self.state.tuning.wait_seconds), now)
+            return self._begin(ChunkRequest(chunk, self._better(holders), "holder"), now)
+        if SHARED not in tried and self.owner(chunk) == table.me:
+            return self._begin(self._own_request(chunk), now)
+        for name in self.ranks(chunk)[: self.tuning.ranks_asked]:
+            if name not in tried and name != table.me and table.is_usable(name):
+                return self._begin(ChunkRequest(chunk, name, "owner", self.tuning.wait_seconds), now)
         if SHARED in tried:
-            return WaitUntil(now + self.state.tuning.retry_seconds_min)
+            return WaitUntil(now + self.tuning.retry_seconds_min)
         return self._begin(ChunkRequest(chunk, SHARED, "no holder"), now)
 
     def hedge(self, chunk: int, now: float) -> ChunkRequest | None:
-        """Another source for a chunk that is late; None when there is no better one now. It counts as asked."""
-        requests = self.flying.get(chunk, [])
-        if requests and not any(ask.source is SHARED or self.state.is_usable(ask.source, now) for ask, _ in requests):
-            again = self.source(chunk, now)  # nobody will answer
+        """Return another source for a chunk that is late, recorded as in flight; None when no better one exists."""
+        table = self.table
+        requests = [request for request, _ in table.requests.get(chunk, [])]
+        if requests and not any(one.source is SHARED or table.is_usable(one.source) for one in requests):
+            again = self.source(chunk, now)  # none of them will be answered
             return again if isinstance(again, ChunkRequest) else None
-        for ask, _ in requests:
-            if ask.source in self.state.peers:
-                self.state.peers[ask.source].is_late = True
-        if len(requests) != 1 or sum(len(known) > 1 for known in self.flying.values()) >= self.state.tuning.hedges_max:
+        for one in requests:
+            if one.source in table.peers:
+                table.peers[one.source].is_late = True
+        if len(requests) != 1 or sum(len(each) > 1 for each in table.requests.values()) >= self.tuning.hedges_max:
             return None
-        tried = {ask.source for ask, _ in requests}
-        holders = [peer for peer in self._holders(chunk, now) if peer.member.name not in tried]
-        if holders:
-            return self._begin(ChunkRequest(chunk, self._better(holders).member.name, "hedge"), now)
-        return None
-
-    def hedge_at(self, ask: ChunkRequest) -> float:
-        """When ``ask`` is late."""
-        asked_at = next((at for other, at in self.flying.get(ask.chunk, ()) if other is ask), 0.0)
-        return asked_at + max(self.state.tuning.hedge_seconds_min, self.state.tuning.hedge_factor * self._usual(0.95))
-
-    def is_under_way(self, ask: ChunkRequest) -> bool:
-        return any(other is ask for other, _ in self.flying.get(ask.chunk, ()))
-
-    def _begin(self, ask: ChunkRequest, now: float) -> ChunkRequest:
-        self.flying.setdefault(ask.chunk, []).append((ask, now))
-        self._flying |= 1 << ask.chunk
-        if ask.source is SHARED:
-            self._store += 1
-        else:
-            self._waits += ask.wait_seconds > 0
-            peer = self.state.peers.get(ask.source) or self.state.peers.setdefault(
-                ask.source, Peer(self.state.live[ask.source])
-            )
-            peer.asked[ask.chunk] = now
-            if ask.wait_seconds:
-                peer.waiting.add(ask.chunk)
-        return ask
-
-    # --- the store -----------------------------------------------------------------------------------------------
-
-    def store_slots(self) -> int:
-        """Chunks to fetch from the store at a time. Few, where there are many nodes and few chunks: what all of them
-        have under way comes at the same time, at the end, and till then nobody can pass on any of it. More, where that
-        does not make each take longer (ramp.py): then they wait for the store's answers, not for its bandwidth."""
-        nodes = len(self.state.interested)
-        if nodes <= 1:
-            return self.state.tuning.slots
-        return min(self.state.tuning.slots // 2, max(1, self.state.total // (OWN_ROUNDS * nodes)) * self._ramp.factor)
-
-    def _is_ahead(self) -> bool:
-        """True when much of what we brought from the store is still ours alone: what the others hold comes first.
-
-        Who sends slowly finds out so at once, while the others can still bring what it would have to send.
-        """
-        return (self._brought & ~self.state.held_anywhere).bit_count() >= self.state.tuning.ahead_max
-
-    def _from_store(self, now: float) -> ChunkRequest | None:
-        if self._store >= self.store_slots():
+        holders = [peer for peer in self._holders(chunk, now) if peer.member.name != requests[0].source]
+        if not holders:
             return None
-        later: list[int] = []
-        found, fetched = None, self._fetched(now)
-        while self._own and found is None and len(later) < 32:
-            chunk = self._own.popleft()
-            bit = 1 << chunk
-            if not self.state.missing & bit or self._flying & bit:
-                continue
-            if self.state.held_anywhere & bit and chunk not in self._bad and self._holders(chunk, now):
-                continue
-            if chunk in fetched:
-                later.append(chunk)
-                continue
-            found = chunk
-        self._own.extend(later)
-        return None if found is None else ChunkRequest(found, SHARED, self._why_mine(found))
+        return self._begin(ChunkRequest(chunk, self._better(holders), "hedge"), now)
 
-    def _why_mine(self, chunk: int) -> str:
-        if chunk in self._bad:
-            return "digest conflict"
-        if len(self.state.interested) <= 1:
-            return "no peers"
-        return "owned" if self.state.chunk_owners[chunk] == self.state.me else "owner unreachable"
+    def hedge_at(self, request: ChunkRequest) -> float:
+        """When ``request`` is late."""
+        begun = next((at for one, at in self.table.requests.get(request.chunk, ()) if one is request), 0.0)
+        usual = self.table.response_seconds(0.95)
+        return begun + max(self.tuning.hedge_seconds_min, self.tuning.hedge_factor * usual)
 
-    def _fetched(self, now: float) -> set[int]:
-        """Chunks that other members fetch from the store, and not for too long."""
-        return {
-            chunk
-            for peer in self.state.peers.values()
-            if peer.fetching and peer.usable(now)
-            for chunk, since in peer.fetching.items()
-            if now - since < self._fetch_patience(peer)
-        }
-
-    def _fetch_patience(self, peer: Peer) -> float:
-        """How long a member may take for a chunk of the store's; less when it is slow anyhow."""
-        usual = quantile(self._store_times, 0.5)
-        if len(self._ages) >= FETCHES_MIN:
-            usual = max(usual, quantile(self._ages, 0.5))
-        if peer.member.name in self.state.slow:
-            return max(self.state.tuning.fetch_seconds_min / 2, usual)
-        return max(self.state.tuning.fetch_seconds_min, self.state.tuning.fetch_factor * usual)
-
-    def _from_laggard(self, now: float, open_: int) -> ChunkRequest | None:
-        """A chunk that its owner would come to last, when it has many before it, and we have none left."""
-        if self._store >= self.store_slots() or self._own:
-            return None
-        for peer in self.state.peers.values():
-            late = self._fetch_patience(peer) if peer.fetching else 0.0
-            for chunk, since in peer.fetching.items():
-                is_late = open_ >> chunk & 1 and now - since >= late and not self.state.held_anywhere >> chunk & 1
-                if is_late and self.standin(chunk, peer.member.name, now) == self.state.me:
-                    return ChunkRequest(chunk, SHARED, "owner timed out")
-        by_owner: dict[str, list[int]] = {}
-        fetched = self._fetched(now)
-        for chunk in bits(open_ & ~self.state.held_anywhere):
-            if chunk not in fetched:
-                by_owner.setdefault(self.state.chunk_owners[chunk], []).append(chunk)
-        for name, chunks in sorted(by_owner.items(), key=lambda item: -len(item[1])):
-            owner = self.state.peers.get(name)
-            if owner is None or now - owner.heard_at > 4 * self.state.tuning.poll_seconds:
-                continue
-            is_still = now - self.state.moved_at >= self.state.tuning.still_seconds
-            margin = 0 if is_still else self.state.tuning.steal_margin * self.store_slots()
-            if len(chunks) <= margin:
-                break
-            for chunk in reversed(self.order_of(name, chunks)[margin:]):
-                if self.standin(chunk, name, now) == self.state.me:
-                    return ChunkRequest(chunk, SHARED, "owner lags")
-        return None
-
-    def standin(self, chunk: int, name: str, now: float) -> str | None:
-        return next(
-            (other for other in self.state.ranks(chunk) if other != name and self.state.may_own(other, now)), None
-        )
-
-    def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
-        """Nothing has moved for some time: one rank after the other goes to the store."""
-        tuning, still = self.state.tuning, now - self.state.moved_at
-        # While all that is fetched takes long, the store has enough to do: one more request helps nobody.
-        patience = max(
-            tuning.stall_seconds, min(tuning.fetch_factor * quantile(self._ages, 0.5), tuning.stall_seconds_max)
-        )
-        if still < patience or self._store >= self.store_slots():
-            return None
-        turn = int(still / patience)
-        for _ in range(8):
-            chunk = any_bit(open_, self.state.rng)
-            ranks = self.state.ranks(chunk)
-            if turn > self.state.tuning.ranks_asked or self.state.me in ranks[: turn + 1]:
-                return ChunkRequest(chunk, SHARED, "stalled")
-        return None
-
-    # --- the others ----------------------------------------------------------------------------------------------
-
-    def _from_holder(self, now: float, near: int, open_: int) -> ChunkRequest | None:
-        holding = [peer for peer in self.state.peers.values() if peer.held and peer.usable(now)]
-        most = max(2, -(-3 * self.state.tuning.slots // (2 * max(1, len(holding)))))
-        ready = [peer for peer in holding if len(peer.asked) < (1 if peer.member.name in self.state.slow else most)]
-        self.state.rng.shuffle(ready)
-        turn_slow = self.state.allowed_slow
-        if self.state.slow:  # what others hold comes from them: who sends slowly needs its uplink for its own requests
-            for peer in holding:
-                if peer.member.name not in self.state.slow:
-                    turn_slow &= ~peer.held
-        for within in (near, open_) if near else (open_,):
-            best, best_count, looked = -1, 1 << 30, 0
-            for peer in ready:
-                turn = turn_slow if peer.member.name in self.state.slow else self.state.allowed
-                useful = peer.held & within & turn
-                if self.state.tuning.takes_from_owner_only:
-                    useful = mask(chunk for chunk in bits(useful) if self.state.chunk_owners[chunk] == peer.member.name)
-                if not useful:
-                    continue
-                for _ in range(SAMPLES):
-                    chunk = any_bit(useful, self.state.rng)
-                    if self.state.copies[chunk] < best_count and chunk not in self._bad:
-                        best, best_count = chunk, self.state.copies[chunk]
-                looked += 1
-                if looked >= PEERS_SAMPLED:
-                    break
-            if best >= 0:
-                holders = [peer for peer in ready if peer.held >> best & 1]
-                if self.state.tuning.takes_from_owner_only:
-                    holders = [peer for peer in holders if peer.member.name == self.state.chunk_owners[best]]
-                return ChunkRequest(best, self._better(holders).member.name, "holder")
-        return None
-
-    def _holders(self, chunk: int, now: float) -> list[Peer]:
-        if chunk in self._bad:
-            return []
-        return [peer for peer in self.state.peers.values() if peer.held >> chunk & 1 and peer.usable(now)]
-
-    def _better(self, holders: Sequence[Peer]) -> Peer:
-        """The less loaded of two drawn at random, of those that are not slow if there are any."""
-        drawn = [peer for peer in holders if peer.member.name not in self.state.slow] or holders
-        if len(drawn) == 1:
-            return drawn[0]
-        one, other = self.state.rng.sample(drawn, 2)
-        return min(one, other, key=self._load)
-
-    def _load(self, peer: Peer) -> float:
-        return (len(peer.asked) + 1) * (peer.seconds or self._usual(0.5))
-
-    def _from_owner(self, now: float, open_: int) -> ChunkRequest | None:
-        """A chunk that nobody holds, of an owner that is going to have it soon."""
-        if self._waits >= max(1, self.state.tuning.slots // 2):
-            return None
-        unheld = open_ & ~self.state.held_anywhere
-        if not unheld:
-            return None
-        peers = [
-            peer
-            for peer in self.state.peers.values()
-            if peer.usable(now) and not peer.is_whole and not peer.waiting and peer.member.name not in self.state.slow
-        ]
-        self.state.rng.shuffle(peers)
-        for peer in peers:
-            patience = self._fetch_patience(peer) if peer.fetching else 0.0
-            for chunk, since in peer.fetching.items():
-                is_next = unheld >> chunk & 1 and self.state.my_rank(chunk) < self.state.tuning.copies_first
-                if is_next and now - since < patience:
-                    return ChunkRequest(chunk, peer.member.name, "fetching", self.state.tuning.wait_seconds)
-        return None
-
-    # --- who counts ----------------------------------------------------------------------------------------------
-
-    def plan(self, now: float = 0.0) -> None:
-        """Work out which chunks are ours to fetch from the store, in which order."""
-        mine: list[int] = []
-        if not self.state.am_slow:
-            own = [
-                chunk
-                for chunk in bits(self.state.missing)
-                if self.state.chunk_owners and self.state.chunk_owners[chunk] == self.state.me
-            ]
-            mine = self.order_of(self.state.me, own)
-        instead: list[int] = []
-        if any(not self.state.may_own(name, now) for name in self.state.placed):
-            others = [
-                chunk
-                for chunk in bits(self.state.missing & ~self.state.held_anywhere)
-                if self.state.chunk_owners[chunk] != self.state.me and self.state.owner(chunk, now) == self.state.me
-            ]
-            by_owner: dict[str, list[int]] = {}
-            for chunk in others:
-                by_owner.setdefault(self.state.chunk_owners[chunk], []).append(chunk)
-            for name, chunks in by_owner.items():
-                instead += reversed(self.order_of(name, chunks))
-        self._own = deque(_interleaved(mine, instead))
-        self._planned_at, self.state.is_changed = now, False
-
-    def order_of(self, name: str, chunks: list[int]) -> list[int]:
-        """The order in which a member fetches its own: each begins at another place."""
-        start = int(fraction(f"{self.state.version}/{name}") * self.state.total)
-        return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
-
-    def _look(self, now: float) -> None:
-        """See who is slow, now and then."""
-        if now - self._looked_at < 0.2:
-            return
-        self._looked_at = now
-        self._ages = self._ages_of_fetches(now)
-        self._ramp.under_way(self._ages_of_ours(now))
-        usual, longest = self._usual(0.5), self._usual(0.95)
-        slow = set()
-        if usual and len(self.state.peers) >= 2:
-            for peer in self.state.peers.values():
-                oldest = min((at for chunk, at in peer.asked.items() if chunk not in peer.waiting), default=now)
-                factor = self.state.tuning.slow_factor / (2 if peer.member.name in self.state.slow else 1)
-                takes = max(peer.seconds / usual, (now - oldest) / longest)
-                if takes > factor and max(peer.seconds, now - oldest) > 0.1:
-                    slow.add(peer.member.name)
-        if slow != self.state.slow:
-            for name in slow - self.state.slow:
-                self._leave(self.state.peers[name])
-            self.state.slow = frozenset(slow)
-            self.plan(now)
-
-    def _ages_of_fetches(self, now: float) -> list[float]:
-        ages = [
-            now - since for peer in self.state.peers.values() if peer.usable(now) for since in peer.fetching.values()
-        ]
-        return ages + self._ages_of_ours(now)
-
-    def _ages_of_ours(self, now: float) -> list[float]:
-        return [now - at for asks in self.flying.values() for ask, at in asks if ask.source is SHARED]
-
-    def _leave(self, peer: Peer) -> None:
-        """Ask a member that turned out to be slow for one chunk at a time: what others hold comes from them, and of the
-        rest each node asks for another one."""
-        chunks = sorted(
-            peer.asked, key=lambda chunk: (not self.state.allowed_slow >> chunk & 1, self.state.copies[chunk])
-        )
-        for chunk in chunks[1:] if chunks and self.state.allowed_slow >> chunks[0] & 1 else chunks:
-            self._unwanted += [ask for ask, _ in self.flying[chunk] if ask.source == peer.member.name]
+    def is_in_flight(self, request: ChunkRequest) -> bool:
+        return any(one is request for one, _ in self.table.requests.get(request.chunk, ()))
 
     def take_unwanted(self) -> list[ChunkRequest]:
-        """Requests that are to be broken off; say of each that it has failed: ``cancelled``."""
+        """Return the requests to cancel; report each as failed: ``cancelled``."""
         found, self._unwanted = self._unwanted, []
         return found
 
-    @property
-    def usual_seconds(self) -> float:
-        """What nearly all answers take, at most ``answer_seconds_max``: where links are full even a short one waits."""
-        return min(self._usual(0.95), self.state.tuning.answer_seconds_max)
+    def _begin(self, request: ChunkRequest, now: float) -> ChunkRequest:
+        self.table.begin(request, now)
+        return request
 
-    def _usual(self, share: float) -> float:
-        return quantile(self._times or self._store_times, share)
+    def _measure(self, now: float) -> None:
+        before = self.table.slow
+        self._count_copies()
+        if self.table.measure(now):
+            self._slots.in_flight(self.table.store_ages(now))
+            for name in self.table.slow - before:
+                self._cancel_most(self.table.peers[name])
+
+    def _cancel_most(self, peer: Peer) -> None:
+        """Leave a peer that has become slow one request, for a chunk that this node may request from slow peers: what
+        others hold comes from them, and of the rest each node requests another chunk."""
+        table = self.table
+        chunks = sorted(peer.requests, key=lambda chunk: (not self.allowed_slow >> chunk & 1, table.copies[chunk]))
+        for chunk in chunks[1:] if chunks and self.allowed_slow >> chunks[0] & 1 else chunks:
+            self._unwanted += [one for one, _ in table.requests[chunk] if one.source == peer.member.name]
+
+    # --- turns ---------------------------------------------------------------------------------------------------
+
+    def _count_copies(self) -> None:
+        """Allow this node the chunks with enough copies for its rank. Copies of a chunk spread as a tree: first to a
+        few nodes, which pass it on; each chunk has its own tree."""
+        new_copies, first_copies = self.table.take_new_copies()
+        self._first_copies += first_copies
+        self._first_copies_slow += first_copies
+        first = self.tuning.copies_first
+        for chunk, count in new_copies.items():
+            rank = self.my_rank(chunk)
+            if rank <= count * first:
+                self.allowed |= 1 << chunk
+                if rank <= count:
+                    self.allowed_slow |= 1 << chunk
+
+    def take_turns(self, now: float) -> None:
+        """Allow every node the chunks with an old first copy: two answers later the first nodes have passed it on."""
+        self._count_copies()
+        tuning = self.tuning
+        turn_seconds = max(tuning.turn_seconds, tuning.turn_answers * self.table.response_seconds(0.5))
+        while self._first_copies and self._first_copies[0][0] + turn_seconds <= now:
+            self.allowed |= self._first_copies.popleft()[1]
+        while self._first_copies_slow and self._first_copies_slow[0][0] + tuning.turn_slow_seconds <= now:
+            self.allowed_slow |= self._first_copies_slow.popleft()[1]
+
+    # --- from the store ------------------------------------------------------------------------------------------
+
+    def store_slots(self) -> int:
+        """Number of chunks to fetch from the store at a time.
+
+        Few, with many nodes and few chunks: chunks that all nodes have in flight arrive at the same time, at the end,
+        and until then no node can pass on any. More where that does not make each take longer (``StoreSlots``): then
+        they wait for the store's latency, not for its bandwidth.
+        """
+        nodes = len(self._filling)
+        if nodes <= 1:
+            return self.tuning.slots
+        return min(self.tuning.slots // 2, max(1, self.table.total // (OWN_ROUNDS * nodes)) * self._slots.factor)
+
+    def _from_store(self, now: float) -> ChunkRequest | None:
+        table = self.table
+        if table.store_requests >= self.store_slots():
+            return None
+        later: list[int] = []
+        found, fetched = None, table.fetched_by_peers(now)
+        while self._own and found is None and len(later) < 32:
+            chunk = self._own.popleft()
+            bit = 1 << chunk
+            if not table.missing & bit or table.in_flight & bit:
+                continue
+            if table.available & bit and self._holders(chunk, now):
+                continue
+            if chunk in fetched:
+                later.append(chunk)
+            else:
+                found = chunk
+        self._own.extend(later)
+        return None if found is None else self._own_request(found)
+
+    def _own_request(self, chunk: int) -> ChunkRequest:
+        if chunk in self._disputed:
+            return ChunkRequest(chunk, SHARED, "digest conflict")
+        if len(self._filling) <= 1:
+            return ChunkRequest(chunk, SHARED, "no peers")
+        is_mine = self.chunk_owners[chunk] == self.table.me
+        return ChunkRequest(chunk, SHARED, "owned" if is_mine else "owner unreachable")
+
+    def _from_laggard(self, now: float, open_: int) -> ChunkRequest | None:
+        """The last chunk of an owner with many left, when this node has none left."""
+        table = self.table
+        if table.store_requests >= self.store_slots() or self._own:
+            return None
+        unheld = open_ & ~table.available
+        for name, peer in table.peers.items():
+            for chunk, since in peer.fetching.items():
+                is_late = unheld >> chunk & 1 and now - since >= table.fetch_timeout(peer)
+                if is_late and self.substitute(chunk, name) == table.me:
+                    return ChunkRequest(chunk, SHARED, "owner timed out")
+        by_owner: dict[str, list[int]] = {}
+        fetched = table.fetched_by_peers(now)
+        for chunk in positions(unheld):
+            if chunk not in fetched:
+                by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
+        is_still = now - table.progress_at >= self.tuning.still_seconds
+        margin = 0 if is_still else self.tuning.steal_margin * self.store_slots()
+        for name, chunks in sorted(by_owner.items(), key=lambda item: -len(item[1])):
+            owner = table.peers.get(name)
+            if owner is None or now - owner.reported_at > 4 * self.tuning.poll_seconds:
+                continue
+            if len(chunks) <= margin:
+                break
+            for chunk in reversed(self.order_of(name, chunks)[margin:]):
+                if self.substitute(chunk, name) == table.me:
+                    return ChunkRequest(chunk, SHARED, "owner lags")
+        return None
+
+    def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
+        """Any missing chunk when none has arrived for some time: one rank after the other goes to the store."""
+        table, tuning = self.table, self.tuning
+        # While all fetches take long, the store is overloaded, and one more request helps no node.
+        patience = max(tuning.stall_seconds, min(tuning.fetch_factor * table.fetch_seconds, tuning.stall_seconds_max))
+        turn = int((now - table.progress_at) / patience)
+        if turn < 1 or table.store_requests >= self.store_slots():
+            return None
+        for _ in range(8):
+            chunk = any_of(open_, table.rng)
+            if turn > tuning.ranks_asked or table.me in self.ranks(chunk)[: turn + 1]:
+                return ChunkRequest(chunk, SHARED, "stalled")
+        return None
+
+    # --- from peers ----------------------------------------------------------------------------------------------
+
+    def _from_holder(self, now: float, near: int, open_: int) -> ChunkRequest | None:
+        table, slow = self.table, self.table.slow
+        holding = [peer for peer in table.peers.values() if peer.chunks and peer.usable(now)]
+        most = max(2, -(-3 * self.tuning.slots // (2 * max(1, len(holding)))))
+        ready = [peer for peer in holding if len(peer.requests) < (1 if peer.member.name in slow else most)]
+        table.rng.shuffle(ready)
+        allowed_slow = self.allowed_slow
+        if slow:  # a slow sender needs its uplink for its own requests: take from others what they hold
+            for peer in holding:
+                if peer.member.name not in slow:
+                    allowed_slow &= ~peer.chunks
+        for within in (near, open_) if near else (open_,):
+            best, best_count, sampled = -1, 1 << 30, 0
+            for peer in ready:
+                useful = peer.chunks & within & (allowed_slow if peer.member.name in slow else self.allowed)
+                if self.tuning.takes_from_owner_only:
+                    useful = mask(one for one in positions(useful) if self.chunk_owners[one] == peer.member.name)
+                if not useful:
+                    continue
+                for _ in range(SAMPLES):
+                    chunk = any_of(useful, table.rng)
+                    if table.copies[chunk] < best_count and chunk not in self._disputed:
+                        best, best_count = chunk, table.copies[chunk]
+                sampled += 1
+                if sampled >= PEERS_SAMPLED:
+                    break
+            if best >= 0:
+                holders = [peer for peer in ready if peer.chunks >> best & 1]
+                if self.tuning.takes_from_owner_only:
+                    holders = [peer for peer in holders if peer.member.name == self.chunk_owners[best]]
+                return ChunkRequest(best, self._better(holders), "holder")
+        return None
+
+    def _holders(self, chunk: int, now: float) -> list[Peer]:
+        return [] if chunk in self._disputed else self.table.holders(chunk, now)
+
+    def _better(self, holders: Sequence[Peer]) -> str:
+        """Return the less loaded of two random holders, of those that are not slow if there are any."""
+        drawn = [peer for peer in holders if peer.member.name not in self.table.slow] or holders
+        if len(drawn) > 1:
+            usual = self.table.response_seconds(0.5)
+            drawn = [
+                min(
+                    self.table.rng.sample(drawn, 2),
+                    key=lambda peer: (len(peer.requests) + 1) * (peer.response_seconds or usual),
+                )
+            ]
+        return drawn[0].member.name
+
+    def _from_owner(self, now: float, open_: int) -> ChunkRequest | None:
+        """A chunk without a holder, from a peer that fetches it now."""
+        table = self.table
+        unheld = open_ & ~table.available
+        if not unheld or table.waiting_requests >= max(1, self.tuning.slots // 2):
+            return None
+        peers = [
+            peer
+            for name, peer in table.peers.items()
+            if peer.usable(now) and not peer.is_whole and not peer.waiting and name not in table.slow
+        ]
+        table.rng.shuffle(peers)
+        for peer in peers:
+            for chunk, since in peer.fetching.items():
+                is_next = unheld >> chunk & 1 and self.my_rank(chunk) < self.tuning.copies_first
+                if is_next and now - since < table.fetch_timeout(peer):
+                    return ChunkRequest(chunk, peer.member.name, "fetching", self.tuning.wait_seconds)
+        return None
 
 
-def _interleaved(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    mixed: list[int] = []
-    for position in range(max(len(first), len(second))):
-        mixed += first[position : position + 1]
-        mixed += second[position : position + 1]
-    return mixed
+class StoreSlots:
+    """Tunes the number of concurrent requests to shared storage by trial. ``factor`` multiplies the first number.
+
+    All nodes share the store and try at the same time, so each sees the effect of the others. It therefore compares
+    with the best time with few requests, not with the last one: else all nodes would raise the number together, until
+    no request completes. It lowers the number whenever requests take longer, however late.
+    """
+
+    GROWTH_MAX: Final = 1.4
+    """Twice as many requests are worth it while each takes at most so many times the best time."""
+    LATE: Final = 2.0
+    """Requests in flight are late when half of them are older than so many times that."""
+
+    def __init__(self) -> None:
+        self.factor = 1
+        self._best_seconds = 0.0
+        """The least median of a round with few requests."""
+        self._round: list[float] = []
+        self._has_tried = False
+
+    def completed(self, seconds: float, slots: int, slots_max: int) -> None:
+        """A chunk arrived after ``seconds``, with at most ``slots`` in flight."""
+        self._round.append(seconds)
+        if len(self._round) < 2 * slots:
+            return
+        took, self._round = median(self._round), []
+        if self.factor == 1:
+            self._best_seconds = min(self._best_seconds or took, took)
+        if self.factor > 1 and took > self.GROWTH_MAX * self._best_seconds:
+            self.factor, self._has_tried = self.factor // 2, True
+        elif not self._has_tried:
+            self.factor *= 2
+            self._has_tried = 2 * slots >= slots_max
+
+    def in_flight(self, ages: Iterable[float]) -> None:
+        """Return to the first number when requests in flight are late: they may never complete."""
+        if self.factor > 1 and median([*ages, 0.0]) > self.LATE * self.GROWTH_MAX * self._best_seconds:
+            self.factor, self._has_tried, self._round = 1, True, []

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from tierckpt.peer.fetch.peer_state import PeerState
-from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, FetchScheduler, Tuning, WaitUntil
+from tierckpt.peer.fetch.peer_table import PeerTable
+from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, FetchScheduler, StoreSlots, Tuning, WaitUntil
 from tierckpt.peer.membership import Member
 
 VERSION = "0123456789abcdef" * 2
@@ -23,11 +23,11 @@ def member(name: str) -> Member:
 
 def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True, total: int = TOTAL) -> FetchScheduler:
     """Of node ``a``, which has met ``others`` and has let the first moment pass."""
-    made = FetchScheduler(PeerState(VERSION, total, "a", rng=random.Random(3)))
+    made = FetchScheduler(PeerTable(total, "a", rng=random.Random(3)), VERSION)
     names = ["a", *others]
-    made.state.set_members([member(name) for name in names], names if interested else ["a"], 0.0)
+    made.set_members([member(name) for name in names], names if interested else ["a"], 0.0)
     for name in others:
-        made.state.update(name, 0.1)
+        made.table.update(name, 0.1)
     return made
 
 
@@ -45,17 +45,17 @@ def from_store(asks: Iterable[ChunkRequest]) -> list[int]:
 
 def owned_later(made: FetchScheduler, name: str) -> list[int]:
     """``owned``, once the first moment has passed."""
-    made.state.assign_owners(SETTLED)
+    made.assign_owners(SETTLED)
     return owned(made, name)
 
 
 def owned(made: FetchScheduler, name: str) -> list[int]:
-    return [chunk for chunk, owner in enumerate(made.state.chunk_owners) if owner == name]
+    return [chunk for chunk, owner in enumerate(made.chunk_owners) if owner == name]
 
 
 def test_alone_everything_comes_from_the_store_at_once_and_in_all_slots() -> None:
-    made = FetchScheduler(PeerState(VERSION, TOTAL, "a", rng=random.Random(3)))
-    made.state.set_members([member("a")], ["a"], 0.0)
+    made = FetchScheduler(PeerTable(TOTAL, "a", rng=random.Random(3)), VERSION)
+    made.set_members([member("a")], ["a"], 0.0)
     asks = all_asks(made, 0.0)
     assert len(from_store(asks)) == len(asks) == TUNING.slots
     assert {ask.reason for ask in asks} == {"no peers"}
@@ -74,16 +74,16 @@ def goes_for_others_after(*, are_fetching: bool) -> float:
     """For how long nothing has come when it may ask the store for whatever another one owns."""
     made = schedule(MANY, total=len(MANY))
     for chunk in owned_later(made, "a"):
-        made.landed(chunk, 0.0)
+        made.table.landed(chunk, 0.0)
     for name in MANY if are_fetching else ():
-        made.state.update(name, SETTLED, fetching=owned(made, name)[:1])
+        made.table.update(name, SETTLED, fetching=owned(made, name)[:1])
     for tenth in range(int(SETTLED * 10), 1000):
-        made._look(tenth / 10)  # private: what `choose` does first
+        made.table.measure(tenth / 10)
         # private: the last rule of `choose`, by itself
-        if made._from_store_at_last(tenth / 10, made.state.missing) is not None:
+        if made._from_store_at_last(tenth / 10, made.table.missing) is not None:
             return tenth / 10
         for name in MANY:
-            made.state.update(name, tenth / 10)
+            made.table.update(name, tenth / 10)
     raise AssertionError("it waits for ever")
 
 
@@ -104,7 +104,7 @@ def fetch_all(made: FetchScheduler, others: Iterable[str], now: float = SETTLED)
         found += asks
         now += 0.01
         for name in others:
-            made.state.update(name, now, fetching=())
+            made.table.update(name, now, fetching=())
     return found
 
 
@@ -119,11 +119,11 @@ def test_a_node_fetches_its_own_from_the_store_first_and_then_helps_who_is_behin
 def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its_own() -> None:
     taken: list[int] = []
     for name in "bcd":
-        made = FetchScheduler(PeerState(VERSION, TOTAL, name, rng=random.Random(1)))
-        made.state.set_members([member(other) for other in "abcd"], "abcd", 0.0)
-        made.state.update("a", 0.1)
+        made = FetchScheduler(PeerTable(TOTAL, name, rng=random.Random(1)), VERSION)
+        made.set_members([member(other) for other in "abcd"], "abcd", 0.0)
+        made.table.update("a", 0.1)
         for other in "bcd":
-            made.state.update(
+            made.table.update(
                 other, 0.1, new=[chunk for chunk in range(TOTAL) if owned_later(made, "a").count(chunk) == 0]
             )
         asks = fetch_all(made, "a")
@@ -135,7 +135,7 @@ def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its
 
 def test_what_somebody_holds_is_asked_of_the_holder_even_when_it_is_our_own() -> None:
     made = schedule()
-    made.state.update("b", 0.2, whole=True)
+    made.table.update("b", 0.2, whole=True)
     asks = all_asks(made, SETTLED)
     assert asks
     assert {ask.source for ask in asks} == {"b"}
@@ -146,7 +146,7 @@ def test_what_another_fetches_from_the_store_is_not_fetched_too() -> None:
     all_asks(made, SETTLED)
     mine = owned(made, "a")
     fresh = schedule()
-    fresh.state.update("b", 0.2, fetching=mine)
+    fresh.table.update("b", 0.2, fetching=mine)
     assert from_store(all_asks(fresh, SETTLED)) == []
 
 
@@ -154,7 +154,7 @@ def test_a_chunk_that_is_on_its_way_to_its_owner_is_waited_for_there_by_the_next
     made = schedule(others=("b", "c"))
     all_asks(made, SETTLED)
     chunk = owned(made, "b")[0]
-    made.state.update("b", SETTLED, fetching=[chunk])
+    made.table.update("b", SETTLED, fetching=[chunk])
     waits = [ask for ask in all_asks(made, SETTLED) if ask.wait_seconds]
     assert [(ask.chunk, ask.source) for ask in waits] == [(chunk, "b")]
 
@@ -162,15 +162,15 @@ def test_a_chunk_that_is_on_its_way_to_its_owner_is_waited_for_there_by_the_next
 def test_rare_chunks_come_first() -> None:
     made = schedule(others=("b", "c"))
     common = set(range(40))
-    made.state.update("b", 0.2, new=[*common, 50])
-    made.state.update("c", 0.2, new=common)
+    made.table.update("b", 0.2, new=[*common, 50])
+    made.table.update("c", 0.2, new=common)
     asked = [ask.chunk for ask in all_asks(made, SETTLED) if ask.source is not SHARED]
     hits = 0
     for seed in range(20):
-        again = FetchScheduler(PeerState(VERSION, TOTAL, "a", rng=random.Random(seed)))
-        again.state.set_members([member(name) for name in "abc"], "abc", 0.0)
-        again.state.update("b", 0.1, new=[*range(8), 50])
-        again.state.update("c", 0.1, new=range(8))
+        again = FetchScheduler(PeerTable(TOTAL, "a", rng=random.Random(seed)), VERSION)
+        again.set_members([member(name) for name in "abc"], "abc", 0.0)
+        again.table.update("b", 0.1, new=[*range(8), 50])
+        again.table.update("c", 0.1, new=range(8))
         first = [ask.chunk for ask in all_asks(again, SETTLED) if ask.source is not SHARED][:3]
         hits += 50 in first
     assert asked
@@ -179,8 +179,8 @@ def test_rare_chunks_come_first() -> None:
 
 def test_the_window_that_the_loader_needs_next_comes_before_the_rest() -> None:
     made = schedule(others=("b", "c"))
-    made.state.update("b", 0.2, whole=True)
-    made.state.update("c", 0.2, whole=True)
+    made.table.update("b", 0.2, whole=True)
+    made.table.update("c", 0.2, whole=True)
     window = range(20, 28)
     asked = [ask.chunk for _ in range(8) if isinstance(ask := made.choose(SETTLED, window), ChunkRequest)]
     assert set(asked) == set(window)
@@ -189,7 +189,7 @@ def test_the_window_that_the_loader_needs_next_comes_before_the_rest() -> None:
 def test_the_less_loaded_of_two_holders_is_asked() -> None:
     made = schedule(others=("b", "c"))
     for name in "bc":
-        made.state.update(name, 0.2, whole=True)
+        made.table.update(name, 0.2, whole=True)
     asks = all_asks(made, SETTLED)
     by_name = [sum(ask.source == name for ask in asks) for name in "bc"]
     assert abs(by_name[0] - by_name[1]) <= 2
@@ -197,9 +197,9 @@ def test_the_less_loaded_of_two_holders_is_asked() -> None:
 
 def test_no_peer_has_more_than_its_part_of_the_requests() -> None:
     made = schedule(others=("b", "c", "d", "e"))
-    made.state.update("b", 0.2, whole=True)
+    made.table.update("b", 0.2, whole=True)
     for name in "cde":
-        made.state.update(name, 0.2, new=[1])
+        made.table.update(name, 0.2, new=[1])
     asks = all_asks(made, SETTLED)
     assert sum(ask.source == "b" for ask in asks) <= TUNING.slots // 2
 
@@ -207,7 +207,7 @@ def test_no_peer_has_more_than_its_part_of_the_requests() -> None:
 def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in_rank() -> None:
     made = schedule(others=("b",))
     theirs = set(owned_later(made, "b"))
-    made.state.mark_unreachable("b", SETTLED)
+    made.table.mark_unreachable("b", SETTLED)
     first = made.source(min(theirs), SETTLED)
     assert first == ChunkRequest(min(theirs), SHARED, "owner unreachable")
     made.completed(first, SETTLED)
@@ -217,39 +217,39 @@ def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in
 
 def test_one_that_answers_again_counts_again() -> None:
     made = schedule(others=("b",))
-    made.state.mark_unreachable("b", SETTLED)
+    made.table.mark_unreachable("b", SETTLED)
     assert all(ask.source is SHARED for ask in all_asks(made, SETTLED))
     later = SETTLED + TUNING.retry_seconds_max
-    assert [name for name, _ in made.state.due_polls(later)] == ["b"]
-    made.state.update("b", later, whole=True)
+    assert [name for name, _ in made.table.due_polls(later, is_idle=True)] == ["b"]
+    made.table.update("b", later, whole=True)
     assert {ask.source for ask in all_asks(made, later)} == {"b"}
 
 
 def test_one_that_sends_wrong_bytes_is_never_asked_again() -> None:
     made = schedule(others=("b",))
-    made.state.update("b", 0.2, whole=True)
+    made.table.update("b", 0.2, whole=True)
     ask = made.choose(SETTLED)
     assert isinstance(ask, ChunkRequest)
     assert ask.source == "b"
     made.failed(ask, SETTLED, "wrong")
     for later in (SETTLED, SETTLED + 1000.0):
         assert all(other.source is SHARED for other in all_asks(made, later))
-    assert made.state.due_polls(SETTLED + 2000.0) == []
+    assert made.table.due_polls(SETTLED + 2000.0, is_idle=True) == []
 
 
 def test_what_a_peer_said_it_has_and_does_not_give_is_not_asked_of_it_again() -> None:
     made = schedule(others=("b",))
-    made.state.update("b", 0.2, whole=True)
+    made.table.update("b", 0.2, whole=True)
     first = made.choose(SETTLED)
     assert isinstance(first, ChunkRequest)
     made.failed(first, SETTLED, "missing")
-    made.state.update("b", SETTLED, whole=True)
+    made.table.update("b", SETTLED, whole=True)
     assert all(ask.source is SHARED for ask in all_asks(made, SETTLED) if ask.chunk == first.chunk)
 
 
 def test_one_that_is_busy_is_asked_again_a_moment_later() -> None:
     made = schedule(others=("b",))
-    made.state.update("b", 0.2, whole=True)
+    made.table.update("b", 0.2, whole=True)
     ask = made.choose(SETTLED)
     assert isinstance(ask, ChunkRequest)
     made.failed(ask, SETTLED, "busy")
@@ -260,15 +260,15 @@ def test_one_that_is_busy_is_asked_again_a_moment_later() -> None:
 
 def test_what_is_late_is_asked_of_another_holder_and_of_no_third() -> None:
     made = schedule(others=("b", "c", "d"))
-    made.state.update("b", 0.2, new=[5])
+    made.table.update("b", 0.2, new=[5])
     ask = made.source(5, SETTLED)
     assert isinstance(ask, ChunkRequest)
     assert ask.source == "b"
     assert made.hedge_at(ask) >= SETTLED + TUNING.hedge_seconds_min
     late = made.hedge_at(ask)
     assert made.hedge(5, late) is None, "nobody else has it"
-    made.state.update("c", late, new=[5])
-    made.state.update("d", late, new=[5])
+    made.table.update("c", late, new=[5])
+    made.table.update("d", late, new=[5])
     other = made.hedge(5, late)
     assert other is not None
     assert other.source in ("c", "d")
@@ -278,7 +278,7 @@ def test_what_is_late_is_asked_of_another_holder_and_of_no_third() -> None:
 def test_hedges_under_way_are_few() -> None:
     made = schedule(others=("b", "c"))
     for name in "bc":
-        made.state.update(name, 0.2, whole=True)
+        made.table.update(name, 0.2, whole=True)
     asks = all_asks(made, SETTLED)
     hedges = [made.hedge(ask.chunk, SETTLED + 100.0) for ask in asks]
     assert sum(hedge is not None for hedge in hedges) == TUNING.hedges_max
@@ -298,9 +298,9 @@ def answered_by_all_but_b(made: FetchScheduler) -> float:
 def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for() -> None:
     made = schedule(others=("b", "c", "d"), total=2048)
     for name in "bcd":
-        made.state.update(name, 0.2, new=range(400))
+        made.table.update(name, 0.2, new=range(400))
     now = answered_by_all_but_b(made)
-    asked_of_b = list(made.state.peers["b"].asked)
+    asked_of_b = list(made.table.peers["b"].requests)
     assert len(asked_of_b) > 1
     made.choose(now + 1.0)
     taken_back = made.take_unwanted()
@@ -319,40 +319,40 @@ def slow_b(made: FetchScheduler) -> float:
     made.choose(now)
     for ask in made.take_unwanted():
         made.failed(ask, now, "cancelled")
-    assert made.state.slow == {"b"}
+    assert made.table.slow == {"b"}
     return now
 
 
 def test_of_a_slow_peer_nothing_is_asked_that_another_holds() -> None:
     made = schedule(others=("b", "c", "d"), total=2048)
     for name in "bcd":
-        made.state.update(name, 0.2, new=range(400))
+        made.table.update(name, 0.2, new=range(400))
     now = slow_b(made)
-    for ask in [ask for asks in list(made.flying.values()) for ask, _ in asks if ask.source == "b"]:
+    for ask in [ask for asks in list(made.table.requests.values()) for ask, _ in asks if ask.source == "b"]:
         made.failed(ask, now, "cancelled")
-    only_b = [chunk for chunk in range(1000, 2048) if made.state.my_rank(chunk) <= 1][:3]
-    made.state.update("b", now, new=only_b)
+    only_b = [chunk for chunk in range(1000, 2048) if made.my_rank(chunk) <= 1][:3]
+    made.table.update("b", now, new=only_b)
     for _ in range(40):
         for ask in all_asks(made, now):
             assert ask.source != "b" or ask.chunk in only_b
             made.completed(ask, now + 0.1)
         now += 0.1
-    assert not made.state.missing & sum(1 << chunk for chunk in only_b), "what it alone holds does come from it"
-    assert (made.state.missing & ((1 << 400) - 1)).bit_count() < 10, "and the rest from the others"
+    assert not made.table.missing & sum(1 << chunk for chunk in only_b), "what it alone holds does come from it"
+    assert (made.table.missing & ((1 << 400) - 1)).bit_count() < 10, "and the rest from the others"
 
 
 def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -> None:
     made = schedule(total=2048)
     mine = owned_later(made, "a")
     brought = mine[: TUNING.ahead_max]
-    made.state.update("b", SETTLED, new=owned(made, "b")[:400])
+    made.table.update("b", SETTLED, new=owned(made, "b")[:400])
     for chunk in brought[:-1]:
         made.completed(ChunkRequest(chunk, SHARED, "owned"), SETTLED)
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
     made.completed(ChunkRequest(brought[-1], SHARED, "owned"), SETTLED)
     asks = [made.choose(SETTLED) for _ in range(3)]
     assert {ask.source for ask in asks if isinstance(ask, ChunkRequest)} == {"b"}
-    made.state.update("c", SETTLED, new=brought[:1])  # one of them has spread
+    made.table.update("c", SETTLED, new=brought[:1])  # one of them has spread
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
 
 
@@ -369,20 +369,18 @@ def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_p
 ) -> None:
     made = schedule(MANY, total=2048)
     for name in ("n0", "n1"):
-        made.state.update(name, 0.2, new=range(400))
+        made.table.update(name, 0.2, new=range(400))
     now = SETTLED
     for ask in [one for one in all_asks(made, now) if one.source is not SHARED]:
         made.completed(ask, now + answer_seconds)
     now += answer_seconds
-    made.state.update("n2", now, new=range(1000, 1200))
-    late = [chunk for chunk in range(1000, 1200) if made.state.my_rank(chunk) > TUNING.copies_first]
+    made.table.update("n2", now, new=range(1000, 1200))
+    late = [chunk for chunk in range(1000, 1200) if made.my_rank(chunk) > TUNING.copies_first]
     assert late
 
     def open_after(seconds: float) -> bool:
-        made.state.take_turns(now + seconds, made._usual(0.5))  # private: as `choose` does
-        return all(
-            made.state.allowed >> chunk & 1 for chunk in late
-        )  # private: whose turn it is, of many chunks at once
+        made.take_turns(now + seconds)
+        return all(made.allowed >> chunk & 1 for chunk in late)
 
     assert not open_after(0.9 * everybody_after)
     assert open_after(1.1 * everybody_after)
@@ -392,10 +390,10 @@ def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_p
 def test_an_answer_is_waited_for_as_long_as_nearly_all_take_within_bounds(took: float, waits: float) -> None:
     made = schedule(total=2048)
     for name in "bcd":
-        made.state.update(name, 0.2, new=range(400))
+        made.table.update(name, 0.2, new=range(400))
     for ask in all_asks(made, SETTLED):
         made.completed(ask, SETTLED + took)
-    assert made.usual_seconds == pytest.approx(waits)
+    assert made.table.poll_timeout_seconds == pytest.approx(waits)
 
 
 @pytest.mark.parametrize(("slow_to", "owns"), [("b", True), ("bc", False), ("bcd", False), ("bx", True)])
@@ -405,10 +403,10 @@ def test_who_is_slow_to_two_thirds_of_the_others_owns_nothing_until_they_say_so_
     names = "abcd"
     made = schedule(others=names[1:])
     members = [member(name) for name in names]
-    made.state.set_members(members, names, SETTLED, slow_to=slow_to)
+    made.set_members(members, names, SETTLED, slow_to=slow_to)
     asks = all_asks(made, SETTLED)
     assert bool(from_store(asks)) == owns
-    made.state.set_members(members, names, SETTLED + 1.0)
+    made.set_members(members, names, SETTLED + 1.0)
     again = from_store([*asks, *all_asks(made, SETTLED + 1.0)])
     assert again
     assert set(again) <= set(owned(made, "a"))
@@ -418,8 +416,8 @@ def test_who_is_slow_to_two_thirds_of_the_others_owns_nothing_until_they_say_so_
 def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seconds: float, is_slow: bool) -> None:
     made = schedule(others=("b", "c", "d"), total=2048)
     for name in "bcd":
-        made.state.update(name, 0.2, new=range(400))
-    made.state.assign_owners(now := SETTLED)
+        made.table.update(name, 0.2, new=range(400))
+    made.assign_owners(now := SETTLED)
     made._own.clear()  # private: it has nothing of its own to fetch
     for number in range(40):
         ask = made.choose(now)
@@ -427,30 +425,30 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
         made.completed(ask, now + (0.6 if number % 5 == 4 else 0.1))
         now += 0.7
     asked = next(ask for ask in all_asks(made, now) if ask.source == "b")
-    for ask, _ in [pair for pairs in list(made.flying.values()) for pair in pairs]:
+    for ask, _ in [pair for pairs in list(made.table.requests.values()) for pair in pairs]:
         if ask is not asked:
             made.completed(ask, now + 0.1)
     made.choose(now + owed_seconds)
-    assert ("b" in made.state.slow) == is_slow
+    assert ("b" in made.table.slow) == is_slow
 
 
 def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it() -> None:
     made = schedule(others=("b", "c"), total=2048)
     in_order = made.order_of("b", owned_later(made, "b"))
-    ours = {chunk for chunk in in_order if made.standin(chunk, "b", SETTLED) == "a"}
+    ours = {chunk for chunk in in_order if made.substitute(chunk, "b") == "a"}
     made._own.clear()  # private: it has nothing of its own to fetch
-    made.state.update("b", SETTLED)
+    made.table.update("b", SETTLED)
     taken = []
     # private: one rule of `choose`, by itself
-    while (ask := made._from_laggard(SETTLED, made.state.missing)) is not None:
+    while (ask := made._from_laggard(SETTLED, made.table.missing)) is not None:
         made.completed(made._begin(ask, SETTLED), SETTLED)  # private: as `choose` does
         taken.append(ask.chunk)
     margin = TUNING.steal_margin * made.store_slots()
     assert margin > 1 and ours & set(in_order[:margin])
     assert taken == [chunk for chunk in reversed(in_order[margin:]) if chunk in ours]
-    made.state.moved_at = SETTLED - TUNING.still_seconds
+    made.table.progress_at = SETTLED - TUNING.still_seconds
     # private: one rule of `choose`, by itself
-    assert made._from_laggard(SETTLED, made.state.missing) is not None, "unless nothing moves"
+    assert made._from_laggard(SETTLED, made.table.missing) is not None, "unless nothing moves"
 
 
 def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
@@ -459,23 +457,25 @@ def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
     for _ in range(400):
         now += 0.25
         for name in "bcdef":
-            made.state.update(name, now, fetching=())
+            made.table.update(name, now, fetching=())
         for ask in all_asks(made, now):
             seen.add(ask.chunk)
             made.completed(ask, now)
-        made.state.moved_at = min(made.state.moved_at, now - 10.0)  # what it fetches for itself does not count here
+        made.table.progress_at = min(
+            made.table.progress_at, now - 10.0
+        )  # what it fetches for itself does not count here
     assert seen == set(range(TOTAL))
 
 
 def test_members_that_do_not_agree_are_not_believed_and_the_store_decides() -> None:
     made = schedule(others=("b", "c"))
     for name in "bc":
-        made.state.update(name, 0.2, new=[7])
+        made.table.update(name, 0.2, new=[7])
     made.distrust(7, ["b", "c"])
     asked = made.source(7, SETTLED)
     assert isinstance(asked, ChunkRequest) and asked.source is SHARED
-    made.state.trust("c")
-    made.state.update("c", SETTLED, new=[8])
+    made.table.set_banned("c", False)
+    made.table.update("c", SETTLED, new=[8])
     asked = made.source(8, SETTLED)
     assert isinstance(asked, ChunkRequest)
     assert asked.source == "c"
@@ -499,9 +499,9 @@ def test_somebody_who_reads_on_demand_asks_the_holder_then_the_owner_then_the_st
 def test_when_all_is_here_there_is_nothing_to_do() -> None:
     made = schedule()
     for chunk in range(TOTAL):
-        made.landed(chunk, SETTLED)
+        made.table.landed(chunk, SETTLED)
     assert made.choose(SETTLED) is None
-    assert not made.state.missing
+    assert not made.table.missing
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 64])
@@ -511,9 +511,72 @@ def test_many_nodes_have_few_chunks_of_the_store_under_way(nodes: int) -> None:
 
 
 def test_of_far_more_members_than_chunks_it_watches_some_that_own_any() -> None:
-    made = FetchScheduler(PeerState(VERSION, 4, "a", rng=random.Random(3)))
+    made = FetchScheduler(PeerTable(4, "a", rng=random.Random(3)), VERSION)
     names = ["a", *(f"n{number}" for number in range(500))]
-    made.state.set_members([member(name) for name in names], names, 0.0)
-    made.state.assign_owners(SETTLED + TUNING.settle_seconds_max)
-    assert len(made.state.peers.keys() & set(made.state.chunk_owners)) >= 2
-    assert len(made.state.peers) <= TUNING.watched_max + 2
+    made.set_members([member(name) for name in names], names, 0.0)
+    made.assign_owners(SETTLED + TUNING.settle_seconds_max)
+    assert len(made.table.peers.keys() & set(made.chunk_owners)) >= 2
+    assert len(made.table.peers) <= TUNING.watched_max + 2
+
+
+# --- number of concurrent requests to the store -----------------------------------------------------------------------
+
+SLOTS_MAX = 8
+
+
+def run_rounds(slots: StoreSlots, seconds: float, count: int) -> None:
+    for _ in range(count):
+        slots.completed(seconds, slots.factor, SLOTS_MAX)
+
+
+def test_where_each_takes_no_longer_for_it_more_are_in_flight() -> None:
+    slots = StoreSlots()
+    run_rounds(slots, 1.0, 2 + 4 + 8)
+    assert slots.factor == SLOTS_MAX
+    run_rounds(slots, 1.0, 100)
+    assert slots.factor == SLOTS_MAX
+
+
+def test_where_each_takes_longer_it_stays_with_few() -> None:
+    slots = StoreSlots()
+    for _ in range(100):
+        slots.completed(float(slots.factor), slots.factor, SLOTS_MAX)
+    assert slots.factor == 1
+
+
+def test_a_store_that_slows_down_later_makes_it_go_back() -> None:
+    slots = StoreSlots()
+    run_rounds(slots, 1.0, 2 + 4 + 8)
+    run_rounds(slots, 3.0, 16 + 8 + 4)
+    assert slots.factor == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_that_try_together_do_not_creep_up_together(seed: int) -> None:
+    """Sixteen share a store that gives one chunk a second; each sees the others' requests in its own times."""
+    rng = random.Random(seed)
+    all_slots = [StoreSlots() for _ in range(16)]
+    for step in range(4000):
+        slots = rng.choices(all_slots, [one.factor for one in all_slots])[0]
+        slots.completed(float(sum(one.factor for one in all_slots)), slots.factor, SLOTS_MAX)
+        if step > 500:
+            assert sum(one.factor for one in all_slots) <= 3 * len(all_slots)
+
+
+def test_what_is_late_makes_it_go_back_before_it_comes() -> None:
+    slots = StoreSlots()
+    run_rounds(slots, 1.0, 2 + 4)
+    assert slots.factor == 4
+    slots.in_flight([2.0, 2.5, 2.5, 2.5])
+    assert slots.factor == 4
+    slots.in_flight([0.1, 3.0, 3.0, 3.0])
+    assert slots.factor == 1
+    run_rounds(slots, 1.0, 100)
+    assert slots.factor == 1, "one try is enough"
+
+
+def test_nothing_under_way_is_not_late() -> None:
+    slots = StoreSlots()
+    run_rounds(slots, 0.001, 2)
+    slots.in_flight([])
+    assert slots.factor == 2

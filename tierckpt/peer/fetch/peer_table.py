@@ -1,0 +1,522 @@
+"""Measures the peers of one fetch: the chunks that each holds, its response times, and which peers are slow. Pure.
+
+scheduler.py decides by this table. A set of chunks is a whole number, in which bit ``n`` is chunk ``n``: "held there,
+missing here, not requested" takes a few machine instructions for each 64 chunks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..membership import Member
+
+SHARED: Final = None
+"""The source that is shared storage."""
+OWNERS_WATCHED: Final = 2
+"""Owners that are watched where there are more nodes than chunks. More would make many nodes poll few owners."""
+MEASURE_SECONDS: Final = 0.2
+FETCHES_MIN: Final = 3
+"""With this many fetches in flight that all take long, shared storage is slow, and not an owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants, chosen with bench/fanout_simulation.py."""
+
+    slots: int = 16
+    """Chunks in flight at a time."""
+    settle_seconds: float = 0.25
+    settle_seconds_max: float = 1.0
+    """Length of the first pause while some member has not reported what it holds."""
+    wait_seconds: float = 2.0
+    """How long a request waits at the owner until the chunk has been written."""
+    hedge_seconds_min: float = 0.5
+    hedge_factor: float = 3.0
+    hedges_max: int = 2
+    fetch_seconds_min: float = 1.0
+    fetch_factor: float = 4.0
+    """An owner that takes this many times the median for a chunk is substituted."""
+    slow_factor: float = 3.5
+    """A member is slow when its answers take this many times the median, or one is outstanding for this many times the
+    95th percentile: of many requests one is always the last."""
+    stall_seconds: float = 2.0
+    """After this long without a new chunk the next rank goes to the store, then the one after it."""
+    stall_seconds_max: float = 10.0
+    """Upper bound of ``stall_seconds`` while all nodes wait for the store."""
+    answer_seconds_max: float = 5.0
+    """Upper bound of the timeout of a request for holdings, where chunks take as long."""
+    ranks_asked: int = 3
+    retry_seconds_min: float = 0.5
+    retry_seconds_max: float = 15.0
+    poll_seconds: float = 0.15
+    """Poll interval for holdings while there is nothing to request from peers,"""
+    keep_seconds: float = 3.0
+    """and otherwise."""
+    polls_max: int = 4
+    watched_max: int = 24
+    steal_margin: int = 2
+    """Batches that are left to a slow owner before its chunks are fetched here,"""
+    still_seconds: float = 0.5
+    """unless no chunk has arrived for this long."""
+    copies_first: int = 3
+    """A chunk with ``h`` holders may be requested by so many times ``h`` members; by ``h`` if all of them are slow."""
+    turn_seconds: float = 1.0
+    """After this long every member may request it,"""
+    turn_answers: float = 2.0
+    """or after this many times the median answer, where that is longer."""
+    turn_slow_seconds: float = 30.0
+    ahead_max: int = 16
+    """Chunks without another holder that a node brings from the store before it prefers chunks of its peers."""
+    takes_from_owner_only: bool = False
+    """A seeded fault: only owners are ever asked. Tests find it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRequest:
+    """One request to make: ``chunk`` of ``source``, a member's name or ``SHARED``."""
+
+    chunk: int
+    source: str | None
+    reason: str
+    """Why this source. For ``SHARED``: ``owned`` and ``no peers`` are the normal case, others are fallbacks."""
+    wait_seconds: float = 0.0
+    """How long the peer may wait until it has the chunk."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of one peer."""
+
+    member: Member
+    chunks: int = 0
+    """Chunks that it holds."""
+    withdrawn: int = 0
+    """Chunks that it reported and did not give: damaged there, or deleted."""
+    cursor: int = 0
+    """Its list of chunks is known up to this line."""
+    is_whole: bool = False
+    fetching: dict[int, float] = field(default_factory=dict)
+    """Chunks that it fetches from the store, with the time of the first report."""
+    reported_at: float = -1.0
+    polled_at: float = -1.0
+    requests: dict[int, float] = field(default_factory=dict)
+    """Chunks in flight from it, with the time of the request."""
+    waiting: set[int] = field(default_factory=set)
+    """Those of them for which the peer waits itself."""
+    response_seconds: float = 0.0
+    """Moving average of its response times; 0: unknown."""
+    failures: int = 0
+    retry_at: float = 0.0
+    is_banned: bool = False
+    is_late: bool = False
+    """A response is late: poll it soon, to see whether it is alive."""
+
+    @property
+    def is_good(self) -> bool:
+        """True unless it has sent wrong bytes, or could not be reached and has not reported since."""
+        return not (self.is_banned or self.failures)
+
+    def usable(self, now: float) -> bool:
+        return self.is_good and now >= self.retry_at
+
+
+class PeerTable:
+    """One row for each watched peer, the requests in flight, and the chunks that are missing here.
+
+    Args:
+        total: number of chunks of the version.
+        me: name of this node.
+        wanted: chunks to fetch; None: all.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        me: str,
+        *,
+        tuning: Tuning | None = None,
+        rng: random.Random | None = None,
+        wanted: Iterable[int] | None = None,
+    ) -> None:
+        self.total, self.me = total, me
+        self.tuning = tuning or Tuning()
+        self.rng = rng or random.Random()
+        self.missing = (1 << total) - 1 if wanted is None else mask(wanted)
+        self.members: dict[str, Member] = {}
+        self.peers: dict[str, Peer] = {}
+        """The watched members: all of a few, some of many."""
+        self.copies = bytearray(total)
+        """Number of peers that hold each chunk."""
+        self.available = 0
+        """Chunks that at least one peer holds."""
+        self.requests: dict[int, list[tuple[ChunkRequest, float]]] = {}
+        """Requests in flight by chunk, with the time of each."""
+        self.in_flight = 0
+        """Chunks with a request in flight."""
+        self.store_requests = self.waiting_requests = 0
+        self.from_store = 0
+        """Chunks that this node has fetched from the store."""
+        self.progress_at = 0.0
+        """When a chunk last arrived, here or at the first of the peers."""
+        self.slow: frozenset[str] = frozenset()
+        """Peers that take far longer to answer than others."""
+        self.fetch_ages: list[float] = []
+        """Age of each fetch from the store in flight, here and at peers, at the last measurement."""
+        self.generation = 0
+        """Rises when a peer becomes usable, unusable, slow or fast: owners of chunks change then."""
+        self._new_copies: dict[int, int] = {}
+        self._first_copies: list[tuple[float, int]] = []
+        self._settled_at: float | None = None
+        self._measured_at = -1.0
+        self._times: deque[float] = deque(maxlen=64)
+        self._store_times: deque[float] = deque(maxlen=16)
+
+    # --- members -------------------------------------------------------------------------------------------------
+
+    def set_members(self, members: Sequence[Member], now: float) -> None:
+        """Replace the list of live members. Of many a random part is watched: each node then watches another part,
+        and a chunk reaches every node in a few hops."""
+        if self._settled_at is None:
+            self._settled_at = self.progress_at = now
+        self.members = {member.name: member for member in members}
+        self.members.setdefault(self.me, Member(self.me, ""))
+        gone = self.peers.keys() - self.members.keys()
+        for name in gone:
+            del self.peers[name]
+        if gone:
+            self.recount()
+        room = self.tuning.watched_max - len(self.peers)
+        if room > 0 and len(self.members) > len(self.peers) + 1:
+            others = [name for name in self.members if name not in self.peers and name != self.me]
+            self._watch(others if len(others) <= room else self.rng.sample(others, room))
+
+    def watch_owners(self, names: Iterable[str]) -> None:
+        """Watch some of the owners of chunks: where few of many nodes fetch, a node that watches none of them would
+        take shared storage to be stalled."""
+        owners = self.members.keys() & set(names) - {self.me}
+        unknown = sorted(owners - self.peers.keys())
+        room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
+        self._watch(self.rng.sample(unknown, max(0, room)))
+
+    def _watch(self, names: Iterable[str]) -> None:
+        self.peers.update({name: Peer(self.members[name]) for name in names})
+
+    def is_settling(self, now: float) -> bool:
+        """True in the first moment, in which members report what they hold."""
+        if self._settled_at is None:
+            return True
+        since = now - self._settled_at
+        if not self.peers or since >= self.tuning.settle_seconds_max:
+            return False
+        return since < self.tuning.settle_seconds or any(
+            peer.reported_at < 0 and peer.is_good for peer in self.peers.values()
+        )
+
+    def is_usable(self, name: str) -> bool:
+        peer = self.peers.get(name)
+        return name in self.members and (peer is None or peer.is_good)
+
+    # --- chunks --------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        name: str,
+        now: float,
+        *,
+        new: Iterable[int] = (),
+        fetching: Iterable[int] | None = None,
+        whole: bool = False,
+        cursor: int | None = None,
+    ) -> None:
+        """Add a report of a member: chunks it holds (``new`` since the last report), and fetches from the store."""
+        peer = self.peers.get(name)
+        if peer is None:
+            return
+        peer.reported_at = now
+        if peer.failures:
+            peer.failures, peer.retry_at = 0, 0.0
+            self._peer_changed()
+        if not peer.is_whole:
+            chunks = (1 << self.total) - 1 if whole else mask(chunk for chunk in new if 0 <= chunk < self.total)
+            self._add_chunks(peer, chunks & ~peer.chunks & ~peer.withdrawn, now)
+            if whole:
+                peer.is_whole, peer.fetching = True, {}
+            elif fetching is not None:
+                since = peer.fetching
+                peer.fetching = {chunk: since.get(chunk, now) for chunk in fetching if 0 <= chunk < self.total}
+        if cursor is not None:
+            peer.cursor = max(peer.cursor, cursor)
+
+    def _add_chunks(self, peer: Peer, chunks: int, now: float) -> None:
+        peer.chunks |= chunks
+        first = chunks & ~self.available
+        if first:
+            self.available |= first
+            self.progress_at = now
+            self._first_copies.append((now, first))
+        if peer.fetching:
+            peer.fetching = {chunk: since for chunk, since in peer.fetching.items() if not chunks >> chunk & 1}
+        self._count(chunks)
+
+    def _count(self, chunks: int) -> None:
+        copies, new_copies = self.copies, self._new_copies
+        for chunk in positions(chunks):
+            if copies[chunk] < 255:
+                copies[chunk] += 1
+            if copies[chunk] > new_copies.get(chunk, 0):
+                new_copies[chunk] = copies[chunk]
+
+    def take_new_copies(self) -> tuple[dict[int, int], list[tuple[float, int]]]:
+        """Return the most copies of each chunk with a new one since the last call, and the first copies by time."""
+        found = self._new_copies, self._first_copies
+        self._new_copies, self._first_copies = {}, []
+        return found
+
+    def reset_chunks(self, name: str) -> None:
+        """A member's list has started anew, because its agent has: nothing is known of what it holds."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            peer.chunks, peer.withdrawn, peer.cursor, peer.is_whole, peer.fetching = 0, 0, 0, False, {}
+            self.recount()
+
+    def recount(self) -> None:
+        self.available, self.copies = 0, bytearray(self.total)
+        for peer in self.peers.values():
+            if peer.is_good:
+                self.available |= peer.chunks
+                self._count(peer.chunks & self.missing)
+
+    def landed(self, chunk: int, now: float) -> None:
+        """The chunk is on this node."""
+        if self.missing >> chunk & 1:
+            self.missing &= ~(1 << chunk)
+            self.progress_at = now
+
+    def holders(self, chunk: int, now: float) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.chunks >> chunk & 1 and peer.usable(now)]
+
+    def due_polls(self, now: float, *, is_idle: bool) -> list[tuple[str, int]]:
+        """Members to poll now for what they hold, each with its cursor. Marks them as polled.
+
+        Args:
+            is_idle: there is nothing to request from a peer.
+        """
+        tuning, is_settling = self.tuning, self.is_settling(now)
+        interval = tuning.poll_seconds if is_idle or is_settling else tuning.keep_seconds
+        due = [
+            peer
+            for peer in self.peers.values()
+            if not peer.is_banned
+            and now >= peer.retry_at
+            and now - max(peer.reported_at, peer.polled_at) >= (tuning.poll_seconds if peer.is_late else interval)
+            and (not peer.is_whole or peer.is_late or now - peer.reported_at >= tuning.keep_seconds)
+        ]
+        first = [peer for peer in due if peer.reported_at < 0 or is_settling]
+        if len(first) < tuning.polls_max:
+            rest = sorted((peer for peer in due if peer not in first), key=lambda peer: peer.reported_at)
+            first += rest[: tuning.polls_max - len(first)]
+        for peer in first:
+            peer.polled_at, peer.is_late = now, False
+        return [(peer.member.name, peer.cursor) for peer in first]
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def begin(self, request: ChunkRequest, now: float) -> None:
+        """``request`` is in flight from now on."""
+        self.requests.setdefault(request.chunk, []).append((request, now))
+        self.in_flight |= 1 << request.chunk
+        if request.source is SHARED:
+            self.store_requests += 1
+            return
+        self.waiting_requests += request.wait_seconds > 0
+        if request.source not in self.peers:
+            self._watch([request.source])
+        peer = self.peers[request.source]
+        peer.requests[request.chunk] = now
+        if request.wait_seconds:
+            peer.waiting.add(request.chunk)
+
+    def _end(self, request: ChunkRequest) -> float | None:
+        """Return when the request began; None when it is not in flight."""
+        requests = self.requests.get(request.chunk, [])
+        entry = next((one for one in requests if one[0] is request), None)
+        if entry is None:
+            return None
+        self.requests[request.chunk] = requests = [one for one in requests if one is not entry]
+        if not requests:
+            del self.requests[request.chunk]
+            self.in_flight &= ~(1 << request.chunk)
+        if request.source is SHARED:
+            self.store_requests -= 1
+        else:
+            self.waiting_requests -= request.wait_seconds > 0
+            peer = self.peers.get(request.source)
+            if peer is not None:
+                peer.requests.pop(request.chunk, None)
+                peer.waiting.discard(request.chunk)
+        return entry[1]
+
+    def completed(self, request: ChunkRequest, now: float) -> float:
+        """The request has brought its chunk, verified. Return its response time in seconds."""
+        begun = self._end(request)
+        seconds = now - begun if begun is not None else 0.0
+        if request.source is SHARED:
+            self._store_times.append(seconds)
+            self.from_store |= 1 << request.chunk
+        elif (peer := self.peers.get(request.source)) is not None:
+            self.update(request.source, now)
+            if not request.wait_seconds:
+                average = peer.response_seconds
+                peer.response_seconds = 0.7 * average + 0.3 * seconds if average else seconds
+                self._times.append(seconds)
+            self._add_chunks(peer, 1 << request.chunk & ~peer.chunks, now)
+        self.landed(request.chunk, now)
+        return seconds
+
+    def failed(self, request: ChunkRequest, now: float, why: str) -> None:
+        """The request has brought nothing. ``why``: see ``FetchScheduler.failed``."""
+        begun = self._end(request)
+        peer = self.peers.get(request.source) if request.source is not SHARED else None
+        if peer is None:
+            return
+        chunk, name = request.chunk, peer.member.name
+        if why == "cancelled":
+            if begun is not None and not request.wait_seconds:
+                peer.response_seconds = max(peer.response_seconds, now - begun)  # it would have taken longer
+        elif why == "missing":
+            if peer.chunks >> chunk & 1:
+                peer.chunks &= ~(1 << chunk)
+                peer.withdrawn |= 1 << chunk
+                self.copies[chunk] = max(0, self.copies[chunk] - 1)
+                if not any(other.is_good and other.chunks >> chunk & 1 for other in self.peers.values()):
+                    self.available &= ~(1 << chunk)
+        elif why == "wrong":
+            self.set_banned(name, True)
+        elif why == "busy":
+            peer.retry_at = now + self.tuning.retry_seconds_min * (0.5 + self.rng.random())
+        else:
+            self.mark_unreachable(name, now)
+
+    def mark_unreachable(self, name: str, now: float) -> None:
+        """A member did not answer. It is only polled, less and less often, until it reports again."""
+        peer = self.peers.get(name)
+        if peer is None or now < peer.retry_at:
+            return  # requests that were in flight together fail together
+        peer.failures += 1
+        wait = self.tuning.retry_seconds_min * 2 ** (peer.failures - 1)
+        peer.retry_at = now + min(wait, self.tuning.retry_seconds_max) * (0.5 + self.rng.random())
+        if peer.failures == 1:
+            self._peer_changed()
+
+    def set_banned(self, name: str, is_banned: bool) -> None:
+        """Ban a member that has sent wrong bytes from all requests, or lift its ban."""
+        peer = self.peers.get(name)
+        if peer is not None and peer.is_banned != is_banned:
+            peer.is_banned = is_banned
+            self._peer_changed()
+
+    def _peer_changed(self) -> None:
+        self.generation += 1
+        self.recount()
+
+    # --- times ---------------------------------------------------------------------------------------------------
+
+    def response_seconds(self, share: float) -> float:
+        """A quantile of the response times of peers; of the store, while no peer has answered."""
+        return quantile(self._times or self._store_times, share)
+
+    @property
+    def poll_timeout_seconds(self) -> float:
+        """What nearly all answers take, at most ``answer_seconds_max``: on a full link even a short answer waits."""
+        return min(self.response_seconds(0.95), self.tuning.answer_seconds_max)
+
+    @property
+    def fetch_seconds(self) -> float:
+        """The median age of the fetches from the store in flight, here and at peers."""
+        return quantile(self.fetch_ages, 0.5)
+
+    def fetch_timeout(self, peer: Peer) -> float:
+        """Seconds that a member may take to fetch a chunk from the store; less when it is slow."""
+        usual = quantile(self._store_times, 0.5)
+        if len(self.fetch_ages) >= FETCHES_MIN:
+            usual = max(usual, self.fetch_seconds)
+        if peer.member.name in self.slow:
+            return max(self.tuning.fetch_seconds_min / 2, usual)
+        return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
+
+    def fetched_by_peers(self, now: float) -> set[int]:
+        """Chunks that peers fetch from the store, within their timeout."""
+        return {
+            chunk
+            for peer in self.peers.values()
+            if peer.fetching and peer.usable(now)
+            for chunk, since in peer.fetching.items()
+            if now - since < self.fetch_timeout(peer)
+        }
+
+    def store_ages(self, now: float) -> list[float]:
+        """Age of each request of this node to the store."""
+        return [now - at for requests in self.requests.values() for one, at in requests if one.source is SHARED]
+
+    def measure(self, now: float) -> bool:
+        """Find the slow peers. False when the last measurement is recent."""
+        if now - self._measured_at < MEASURE_SECONDS:
+            return False
+        self._measured_at = now
+        self.fetch_ages = [
+            now - since for peer in self.peers.values() if peer.usable(now) for since in peer.fetching.values()
+        ] + self.store_ages(now)
+        usual, longest = self.response_seconds(0.5), self.response_seconds(0.95)
+        slow = set()
+        if usual and len(self.peers) >= 2:
+            for name, peer in self.peers.items():
+                oldest = min((at for chunk, at in peer.requests.items() if chunk not in peer.waiting), default=now)
+                factor = self.tuning.slow_factor / (2 if name in self.slow else 1)
+                is_slower = max(peer.response_seconds / usual, (now - oldest) / longest) > factor
+                if is_slower and max(peer.response_seconds, now - oldest) > 0.1:
+                    slow.add(name)
+        if slow != self.slow:
+            self.slow = frozenset(slow)
+            self.generation += 1
+        return True
+
+
+# --- sets of chunks ----------------------------------------------------------------------------------------------
+
+_POSITIONS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+
+
+def mask(chunks: Iterable[int]) -> int:
+    """The set of ``chunks``."""
+    found = 0
+    for chunk in chunks:
+        found |= 1 << chunk
+    return found
+
+
+def positions(chunks: int) -> list[int]:
+    """The members of a set of chunks, in order."""
+    skipped = max(0, (chunks & -chunks).bit_length() - 1) // 8
+    octets = (chunks >> 8 * skipped).to_bytes((chunks.bit_length() + 7) // 8 - skipped, "little")
+    return [8 * index + bit for index, byte in enumerate(octets, skipped) if byte for bit in _POSITIONS[byte]]
+
+
+def span(window: range) -> int:
+    """The set of a range of chunks."""
+    return ((1 << len(window)) - 1) << window.start if len(window) else 0
+
+
+def any_of(chunks: int, rng: random.Random) -> int:
+    """A random member of a set of chunks."""
+    start = rng.randrange(chunks.bit_length())
+    above = chunks >> start
+    return start + ((above & -above).bit_length() - 1)
+
+
+def quantile(times: Iterable[float], share: float) -> float:
+    known = sorted(times)
+    return known[min(len(known) - 1, int(share * len(known)))] if known else 0.0
