@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import hashlib
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_a_directory_is_filled_from_peers_as_the_cache_is(cluster: Cluster, tmp_
     cluster.fetch()
     cluster.results()
     cluster.origin.reset()
+    for entry in (cluster.nodes[0].local_root / "cache").glob("one-*"):  # else the node copies its own
+        shutil.rmtree(entry)
     target = tmp_path / "copy"
     cluster.fetch(cluster.nodes[:1], more=["--to", str(target)])
     [result] = cluster.results(cluster.nodes[:1])
@@ -126,7 +129,6 @@ class Played:
         digests = tuple(map(digest_of, self.chunks)) if self.has_digests else ()
         self.frozen = FileSet("s3://bucket/model", (FileSpec("m", "m", len(data), "e", digests),), CHUNK)
         self.landed: dict[int, bytes] = {}
-        self.fetching = self
 
     # the node's own part
 
@@ -138,13 +140,9 @@ class Played:
         into[:] = self.chunks[chunk]
         return digest_of(into)
 
-    def take(self, name: str) -> None:
-        self.marks.append((int(name.removeprefix("0-")), True))
-
-    def release(self, name: str) -> None:
-        chunk = int(name.removeprefix("0-"))
-        self.marks.append((chunk, False))
-        if chunk not in self.landed:
+    def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
+        self.marks.append((chunk, is_fetched))
+        if not is_fetched and chunk not in self.landed:
             self.nowhere.append(chunk)
 
     async def view(self, is_fetching: bool) -> ClusterView:
