@@ -67,8 +67,8 @@ layers: $(STAMP)
 # Of the quick suite what touches tensors of a device. There tests/conftest.py makes tensors on it, unless they say where.
 DEVICE_TESTS := state_table exact_state state_strict step_log redo_log multi_step_save save_restore resume default_device
 test-device: $(STAMP) ## the state, the codec and the logs on a GPU (2 minutes)
-	env TIERCKPT_TEST_DEVICE=cuda $(PYTEST) -m "not slow" $(DEVICE_TESTS:%=tests/integration/test_%.py) tests/unit/test_replay.py \
-	  tests/unit/test_redo.py $(PYTEST_ARGS)
+	env TIERCKPT_TEST_DEVICE=cuda $(PYTEST) -m "not slow" $(DEVICE_TESTS:%=tests/integration/test_%.py) tests/unit/replay/test_apply.py \
+	  tests/unit/replay/test_redo.py $(PYTEST_ARGS)
 
 check: lint types layers test-all ## what CI runs: lint, types, layers, every test
 

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.compat.worker import launch
 from tests.exact import check_same
 from tests.states import drawn
-from tests.unit.test_replay import IMPLEMENTATIONS, KINDS
+from tests.unit.replay.test_apply import IMPLEMENTATIONS, KINDS
 from tierckpt import Checkpointer, PerRank, RngState, load_model
 from tierckpt.errors import StateMismatchError
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tierckpt
-from tests.unit.test_multi_step import check
+from tests.unit.replay.test_multi_step import check
 from tierckpt import Checkpointer
 from tierckpt.errors import CheckpointError, ConfigError
 from tierckpt.replay import multi_step

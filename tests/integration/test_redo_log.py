@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tierckpt
 from tests.fault.redo_log_job import Deferring
 from tests.integration.test_multi_step_save import Job, check
-from tests.unit.test_redo import OTHER, flipped
+from tests.unit.replay.test_redo import OTHER, flipped
 from tierckpt import Checkpointer
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all, get_client

@@ -1,4 +1,4 @@
-"""Says whether two tensors have the same bits, from 8 bytes of each."""
+"""Compares the bits of tensors by 8 bytes of each."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHUNK_ELEMENTS = 1 << 20
 ROW_ELEMENTS = 1 << 12
 SAMPLES = 64
 SMALL_BYTES, TOGETHER = 1 << 14, 1 << 10
-"""Tensors up to this size are digested together, so many at a time."""
+"""Size of a small tensor, and the number of them that are digested together."""
 JOINED_BYTES = 64 << 20
-"""On an accelerator tensors are joined up to this size: the launch of a kernel takes as long as reading a megabyte."""
+"""Size to which tensors on an accelerator are joined: launching a kernel takes as long as reading a megabyte."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over all elements of (bits of the element) x (2 x its index + 1), modulo 2**64.
 
-    An int64 scalar on the device of ``tensor``, made without waiting for it. Addition of integers has no order, so
-    every device gives the same; a change of one element, or two that change places, gives another.
+    An int64 scalar on the device of ``tensor``, without waiting for it. Addition of integers is associative, so every
+    device returns the same sum. A changed element, or two swapped ones, change it.
     """
     data = tensor.detach()
     if data.is_complex():
@@ -46,7 +46,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(bits: torch.Tensor) -> torch.Tensor:
-    """The same sum in two passes and a few kernels, whatever the size: by rows, and by columns.
+    """Return the same sum with a few kernels for any size: by rows, and by columns.
 
     The weight of an element, 2 (row x ROW_ELEMENTS + column) + 1, is one of its row plus one of its column.
     """
@@ -66,21 +66,21 @@ def _by_rows(bits: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """The odd numbers: few kernels matter, where a state has hundreds of tensors."""
+    """Return the odd numbers. Cached, as a state has hundreds of tensors."""
     return torch.arange(1, 2 * CHUNK_ELEMENTS, 2, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Of the bits of a tensor. XXH3 in host memory (10 GB/s here, against 0.3 of ``checksum``), else ``checksum``.
+    """Fingerprint of a tensor: XXH3 in host memory (10 GB/s, ``checksum`` 0.3), else ``checksum``.
 
-    ``sample`` has some of the elements, to tell what was rounded otherwise from what is another tensor.
+    ``sample`` has some of the elements, to tell other rounding from another tensor.
     """
 
     value: int | torch.Tensor
     sample: torch.Tensor
     is_sum: bool
-    """It is a ``checksum``."""
+    """``value`` is a ``checksum``."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Fingerprint:
@@ -88,11 +88,11 @@ class Fingerprint:
         return cls(checksum(tensor) if is_sum else _hash(tensor), sample_of(tensor).clone(), is_sum)
 
     def fits(self, copy: torch.Tensor) -> bool:
-        """True when ``copy`` has the same bits. Waits for the device of the first."""
+        """Return True if ``copy`` has the same bits. Waits for the device."""
         return self.number == (int(checksum(copy).item()) if self.is_sum else _hash(copy))
 
     def on_host(self) -> Fingerprint:
-        """The same, no part of it on a device. Waits for that."""
+        """Return the fingerprint in host memory. Waits for the device."""
         return Fingerprint(self.number, self.sample.cpu(), self.is_sum)
 
     @property
@@ -101,16 +101,16 @@ class Fingerprint:
 
 
 Marks = list[int | torch.Tensor]
-"""Digests of some tensors: a tensor where the number is still to come from a device."""
+"""Digests of tensors: numbers, or scalars on a device."""
 
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
-    """Return the marks of ``tensors`` as they are now. Waits for no device. Cost: one pass over them."""
+    """Return the marks of ``tensors`` without waiting for a device. Cost: one pass over them."""
     return begin_marks(tensors)()
 
 
 def begin_marks(tensors: Iterable[torch.Tensor]) -> Callable[[], Marks]:
-    """Digest the tensors on a device as they are now, in stream order. Return a function for those in host memory.
+    """Digest the tensors on a device in stream order. Return a function for those in host memory.
 
     That function returns the marks of all ``tensors``, and may run on another thread while nothing writes to them.
     Small tensors are digested together: each call into torch costs more than their bytes do.
@@ -123,7 +123,7 @@ def begin_marks(tensors: Iterable[torch.Tensor]) -> Callable[[], Marks]:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield large tensors as they are, then small ones of a kind as one."""
+    """Yield large tensors, then small ones of equal device and dtype joined."""
     small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in tensors:
         if one.nbytes > (SMALL_BYTES if one.is_cpu else JOINED_BYTES):

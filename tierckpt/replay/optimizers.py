@@ -1,4 +1,4 @@
-"""Which optimizers can be replayed, and what one is made of.
+"""Optimizers that can be replayed: their parameters, state and layout.
 
 Invariant:
     R1  An optimizer is replayable when its step computes each element of a parameter and of its state from that
@@ -51,10 +51,10 @@ class Parameter:
     """A parameter of an optimizer."""
 
     key: str
-    """Of its group, and in it, from 0: "group.index"."""
+    """"group.index", both from 0."""
     tensor: torch.Tensor
     name: str
-    """For people: the name that the optimizer was given with it, or the key."""
+    """For messages: the name in the optimizer's group, or the key."""
 
 
 def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
@@ -63,7 +63,7 @@ def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
 
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the class of ``torch.optim`` whose step ``kind`` makes; one that can be replayed."""
+    """Return the replayable class of ``torch.optim`` that ``kind`` derives from."""
     return next(known for known in kind.__mro__ if known in ELEMENTWISE)
 
 
@@ -75,7 +75,7 @@ def check_replayable(optimizer: torch.optim.Optimizer) -> None:
         why = _WHY_NOT.get(kind.__name__, "its step is not known here")
         raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
     base = base_of(kind)
-    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps that of each class it makes one of
+    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps it for each class
         raise ConfigError(
             f"steps of {kind.__name__} cannot be replayed: it replaces the step of {base.__name__}", hint=hint
         )
@@ -91,7 +91,7 @@ def check_replayable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
-    """Return the parameters of ``optimizer`` in its own order. Cost: a look at each, as long as they are the same."""
+    """Return the parameters of ``optimizer`` in its own order. Cached; cost: one comparison for each."""
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
     sizes, known, parameters = _known.get(optimizer, ((), (), ()))
@@ -112,8 +112,8 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
 def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What moves when something writes to a parameter or its state, or puts another tensor there. A write through
-    ``.data`` or by a fused step moves nothing."""
+    """Return values that change with a write to a parameter or its state, or with another tensor in its place. Misses
+    writes through ``.data`` and by a fused step."""
     tensors = [one.tensor for one in parameters_of(optimizer)]
     shards = [torch_internals.local_tensor_of(one) if isinstance(one, DTensor) else one for one in tensors]
     version_of = torch_internals.version_of
@@ -128,12 +128,12 @@ def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the values of the optimizer's state of all parameters. While they are held no other has their ``id``."""
+    """Return the values of the optimizer's state. While the caller holds them, no other object has their ``id``."""
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield what a step changes: this rank's shard of each parameter, and of its state by name."""
+    """Yield the tensors that a step changes: this rank's shard of each parameter, and of its state by name."""
     for one in parameters_of(optimizer):
         yield from with_state(local(one.tensor.detach()), optimizer.state.get(one.tensor) or {})
 
@@ -147,12 +147,12 @@ def with_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> Iterator[to
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, and any other tensor as it is. Shares memory."""
+    """Return this rank's shard of a DTensor; other tensors unchanged. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded(value: Any, like: torch.Tensor) -> Any:
-    """As an optimizer makes its state: of the placement of the parameter ``like``, where it has its shape."""
+    """Return ``value`` with the placement of the parameter ``like`` if it has the shape of its shard."""
     if not (isinstance(value, torch.Tensor) and isinstance(like, DTensor)) or value.shape != local(like).shape:
         return value
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
@@ -172,7 +172,7 @@ def implementation_of(group: Mapping[str, Any]) -> str:
 
 
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of class, groups, and of each parameter's shape and type: what a log and a state must share."""
+    """Return a digest of class, groups, shapes and dtypes, which must be equal for a log to fit an optimizer."""
     described = [
         type(optimizer).__name__,
         *([p.key, str(local(p.tensor).dtype), list(local(p.tensor).shape)] for p in parameters_of(optimizer)),

@@ -1,14 +1,14 @@
-"""What belongs to a training step and is no optimizer's, as bytes and back: beside the gradients of a step in a log.
+"""Encodes the state of a training step outside of its optimizers, for a gradient log.
 
-    8 bytes size of the JSON, little endian; JSON; the tensors, one behind the other
+    8 bytes size of the JSON, little endian; JSON; the bytes of the tensors
 
-The JSON has the structure of the values (``structure``), so no code runs from it (P9), and of each tensor its type, its
-size, and the shape of this rank's part. The values are
+The JSON has the structure of the values (``structure``), so it runs no code (P9), and the dtype, size and local shape
+of each tensor. The values are
 
     values     entries of the state that are neither modules nor optimizers
-    groups     of each optimizer, the options of its groups: a schedule may have changed them since the step
-    tensors    of each module, what no optimizer of the state steps: its buffers, and other parameters that changed
-    extra      of each module, the extra state of its submodules
+    groups     options of the groups of each optimizer, which a schedule may change after the step
+    tensors    buffers of each module, and parameters that no optimizer of the state steps, if they changed
+    extra      extra state of the submodules of each module
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .structure_types import CONSTANTS, bad
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"
 Place = tuple[str, str]
-"""A tensor of a module: the name of the module in the state, and its own."""
+"""A tensor of a module: the name of the module in the state, and of the tensor in it."""
 NONE_SENT: Mapping[Place, int | torch.Tensor] = MappingProxyType({})
 UNTRACED = (
     "{}, which no optimizer of the state steps, was changed in a way that version counters do not show (.data, numpy, "
@@ -45,38 +45,38 @@ UNTRACED = (
 
 
 class Attachments:
-    """Encodes what belongs to each step of ``state``. Of tensors in modules, only what has changed since the last one.
+    """Encodes the attachment of each step of ``state``, with the tensors of modules that changed since the last one.
 
-    Buffers are compared by their bits: kernels write to them and leave no trace (``batch_norm``). Of parameters that no
-    optimizer steps a write is seen by their version, and in host memory by some of their elements, since averages of
-    weights are often written through ``.data``. The digest thread compares all bits of the others: one that has changed
-    all the same is named by ``check``, and is in each attachment from then on.
+    Buffers are compared by their bits, as kernels write to them without a trace (``batch_norm``). Parameters that no
+    optimizer steps are compared by version counters, and in host memory by a sample of elements, as averages of weights
+    are often written through ``.data``. The digest thread compares all bits of unchanged ones: ``check`` reports a
+    difference, and later attachments always have that parameter.
 
     Args:
-        untraced: names of such parameters; the next log is given the same set.
+        untraced: these parameters; shared with the next log.
 
-    Cost: state_dict() of what is neither module nor optimizer; one pass over the buffers, which waits for their device;
-        one pass over other parameters, on the digest thread.
+    Cost: state_dict() of entries that are neither module nor optimizer; one pass over the buffers, which waits for
+        their device; one pass over other parameters, on the digest thread.
     """
 
     def __init__(self, state: Mapping[str, Any], untraced: set[Place]) -> None:
         self._seen: dict[Place, Any] = {}
         self._untraced = untraced
         self._marks: dict[Place, int] = {}
-        """Of parameters, at the newest step. Of the digest thread."""
+        """Marks of parameters at the newest step. Used by the digest thread."""
         for name, key, tensor in _tensors_of(state):
             self._seen[name, key] = _mark(tensor)
         self._places = self._seen.keys() | set[Place]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint has the state of now: what differs from the last step here is in the next one in any case."""
+        """A checkpoint has the current state: the next attachment has all changes since the last step."""
         for name, key, tensor in _tensors_of(state):
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
 
     def check(self, state: Mapping[str, Any], sent: Mapping[Place, int | torch.Tensor] = NONE_SENT) -> Check:
-        """Return what compares the parameters of now with those of the newest step. ``sent``: marks of those that the
-        attachment has."""
+        """Return a check that compares the parameters with those of the newest step. ``sent``: marks of parameters in
+        the attachment."""
         marks: dict[Place, Any] = dict(sent)
         for name, key, tensor in _parameters_of(state):
             if (name, key) not in marks:
@@ -98,8 +98,8 @@ class Attachments:
         return read
 
     def encode(self, state: Mapping[str, Any]) -> tuple[bytes, Check]:
-        """Return the attachment of a step, and its ``check``. Raises StateMismatchError naming what a restore could not
-        give back."""
+        """Return the attachment of a step, and its ``check``. Raises StateMismatchError for values that a restore
+        cannot return."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         sent, places = dict[Place, int | torch.Tensor](), set[Place]()
@@ -131,10 +131,10 @@ class Attachments:
 
 
 class Attached:
-    """Puts attachments back into ``state``: tensors of modules as they come, all else with ``finish``, the newest.
+    """Restores attachments to ``state``: tensors of modules in order, the rest of the newest one in ``finish``.
 
     Raises:
-        UnsafeCheckpointError: the bytes are none of ours.
+        UnsafeCheckpointError: the bytes are not an attachment.
         StateMismatchError: they do not fit the state.
     """
 
@@ -145,7 +145,7 @@ class Attached:
         self._marks: dict[Place, int] = {}
 
     def take(self, attachment: bytes) -> int:
-        """Put back the tensors of one step. In order. Returns the digest that its ``Attachments.check`` had."""
+        """Restore the tensors of one step. Returns the digest of its ``Attachments.check``."""
         if not self._marks:
             self._mark({(name, key) for name, key, _ in _parameters_of(self._state)})
         self._newest = _decode(attachment, self._state)
@@ -163,7 +163,7 @@ class Attached:
             [self._marks[place]] = numbers_of(marks_of([local(self._live[place].detach())])) or [0]
 
     def finish(self) -> None:
-        """Put back all else, of the step that was taken last."""
+        """Restore everything else of the newest step."""
         if self._newest is None:
             return
         for name, groups in self._newest["groups"].items():
@@ -206,7 +206,7 @@ def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _live(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands where the values go, which says where their tensors belong."""
+    """Return the live values, whose tensors define device and placement."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, key, tensor in _tensors_of(state):
         tensors.setdefault(name, {})[key] = tensor
@@ -215,7 +215,7 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner(module: torch.nn.Module) -> torch.nn.Module:
-    """The module in DDP, by whose names checkpoints go too: so the wrapper may come and go."""
+    """Return the module in DDP: checkpoints have its names, with or without the wrapper."""
     return inner(module.module) if isinstance(module, DistributedDataParallel) else module
 
 
@@ -248,7 +248,7 @@ def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Of each module, what a checkpoint has of it and no optimizer of the state steps."""
+    """Yield the tensors of each module that are saved, and that no optimizer of the state steps."""
     stepped = {id(one.tensor) for optimizer in optimizers_in(state).values() for one in parameters_of(optimizer)}
     for name, module in _modules(state):
         for path, one in module.named_modules():
@@ -284,7 +284,7 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with its dimensions in the order of memory: elements of it are then had without a copy."""
+    """Return ``tensor`` with its dimensions in memory order, so that sampling needs no copy."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))

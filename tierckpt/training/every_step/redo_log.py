@@ -1,14 +1,14 @@
-"""A window of a multi-step save as a redo log on the tiers, and the checkpoint that it becomes.
+"""Saves a window of a multi-step save as a redo log, and makes a checkpoint of it.
 
-    <run>/.tierckpt-windows/step-N     committed, drained, verified and removed as any checkpoint is
-        __tierckpt_window__            parts at their versions, gradients; for each rank a recipe in JSON, as bytes
-        all else                       what is no optimizer's, of step N, under the names that it has in a checkpoint
+    <run>/.tierckpt-windows/step-N     committed, drained, verified and removed like a checkpoint
+        __tierckpt_window__            parts at their versions, gradients; a recipe in JSON, as bytes, for each rank
+        everything else                the rest of the state at step N, under its names in a checkpoint
 
 Invariants:
-    R1  Until it is folded no reader takes it for a checkpoint of step N: ``<run>/step-N`` does not exist.
-    R2  Folding reads, replays and compares before it writes anything; and writes as every save does: a kill at any
-        instruction leaves the redo log as it was, and the checkpoint whole or not there.
-    R3  A rank folds what that rank has saved. With other ranks, groups or shards it is refused, on all of them.
+    R1  No reader takes a redo log for a checkpoint of step N: ``<run>/step-N`` does not exist before it is folded.
+    R2  Folding reads, replays and compares before it writes, and writes like every save: a crash leaves the redo log
+        unchanged, and the checkpoint whole or absent.
+    R3  Each rank folds its own part. Other ranks, groups or shards are refused, on all ranks.
 
 Source: docs/adr/0015-redo-log.md.
 """
@@ -55,10 +55,10 @@ def is_window(location: Location) -> bool:
 
 
 def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]:
-    """Return what is saved of a window, and what its manifest says.
+    """Return the state to save for a window, and the notes of its manifest.
 
     Args:
-        tree: the state that was collected, with gaps for tensors of these optimizers: (number of optimizer, key, name).
+        tree: the state, with gaps for the optimizers' tensors: (number of optimizer, key, name).
     """
     found = list(gaps(tree))
     names: dict[int, dict[str, str]] = {number: {} for number in redos}
@@ -70,7 +70,7 @@ def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]
     tensors: dict[str, torch.Tensor] = {}
     recipes = []
     for number, redo in redos.items():
-        for key, _ in redo.devices:  # one that the state has nothing of, and its steps need it
+        for key, _ in redo.devices:  # parameters outside of the state
             names[number].setdefault(key, f"{rank_key()}/{number}/{key}")
         packed, recipe = pack(redo, names[number])
         tensors |= packed
@@ -93,10 +93,10 @@ def _notes(redos: Sequence[Redo], what: str, accepted: str, steps: int = 0) -> N
 
 
 def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: str, steps: int) -> Notes:
-    """Return what a manifest says of a state whose steps were made again, ``steps`` of them.
+    """Return the notes of a manifest about a replay of ``steps`` steps.
 
     Args:
-        accepted: what was not as in training, so that last bits may differ. '' for bit for bit.
+        accepted: accepted differences to training; '' for bit-for-bit equality.
     """
     notes: Notes = {
         "replay": what,
@@ -114,15 +114,14 @@ def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: 
 
 
 def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> tuple[dict[str, Any], Notes]:
-    """Return the state that the redo log of ``reader`` becomes, to be saved, and what its manifest says.
+    """Return the state of the redo log of ``reader`` at its last step, to be saved, and the notes of its manifest.
 
-    Reads what this rank has saved and all that is no optimizer's; ``state`` says what the optimizers are, and where
-    shards belong. Nothing in it is changed.
+    ``state`` has the optimizers, and the placement of shards. It is not changed.
 
     Raises:
         StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another build, device
             or implementation.
-        IntegrityError: it is damaged, or something beside the optimizer changed parameters while it was being copied.
+        IntegrityError: the log is damaged, or parameters were changed outside of the optimizer during the window.
     Memory of the host: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
     """
     metadata = reader.read_metadata()
@@ -155,9 +154,9 @@ def make_checkpoint(
     exact: Exact,
     write: Callable[[SaveRecord, Mapping[str, Any], dict[str, Any]], Future[None]],
 ) -> str:
-    """Fold the redo log of ``reader`` and save what it becomes. Returns the URI of that checkpoint. Collective.
+    """Fold the redo log of ``reader``, and save the result. Returns the URI of that checkpoint. Collective.
 
-    Raises what ``fold`` raises, on all ranks, and what ``write`` and the save raise.
+    Raises as ``fold``, on all ranks, and as ``write`` and the save.
     """
     window = parse_uri(reader.path)
     try:
@@ -165,7 +164,7 @@ def make_checkpoint(
         base = str(reader.notes().get(BASE_NOTE, ""))
         notes |= {name: note for name, note in reader.notes().items() if name in {NOTE, retention.NOTE}}
     finally:
-        reader.reset()  # retention removes no log that a reader holds
+        reader.reset()  # releases its lease: until here retention keeps the log
     uri = window.parent.parent.child(window.name).uri
     record = SaveRecord(step_of(window.name) or 0, uri, notes=notes, base=base)
     write(record, state, collected).result()
@@ -207,7 +206,7 @@ def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path:
 
 
 def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What this rank reads: its own tensors of the window, and the rest as ``state`` has it."""
+    """Return the targets of this rank's read: its own tensors of the window, and the rest as in ``state``."""
     mine: set[str] = set()
     for _, one in recipe["optimizers"]:
         mine |= {f"{TENSORS}{stored}" for _, _, stored, _ in one["tensors"]}
@@ -234,7 +233,7 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
 
 
 def _as_live(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """State of a sharded parameter is sharded as it, but for scalars: the number of steps."""
+    """Return ``tensor`` with the sharding of ``parameter``, unless it has another shape (the number of steps)."""
     is_shard = isinstance(parameter, DTensor) and tensor.shape == parameter.to_local().shape
     return like(parameter, tensor) if is_shard else tensor
 

@@ -1,30 +1,27 @@
-"""The gradient log of a Checkpointer: each step between two checkpoints, recoverable (``replay.log``).
+"""The gradient log of a Checkpointer: makes each step between two checkpoints recoverable (``replay.log``).
 
-    <run>/.tierckpt-gradients/rank-N/    on the local tier, and of its bytes; one log for each rank. The agents of other
-                                         nodes copy it (``replication.log_copies``), and nobody waits for them
+    <run>/.tierckpt-gradients/rank-N/    the log of a rank, on the local tier and within its quota. Agents of other
+                                         nodes copy it in the background (``replication.log_copies``)
 
 Invariants:
-    G1  A step that is durable on every rank is not lost. A checkpoint is a place in the log, noted when its state is
-        taken, with a multi-step save at the last step of its window: frames follow it whether it is committed or not,
-        and until it is, the one before leads to all of them.
-        Segments go when the two newest committed checkpoints need them no more.
-    G2  All ranks go to the same step, of the same history. A segment names the job that wrote it, by another name
-        behind each restore, and its branch (checkpoint/branches.py); ranks compare what they have from the checkpoint
-        on, job by job, and stop where they differ, or where the run has gone back to an older step since. A rank that
-        falls short of that step (damage, other parameters than training had) takes all back to the checkpoint, and
-        from there to the step that it reaches.
-    G3  Of a step everything is given back, or nothing: parameters and optimizer state by replay, the rest as the step
-        left it (``codec.attachment``).
-    G5  Another writer of the run (a second Checkpointer, ``dcp.save``, ``adopt``) hides no step: where the newest
-        checkpoint is none that the log leads on from, and older than the log's end, the log counts from its own base.
-        Retention keeps that (``checkpoint/prune``).
-    G4  What a restore of a certain step gave up goes with the first frame behind it. Copies on other nodes go when
-        these hear of that; one that does not, and outlives all others, leads on from the checkpoint that was gone back
-        to, and from none that is saved afterwards: so the first step saves.
-    G6  A log that has ended, unless its disk is to blame, is followed by a checkpoint of the next step, which begins
-        another. Where logs end as soon as they begin (a loop that edits weights in each step), after 2, 4, 8, ...
-        steps. With several ranks by the next checkpoint of the interval: a save is collective, and only one rank may
-        know.
+    G1  A step that is durable on every rank is not lost. A checkpoint becomes a base of the log when its state is
+        taken (in a multi-step save at the last step of the window), committed or not: until it is committed, the base
+        before leads to the same frames. Segments are removed when the two newest committed checkpoints do not need
+        them.
+    G2  All ranks restore the same step of the same history. A segment has the name of its job, new after each restore,
+        and its branch (checkpoint/branches.py). Ranks compare their segments after the checkpoint, and stop at a
+        difference, or where the run went back to an older step since. If a rank fails to reach the agreed step
+        (damage, other parameters than in training), all restore the checkpoint, and go to the step it reached.
+    G3  A step is restored completely or not at all: parameters and optimizer state by replay, the rest from the
+        attachment (``codec.attachment``).
+    G4  Steps given up by a restore of a certain step are removed with the next frame. A copy on another node that
+        survives belongs to the checkpoint that was restored, and to no later one: so the first step saves.
+    G5  Other writers of the run (a second Checkpointer, ``dcp.save``, ``adopt``) hide no step: if the newest checkpoint
+        is not a base of the log, and older than its end, the log is applied to its own base, which retention keeps
+        (``checkpoint/prune``).
+    G6  After a log has ended, unless because of its disk, the next step is saved, and begins another log; if logs end
+        as soon as they begin (a loop that edits weights in each step), after 2, 4, 8, ... steps. With several ranks the
+        next checkpoint of the interval does: a save is collective, and only one rank may know.
 """
 
 from __future__ import annotations
@@ -66,16 +63,16 @@ from ..saves import Notes, SaveRecord
 log = logger("checkpointer")
 
 BASES_KEPT = 2
-"""Checkpoints that lead to the newest step: should the newest be damaged, the one before does."""
+"""Bases kept: if the newest checkpoint is damaged, the one before leads to the newest step too."""
 PATIENCE_STEPS_MAX = 64
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
 Span = tuple[str, int, int]
-"""What a segment holds: the job that wrote it, the step that it begins after, its last step."""
+"""Of a segment: the job that wrote it, the step before its first frame, its last step."""
 
 
 def parse(asked: bool | str) -> tuple[int, float] | None:
-    """Return how many steps, or seconds, are made durable together; None when nothing is logged. Raises ConfigError."""
+    """Return the steps, or seconds, per fdatasync; None for no log. Raises ConfigError."""
     if isinstance(asked, bool):
         return (1, 0.0) if asked else None
     match = _ASKED.fullmatch(asked) if isinstance(asked, str) else None
@@ -88,18 +85,18 @@ def parse(asked: bool | str) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """What a rank has behind a checkpoint."""
+    """The log of a rank after a checkpoint."""
 
     spans: Sequence[Span] = ()
     ended: str = ""
 
     def last(self, step: int) -> int:
-        """The newest step; ``step``, that of the checkpoint, where there is none."""
+        """Return the newest step; ``step``, of the checkpoint, for none."""
         return self.spans[-1][2] if self.spans else step
 
 
 def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
-    """Return the newest step that all ranks have in one history, None for none (G2)."""
+    """Return the newest step that all ranks have in one history; None for none (G2)."""
     newest = None
     for spans in zip(*chains, strict=False):
         if len({(job, begin) for job, begin, _ in spans}) > 1:
@@ -111,14 +108,14 @@ def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
 
 
 class StepLog:
-    """Logs the steps of one rank, and goes through them on a restore. Without ``asked`` it does nothing.
+    """Logs the steps of one rank, and applies them on a restore. Does nothing without ``asked``.
 
     Args:
         asked: as ``Checkpointer(gradient_log=...)``.
-        job: the same on all ranks, and of no other job.
+        job: a unique name, the same on all ranks.
 
     Raises:
-        ConfigError: ``asked`` says nothing that can be done.
+        ConfigError: ``asked`` is invalid.
     """
 
     def __init__(self, asked: bool | str, location: Location, settings: Settings, job: str) -> None:
@@ -140,23 +137,23 @@ class StepLog:
         self._branch: Branch | None = None
         self._based_at, self._patience, self._has_ended = 0, 1, False
         self._has_base = self.has_gone_back = False
-        """True from when a restore went back until the next save. What is logged before that is committed could not be
-        restored: a restart would take what was given up (branches.py, B1)."""
+        """``has_gone_back``: from the restore of an older step until the next save. Frames logged before that is
+        committed are not restored: a restart would take the steps that were given up (branches.py, B1)."""
         self._beside = -1
-        """The newest checkpoint, where that is none of the log's; -1 where it is."""
+        """The newest checkpoint, if another writer saved it; else -1."""
 
     @functools.cached_property
     def link(self) -> Link:
-        """What copies gradients, and parts of windows."""
+        """The link that copies gradients, and parts of windows."""
         return Link()
 
     def new_base(self) -> str:
-        """Return what the log is to call the checkpoint of now; '' without a log. On all ranks together."""
+        """Return a new name for the checkpoint of the current state; '' without a log. Collective."""
         self._named += 1
         return f"{self._owner['job']}-{self._named}" if self.is_on else ""
 
     def notes(self, record: SaveRecord, branch: Branch, *, is_of_now: bool) -> Notes:
-        """Return what the manifest of ``record`` says. ``is_of_now``: its state is that of now."""
+        """Return the notes for the manifest of ``record``. ``is_of_now``: it has the current state."""
         self._owner[NOTE] = branch.encode()
         if is_of_now:
             record.base = self.new_base()
@@ -164,13 +161,12 @@ class StepLog:
 
     @property
     def needs_base(self) -> bool:
-        """True until a first checkpoint: nothing can be logged before. And from when a restore went back until the next
-        one: a copy of what was given up, on a node that was cut off, leads on from none of a new name (G4). And, in a
-        job of one rank, when the log has ended (G6). The same on all ranks."""
+        """True if the next step must be saved, the same on all ranks: before the first checkpoint, as a log needs a
+        base; after the restore of an older step (G4); and, in a job of one rank, after the end of a log (G6)."""
         return self.is_on and (not self._has_base or self.has_gone_back or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
-        """Log ``step``, once all that belongs to it is done. What cannot be logged ends the log.
+        """Log ``step``, at its end. Anything that cannot be logged ends the log.
 
         Raises:
             ConfigError: before the first checkpoint: the state has an optimizer that cannot be replayed, or none.
@@ -188,7 +184,7 @@ class StepLog:
         self._has_ended = not is_distributed() and self._log.needs_base and self._is_patient(step)
 
     def _is_patient(self, step: int) -> bool:
-        """True when a checkpoint is to be made for another log: at once, unless logs end as soon as they begin."""
+        """True when another log should begin: at once, unless logs end as soon as they begin (G6)."""
         steps = step - self._based_at
         if steps < self._patience:
             return False
@@ -196,7 +192,7 @@ class StepLog:
         return True
 
     def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:
-        """The state of now, that of ``step``, is on its way to a checkpoint, which is called ``base``; or it failed."""
+        """Make the current state, after ``step``, a base of the log: the checkpoint ``base``, unless that failed."""
         if not self.is_on or failure is not None:
             return
         self._has_base, self.has_gone_back, self._has_ended = True, False, False
@@ -209,7 +205,7 @@ class StepLog:
             self._log.begin(base, step=step)
 
     def committed(self, step: int, size_bytes: int) -> None:
-        """The checkpoint of ``step``, of ``size_bytes`` on all nodes, is on the local tier. Any thread."""
+        """Remove segments, as the checkpoint of ``step`` (``size_bytes`` on all nodes) is committed. Any thread."""
         if not self.is_on:
             return
         self._checkpoint_bytes = int(size_bytes * self._share)
@@ -222,8 +218,8 @@ class StepLog:
     def base_of_newest(
         self, state: Mapping[str, Any], newest_base: Callable[[], tuple[int, Branch | None, str, int] | None]
     ) -> int | None:
-        """Return the step of the checkpoint to restore where that is not the newest: another writer has saved that,
-        and the log leads further, from this one (G5). On all ranks together."""
+        """Return the step of the log's base, if another writer saved the newest checkpoint and the log leads further
+        (G5); else None. Collective."""
         self._beside = -1
         if not self.is_on or (found := newest_base()) is None:
             return None
@@ -248,13 +244,14 @@ class StepLog:
         branch: Branch,
         is_newest: bool,
     ) -> tuple[int, int]:
-        """Bring ``state``, which is that of the checkpoint ``base``, to the newest step that all ranks have, and go on
-        logging there. Returns that step, and how many steps were made again. On all ranks together.
+        """Bring ``state``, of the checkpoint ``base``, to the newest step that all ranks have, and continue the log.
+
+        Returns that step, and the number of steps applied. Collective.
 
         Args:
-            restore: restores the checkpoint of a step, the newest for None, and says which.
+            restore: restores the checkpoint of a step, the newest for None, and returns its URI and base.
             branch: the branch that this process continues, or begins.
-            is_newest: False: this very checkpoint is wanted. What the log has behind it is given up.
+            is_newest: False: restore this checkpoint, and give up the steps after it.
 
         Raises:
             ConfigError: the state has an optimizer that cannot be replayed, or none.
@@ -263,7 +260,7 @@ class StepLog:
             return step, 0
         self._branch = branch
         self._owner[NOTE] = branch.encode()
-        self._owner["job"] = self.new_base()  # what was logged in this life behind ``step`` is another history (G2)
+        self._owner["job"] = self.new_base()  # frames of this process after ``step`` are another history (G2)
         with self._ends_at(step):
             self._log_of(state)
         self._has_base = True
@@ -271,7 +268,7 @@ class StepLog:
         found = Recovered(-1, 0)
         if is_newest:
             found = self._newest_of_all(base, step, state, functools.partial(restore, step))
-            if (found.step if found.steps else step) < self._beside:  # it is damaged where it led further
+            if (found.step if found.steps else step) < self._beside:  # the log is damaged
                 try:
                     newest = restore(None)
                     if newest is not None and (at := step_of(newest[0])) is not None:
@@ -310,7 +307,7 @@ class StepLog:
         return found
 
     def close(self) -> None:
-        """Make durable what was logged, and log no more."""
+        """Make all steps durable, and end the log."""
         self._end_log()
         if "link" in vars(self):
             self.link.close()
@@ -322,7 +319,7 @@ class StepLog:
 
     @contextlib.contextmanager
     def _ends_at(self, step: int) -> Iterator[None]:
-        """Have no log until the next checkpoint where the system gives none its thread, memory or files."""
+        """End the log until the next checkpoint if the system is out of threads, memory or files."""
         try:
             yield
         except (CapacityError, MemoryError, OSError) as error:
@@ -352,7 +349,7 @@ class StepLog:
         return self._log
 
     def _reserve(self, size_bytes: int) -> None:
-        """Leave room for the next checkpoint, which makes the log shorter (P7)."""
+        """Leave room for the next checkpoint, after which segments are removed (P7)."""
         needed = size_bytes + self._checkpoint_bytes
         if room_bytes(self._settings) < needed and not has_room(self._settings, needed, self._directory):
             raise CapacityError(
@@ -361,8 +358,8 @@ class StepLog:
             )
 
     def _longest_chain(self, base: str, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
-        """What this rank has behind ``base``, the checkpoint of ``step``. Where a copy of its log, here or on another
-        node, leads further than its own, it is its own from now on."""
+        """Return the log of this rank after ``base``, the checkpoint of ``step``. Replaces it by a copy, here or on
+        another node, that leads further."""
         own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
         try:
             if client.mover.cluster is not None:
@@ -399,7 +396,7 @@ class StepLog:
                 spans.append((owner["job"], segment.step, place.number))
         except (TierckptError, OSError) as error:
             return _Chain(spans, str(error))
-        except (KeyError, TypeError) as error:  # other nodes give what they like
+        except (KeyError, TypeError) as error:  # a copy from another node may have any fields
             return _Chain(spans, f"a header is none that tierckpt writes: {error!r}")
         return _Chain(spans)
 
@@ -408,7 +405,7 @@ class StepLog:
         try:
             found = roll_forward(optimizers_in(state), self._directory, base, last_step=last, attached=attached.take)
             attached.finish()
-        except Exception as error:  # the ranks go back together
+        except Exception as error:  # all ranks restore the checkpoint again
             verified = error.context.get("verified_step", -1) if isinstance(error, IntegrityError) else -1
             return Recovered(verified, 0, ended=f"{type(error).__name__}: {error}")
         return found

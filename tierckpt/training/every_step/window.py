@@ -1,16 +1,16 @@
-"""The multi-step save of a Checkpointer: a window of K steps, and one checkpoint of the last of them.
+"""The multi-step save of a Checkpointer: a window of K steps, saved as a checkpoint of the last step.
 
     save(n), or a step that is due    ranks agree on K; the copy of the first part begins
-    step(n+1) ... step(n+K-2)         the next part; gradients of those before follow
-    step(n+K-1)                       the last part begins; all that is no optimizer's is copied now
-    a step after that                 every rank has its parts at that version: the save path writes them as step n+K-1;
-                                      on an accelerator it writes the parts and what makes them that (``redo_log``)
+    step(n+1) ... step(n+K-2)         the next part; gradients of earlier parts follow
+    step(n+K-1)                       the last part begins; the rest of the state is copied
+    a later step                      all ranks have their parts: the save path writes them as step n+K-1, or, for
+                                      an accelerator, as a redo log (``redo_log``)
 
 Invariants:
-    M1  A checkpoint is of one step on all ranks. They agree at the last step of the window, and at each step until its
-        parts are whole; when one rank has given up, all save what they have at that step, copied whole.
-    M2  Nothing that ``save`` was asked for is lost by a loop that ends: the end of a window before its last step is a
-        whole copy of the state of now.
+    M1  A checkpoint has one step on all ranks. They exchange their outcomes at the last step of the window, and at each
+        step until all parts are whole. If a rank fails, all save a whole copy of that step.
+    M2  A loop that ends early loses no save: a window that ends before its last step saves a whole copy of the current
+        state.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact
 
 
 class MultiStepSave(Future[None]):
-    """Done when the checkpoint is committed on the local tier. ``record`` names it: its step, its URI, how it went.
+    """Done when the checkpoint is committed on the local tier. ``record`` has its step, URI and statistics.
 
-    What is whole is written by the next ``step`` or ``wait``; in a job of one rank by ``result`` too, on the thread
-    that trains, which ends a window whose steps are not made. With several it raises CheckpointError there: call
-    ``wait("local")`` before, on all of them.
+    The next ``step`` or ``wait`` writes a complete window. In a job of one rank ``result`` on the training thread does
+    too, and ends an incomplete window. With several ranks it raises CheckpointError: call ``wait("local")`` before, on
+    all ranks.
     """
 
     def __init__(self, record: SaveRecord, write: Callable[[MultiStepSave], None]) -> None:
         super().__init__()
         self.record = record
         self._write, self._thread = write, threading.get_ident()
-        self.set_running_or_notify_cancel()  # a save cannot be taken back: other ranks copy too
+        self.set_running_or_notify_cancel()  # a save cannot be cancelled: other ranks copy too
 
     def result(self, timeout: float | None = None) -> None:
         self._look(timeout)
@@ -89,7 +89,7 @@ class MultiStepSave(Future[None]):
 
 
 class Write(Protocol):
-    """Saves ``state`` as an ordinary checkpoint: ``collected``, if that is given, which belongs to nobody else."""
+    """Saves ``state`` as an ordinary checkpoint: ``collected`` if given, which the save then owns."""
 
     def __call__(
         self, record: SaveRecord, state: State, collected: dict[str, Any] | None, *, is_asked: bool
@@ -105,7 +105,7 @@ class _Window:
     state: State
     made: int = 0
     updates: list[int] = field(default_factory=list)
-    """Steps that each optimizer had made when ``step`` had ended."""
+    """Steps of each optimizer at the end of ``step``."""
     copies: list[Future[Snapshot]] = field(default_factory=list)
     rest: list[Future[None]] = field(default_factory=list)
     tree: Any = None
@@ -113,7 +113,7 @@ class _Window:
 
     @property
     def work(self) -> list[Future[Any]]:
-        """What is under way beside training."""
+        """Background work of this window."""
         return [*self.copies, *self.rest]
 
     @property
@@ -156,12 +156,12 @@ class SaveWindow:
 
     @property
     def is_open(self) -> bool:
-        """True until what ``open`` began is being written."""
+        """True from ``open`` until the window is being written."""
         return self._window is not None
 
     @property
     def is_moving(self) -> bool:
-        """True while steps of the window are left: no other can begin."""
+        """True before the last step of the window: no other can begin."""
         return self._window is not None and not self._window.is_sealed
 
     def open(self, step: int, state: State, *, is_asked: bool) -> Future[None]:
@@ -190,7 +190,7 @@ class SaveWindow:
         return window.handle
 
     def end_of_step(self, step: int, state: State) -> None:
-        """Copy the next part; with the last one, all that is no optimizer's; and write what is whole on all ranks."""
+        """Copy the next part, with the last one the rest of the state; write the window if all ranks have it whole."""
         window = self._window
         if window is None:
             return
@@ -204,8 +204,7 @@ class SaveWindow:
         window.step, window.state, window.updates = step, state, [one.steps for one in self._stagers]
 
     def conclude(self, reason: str = "the loop ended before the last step of its window") -> None:
-        """End the window now (M2). Waits for parts that are all copied, as long as they get on; does nothing when no
-        window is open."""
+        """End the window now (M2). After its last step, waits for its parts while they make progress."""
         window = self._window
         if window is None:
             return
@@ -224,7 +223,7 @@ class SaveWindow:
             self._copy_whole(window, reason)
 
     def _conclude_for(self, save: MultiStepSave) -> None:
-        """No step comes that would end the window or write what is whole: whoever makes them waits for ``save``."""
+        """End the window for the training thread, which waits for ``save`` and makes no more steps."""
         if self._window is None or self._window.handle is not save:
             return
         if is_distributed():
@@ -235,7 +234,7 @@ class SaveWindow:
         self.conclude("it was waited for before the last step of its window")
 
     def copy_whole(self, step: int, state: State, reason: str) -> Future[None] | None:
-        """End the window with a copy of ``state`` as ``step``. Returns its future; None when no window is open."""
+        """End the window with a copy of ``state`` as ``step``. Returns its future; None without a window."""
         window = self._window
         if window is None:
             return None
@@ -253,7 +252,7 @@ class SaveWindow:
         self._stagers.clear()
 
     def _match_stagers(self, state: State) -> None:
-        """Have a stager for each optimizer in ``state``; they share a link."""
+        """Keep one stager for each optimizer in ``state``; they share a link."""
         optimizers = [*optimizers_in(state).values()]
         if not optimizers:
             raise ConfigError(
@@ -285,7 +284,7 @@ class SaveWindow:
         if window.is_sealed:
             try:
                 collected = states.collect(state)
-            except Exception as error:  # raised again where all ranks hear of it: when the state is copied whole
+            except Exception as error:  # the whole copy raises it on all ranks
                 window.failure = f"{type(error).__name__}: {error}"
         for stager in self._stagers:
             at = time.perf_counter()
@@ -386,7 +385,7 @@ class SaveWindow:
 
 
 def _outcome(window: _Window) -> str:
-    """Why this rank has given up; else whether its parts are whole."""
+    """Return this rank's failure; else whether its parts are whole."""
     failed = [error for one in window.work if one.done() and (error := one.exception()) is not None]
     if window.failure or failed:
         return window.failure or str(failed[0])

@@ -12,8 +12,7 @@ import torch
 
 from tierckpt import torch_internals
 from tierckpt.dcp import staging_copy
-from tierckpt.replay.link import GRADIENTS, PARTS, Link
-from tierckpt.replay.pinned import PinnedMemory
+from tierckpt.replay.link import GRADIENTS, PARTS, Link, PinnedMemory
 from tierckpt.replay.tree import detach, gaps
 
 SECONDS = 60.0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_multi_step import SECONDS, Job, changes, check
-from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, matrix
+from tests.unit.replay.test_apply import FUSED, IMPLEMENTATIONS, KINDS, matrix
+from tests.unit.replay.test_multi_step import SECONDS, Job, changes, check
 from tierckpt.errors import IntegrityError, StateMismatchError, TierckptError
 from tierckpt.replay import apply, redo
 from tierckpt.replay.multi_step import MultiStepStager

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.test_replay import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
+from tests.unit.replay.test_apply import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
 from tierckpt.planning.transfer_times import Traffic, best_steps, split_parts, weights_of
 from tierckpt.replay import link as links
