@@ -479,7 +479,7 @@ class TestDamage:
 
         def apply() -> None:
             step = Step(live.step + 1, [{"lr": 0.1}], {"0.0": torch.ones(3000)})
-            live.apply(step, step.gradients)
+            live.apply(step)
 
         with ThreadPoolExecutor(1) as worker:
             [block] = file.layout.blocks

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,16 @@ WAIT_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Begun:
-    """A step whose gradients are coming."""
+    """A step whose gradients arrive block by block."""
 
-    step: Step
+    version: int
+    hyperparameters: Sequence[Mapping[str, Any]]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     work: list[Future[None]] = field(default_factory=list)
+
+    def step(self, gradients: Mapping[str, torch.Tensor]) -> Step:
+        """Return the step with ``gradients``: of a block, or all."""
+        return Step(self.version, self.hyperparameters, gradients)
 
 
 class LiveBlock:
@@ -81,7 +86,7 @@ class LiveBlock:
     def step(self) -> int:
         return self.recorded if self._replay is None else self._replay.version
 
-    def apply(self, step: Step, gradients: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, step: Step) -> None:
         """Bring it from the step before to ``step``, in the version that does not count (N2)."""
         if self._replay is None:
             self.check()  # before the other version, which may be needed, is written over
@@ -89,7 +94,7 @@ class LiveBlock:
             self._room = self._file.tensors(self.block, self._at, all_of_them=True)
             self._replay = self._built(self.recorded)
         self._file.check(self.block, self._at, self._digest)
-        self._replay.apply(replace(step, gradients=gradients))
+        self._replay.apply(step)
         self._place_new(self._replay)
         self._digest = self._file.digest(self.block, self._at)
 
@@ -201,11 +206,7 @@ class Updater:
         newest = min(live.step for live in self._blocks)
         for frame in read_frames(directory, self._digest, newest):
             step = frame.steps[""]
-            waiting = [
-                live.worker.submit(live.apply, step, step.gradients)
-                for live in self._blocks
-                if live.step == frame.number - 1
-            ]
+            waiting = [live.worker.submit(live.apply, step) for live in self._blocks if live.step == frame.number - 1]
             for one in waiting:
                 one.result()
             newest = frame.number
@@ -223,30 +224,29 @@ class Updater:
 
     def begin_step(self, payload: bytes) -> None:
         """A step begins: its hyperparameters, and no gradient yet."""
-        self._begun = _Begun(_decoded(payload))
+        head = _decoded(payload)
+        self._begun = _Begun(head.version, head.hyperparameters)
 
     def take(self, keys: Sequence[str]) -> None:
         """Gradients of some parameters, all of one block, are in shared memory."""
         assert self._begun is not None
         begun, found = self._begun, {key: self._shared[key] for key in keys}
         begun.gradients |= found
-        begun.work.append(self._update(self._block_of[keys[0]], begun.step, found))
+        live = self._block_of[keys[0]]
+        begun.work.append(self._do(live.worker, live.apply, begun.step(found)))
 
     def end_step(self) -> None:
         """All gradients are there. Blocks without one are at the step too."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
-        step = begun.step
-        self.step = step.version
+        whole, self.step = begun.step(begun.gradients), begun.version
         begun.work += [
-            self._update(live, step, {}) for live in self._blocks if begun.gradients.keys().isdisjoint(live.block.keys)
+            self._do(live.worker, live.apply, whole)
+            for live in self._blocks
+            if begun.gradients.keys().isdisjoint(live.block.keys)
         ]
-        whole = replace(step, gradients=begun.gradients)
-        frame = Frame(step.version, {"": whole}, {"": self._digest})
+        frame = Frame(begun.version, {"": whole}, {"": self._digest})
         self._do(self._logger, self._log, frame, begun.work)
-
-    def _update(self, live: LiveBlock, step: Step, gradients: Mapping[str, torch.Tensor]) -> Future[None]:
-        return self._do(live.worker, live.apply, step, gradients)
 
     def _log(self, frame: Frame, work: list[Future[None]]) -> None:
         self._files.append(frame)
