@@ -33,7 +33,9 @@ _open_missing_descriptors()  # else a checkpoint may get descriptor 2, to which 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AutoInterval": ".training.interval",
     "Checkpointer": ".training.checkpointer",
+    "EveryStep": ".training.every_step.window",
     "MultiStepStager": ".replay.multi_step",
     "NearStorageOptimizer": ".near_storage.optimizer",
     "PerRank": ".training.codec.rank_state",
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.codec.rank_state import PerRank as PerRank
     from .training.codec.rank_state import RngState as RngState
+    from .training.every_step.window import EveryStep as EveryStep
+    from .training.interval import AutoInterval as AutoInterval
     from .training.restore_state import load_model as load_model
 
 

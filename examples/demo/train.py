@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, EveryStep
 from tierckpt.training import RngState
 
 SEED = 20_240
@@ -93,7 +93,8 @@ def train(arguments: argparse.Namespace) -> None:
         "bytes_seen": 0,
     }
     events = Events(arguments.events)
-    with Checkpointer(arguments.uri, keep_last=3, gradient_log=arguments.gradient_log) as checkpointer:
+    every_step = EveryStep(gradient_log=arguments.gradient_log)
+    with Checkpointer(arguments.uri, keep_last=3, every_step=every_step) as checkpointer:
         resumed_from = checkpointer.restore(state)
         events.write(event="start", resumed_from=resumed_from, bytes_seen=state["bytes_seen"])
         for step in range((resumed_from or 0) + 1, arguments.steps + 1):

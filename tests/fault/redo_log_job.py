@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from tests.fault.gradient_log_job import Job
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, EveryStep
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.replay import redo
@@ -62,7 +62,7 @@ def train(run: str, after_plain: Any) -> None:
         plain.save(job.step, state_of(job)).result(60)
     after_plain()
     window.MultiStepStager = Deferring  # type: ignore[misc]
-    with Checkpointer(run, mode="multi_step", window_steps=STEPS) as checkpointer:
+    with Checkpointer(run, every_step=EveryStep(window_steps=STEPS)) as checkpointer:
         job.train()
         saved = checkpointer.save(job.step, state_of(job))
         while not saved.done():

@@ -86,6 +86,7 @@ def train(
     has_statistics: bool = True,
     near: bool = False,
     parallel: str = "FSDP2",
+    window_steps: int | None = None,
     **options: Any,
 ) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
@@ -94,16 +95,17 @@ def train(
     parallel = parallel if dist.is_initialized() else ""
     job = Job(parallel=parallel, has_statistics=has_statistics, near=near, folder=folder)
     seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with tierckpt.Checkpointer(uri, **{"gradient_log": not near, "drain": False} | options) as checkpointer:
+    every_step = tierckpt.EveryStep(gradient_log=not near, window_steps=window_steps)
+    with tierckpt.Checkpointer(uri, **{"every_step": every_step, "drain": False} | options) as checkpointer:
         at = checkpointer.restore(job.state) or 0
         os.write(seen, f"resumed {at} {job.digest() if at else ''}\n".encode())
         while at < steps:
             at = job.train()
             os.write(seen, f"trained {at} {job.digest()}\n".encode())
             saved = checkpointer.step(at, job.state)
-            if saved is not None and (at == 1 or steps < 100 or near) and options.get("mode") != "multi_step":
+            if saved is not None and (at == 1 or steps < 100 or near) and window_steps is None:
                 saved.result(60)  # before the first checkpoint there is nothing to go on from
-            if at == 4 and options.get("mode") == "multi_step":
+            if at == 4 and window_steps is not None:
                 checkpointer.wait("local")  # the first window is of so many steps
             os.write(seen, f"ended {at} \n".encode())
         if near:

@@ -255,7 +255,7 @@ def trained(uri: str, calls: DiskCalls, **options: Any) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "async, adaptive": {"exposure_seconds_max": 60.0},
-    "multi-step, with a gradient log": {"mode": "multi_step", "window_steps": 2, "gradient_log": True},
+    "multi-step, with a gradient log": {"every_step": tierckpt.EveryStep(window_steps=2, gradient_log=True)},
 }
 
 

@@ -185,7 +185,7 @@ def job_of(options: dict[str, Any]) -> Job:
 
 def fault_found(job: Job, uri: Path) -> str:
     """Save over several steps. Returns what is wrong with that, in words; '' when all is well."""
-    with tierckpt.Checkpointer(uri, mode="multi_step", window_steps=WINDOW) as checkpointer:
+    with tierckpt.Checkpointer(uri, every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         kept, saved = {}, None
         while saved is None or not saved.done():
             job.train()
@@ -266,7 +266,7 @@ def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Pa
     if is_broken:
         monkeypatch.setattr(link.PinnedMemory, "tensors", lambda _, sources: tensors(link.PinnedMemory(), sources))
     job, counts = Job(), []
-    with tierckpt.Checkpointer(tmp_path / "run", mode="multi_step", window_steps=WINDOW) as checkpointer:
+    with tierckpt.Checkpointer(tmp_path / "run", every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         for _ in range(5):
             job.train()
             saved = checkpointer.save(job.number, job.state)
@@ -304,7 +304,7 @@ def test_nothing_waits_for_a_link_that_hangs(where: str, bug: bool, tmp_path: Pa
     job, held = Job(), HungLink(monkeypatch)
     if bug:
         monkeypatch.setattr(poll, "LOOK_SECONDS", 600.0)
-    with tierckpt.Checkpointer(tmp_path / "run", mode="multi_step", window_steps=WINDOW) as checkpointer:
+    with tierckpt.Checkpointer(tmp_path / "run", every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         job.train()
         checkpointer.save(job.number, job.state)
         for _ in range(WAITS[where] - 2):

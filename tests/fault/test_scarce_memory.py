@@ -33,7 +33,8 @@ def train(margin):
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     jobs = tierckpt.Checkpointer(str(folder / f"run-{margin}"), local_root=folder / f"root-{margin}", mover="inline",
-                                 gradient_log=True, interval=2, exit_timeout_seconds=5, drain=False)
+                                 interval=2, exit_timeout_seconds=5, drain=False,
+                                 every_step=tierckpt.EveryStep(gradient_log=True))
     jobs.save(1, state).result(60)  # the threads of saves are there
     rows = []
     jobs._step_log.close()

@@ -1,4 +1,4 @@
-"""A job with ``gradient_log=True`` that is killed at any moment resumes at most one step before, bit for bit."""
+"""A job with a gradient log that is killed at any moment resumes at most one step before, bit for bit."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> N
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(1, {}), (1, {"mode": "multi_step", "window_steps": 4}), (2, {})], ids=["1", "windows", "2"]
-)
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, {"window_steps": 4}), (2, {})], ids=["1", "windows", "2"])
 def test_a_job_that_is_killed_loses_one_step_at_most(
     nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int, options: dict[str, Any]
 ) -> None:

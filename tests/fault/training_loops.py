@@ -469,8 +469,8 @@ class Run:
 
     def checkpointer(self) -> tierckpt.Checkpointer:
         return tierckpt.Checkpointer(
-            f"file://{self.root}/shared/run", local_root=self.root / "local", gradient_log=self.asked,
-            interval=self.interval, drain=False, mover="inline",
+            f"file://{self.root}/shared/run", local_root=self.root / "local",
+            every_step=tierckpt.EveryStep(gradient_log=self.asked), interval=self.interval, drain=False, mover="inline",
         )  # fmt: skip
 
     def train(self, loop: Loop, checkpointer: tierckpt.Checkpointer, tell: Callable[[int, str], None]) -> None:

@@ -122,8 +122,8 @@ class Points:
 def main() -> None:
     directory, points = Path(sys.argv[1]), Points(sys.argv[2])
     job, saved = Job(), None
-    options: dict[str, Any] = {"mode": "multi_step", "window_steps": WINDOW, "interval": FIRST}
-    with tierckpt.Checkpointer(directory / "run", **options) as checkpointer:
+    every_step = tierckpt.EveryStep(window_steps=WINDOW)
+    with tierckpt.Checkpointer(directory / "run", every_step=every_step, interval=FIRST) as checkpointer:
         while job.number < 40:
             job.train()
             if job.number == SECOND:

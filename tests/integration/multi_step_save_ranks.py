@@ -75,8 +75,8 @@ class Job:
 def save(directory: str, kind: str, fault: str = "") -> list[list[str]]:
     job = begun(kind, 1)
     kept = {}
-    options: dict[str, Any] = {"mode": "multi_step", "window_steps": WINDOW, "interval": INTERVAL}
-    with tierckpt.Checkpointer(Path(directory) / "run", **options) as checkpointer:
+    every_step = tierckpt.EveryStep(window_steps=WINDOW)
+    with tierckpt.Checkpointer(Path(directory) / "run", every_step=every_step, interval=INTERVAL) as checkpointer:
         for _ in range(STEPS):
             job.train()
             if fault and job.rank == 1 and job.number == FAULTY_STEP:

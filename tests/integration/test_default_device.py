@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 import tierckpt
 from tests.fault.step_log_scenarios import Job
 from tests.states import load, same, save, small_state, zeros_like
-from tierckpt import Checkpointer, NearStorageOptimizer
+from tierckpt import Checkpointer, EveryStep, NearStorageOptimizer
 from tierckpt.loading.export import export_safetensors
+
+WINDOW, LOG = EveryStep(window_steps=3), EveryStep(gradient_log=True)
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def train(job: Job) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "async"}, {"mode": "sync"}, {"mode": "multi_step", "window_steps": 3}, {"gradient_log": True}],
+    [{"mode": "async"}, {"mode": "sync"}, {"every_step": WINDOW}, {"every_step": LOG}],
     ids=str,
 )
 def test_a_job_is_restored_bit_for_bit(options: dict[str, Any], no_device: None, file_uri: str) -> None:
@@ -53,14 +55,14 @@ def test_a_job_is_restored_bit_for_bit(options: dict[str, Any], no_device: None,
         for _ in range(9):
             number = train(job)
             digests[number] = job.digest()
-            if (saved := checkpointer.step(number, job.state)) is not None and "multi_step" not in options.values():
+            if (saved := checkpointer.step(number, job.state)) is not None and WINDOW not in options.values():
                 saved.result(60)
         checkpointer.wait("local")
         raise KeyboardInterrupt  # nothing is saved at the end
     again = on_host()
     with Checkpointer(file_uri, drain=False, **options) as checkpointer:
         step = checkpointer.restore(again.state)
-    assert step == 9 if "gradient_log" in options else step in (8, 9)
+    assert step == 9 if LOG in options.values() else step in (8, 9)
     assert again.digest() == digests[step]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tierckpt
 from tests.compat.worker import launch
-from tierckpt import Checkpointer
+from tierckpt import AutoInterval, Checkpointer, EveryStep
 from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri, step_of
@@ -92,8 +92,8 @@ def test_a_last_step_that_was_saved_is_not_saved_again(file_uri: str) -> None:
     [
         ({}, False),
         ({}, True),
-        ({"gradient_log": True}, False),
-        ({"mode": "multi_step", "window_steps": 2}, False),
+        ({"every_step": EveryStep(gradient_log=True)}, False),
+        ({"every_step": EveryStep(window_steps=2)}, False),
     ],
     ids=str,
 )
@@ -163,7 +163,7 @@ def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_there = slow_storage(monkeypatch)
-    with Checkpointer(file_uri, interval="auto", overhead_max=0.9) as checkpointer:
+    with Checkpointer(file_uri, interval=AutoInterval(overhead_max=0.9)) as checkpointer:
         last = train_until_saved(checkpointer, 6) + 1
         train(checkpointer, 1, first=last)
         checkpointer.wait("local")

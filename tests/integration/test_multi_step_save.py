@@ -1,9 +1,10 @@
-"""``Checkpointer(mode="multi_step")``: what is saved over several steps is the state of the step that is named."""
+"""``EveryStep(window_steps=...)``: what is saved over several steps is the state of the step that is named."""
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 import tierckpt
 from tests.unit.replay.test_multi_step import check
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, EveryStep
 from tierckpt.errors import CheckpointError, ConfigError
 from tierckpt.replay import multi_step
 from tierckpt.training.every_step.window import MultiStepSave
@@ -76,9 +77,9 @@ def check_restored(uri: str, step: int, wanted: Any, **options: Any) -> None:
     assert state["data"]["at"] == step and state["data"]["seen"].tolist() == [step]
 
 
-def train(uri: str, steps: int, **options: Any) -> tuple[Job, list[SaveRecord]]:
+def train(uri: str, steps: int, window_steps: Any = "auto", **options: Any) -> tuple[Job, list[SaveRecord]]:
     job = Job()
-    with Checkpointer(uri, mode="multi_step", **options) as checkpointer:
+    with Checkpointer(uri, every_step=EveryStep(window_steps=window_steps), **options) as checkpointer:
         for _ in range(steps):
             job.train()
             checkpointer.step(job.number, job.state)
@@ -100,7 +101,7 @@ def test_a_checkpoint_is_of_the_last_step_of_its_window(window_steps: int, file_
 
 def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", window_steps=3) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=3)) as checkpointer:
         job.train()
         saved = checkpointer.save(1, job.state)
         assert isinstance(saved, MultiStepSave) and saved.record.step == 3
@@ -116,7 +117,7 @@ def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: st
 @pytest.mark.parametrize("end", ["close", "wait", "the with block", "restore", "result"])
 def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", window_steps=7) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=7)) as checkpointer:
         job.train()
         saved = checkpointer.save(1, job.state)
         for _ in range(3):
@@ -136,7 +137,7 @@ def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str
 
 def test_a_window_that_ends_within_a_step_is_of_no_step(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", window_steps=7) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=7)) as checkpointer:
         job.train()
         saved = checkpointer.save(1, job.state)
         job.train()
@@ -153,7 +154,7 @@ def test_a_loop_that_ends_with_its_window_has_the_result(
 ) -> None:
     """No step follows, and nobody calls ``wait``."""
     job = Job()
-    checkpointer = Checkpointer(file_uri, mode="multi_step", window_steps=3)
+    checkpointer = Checkpointer(file_uri, every_step=EveryStep(window_steps=3))
     job.train()
     saved = checkpointer.save(1, job.state)
     for _ in range(2):
@@ -173,7 +174,7 @@ def test_a_loop_that_ends_with_its_window_has_the_result(
 
 def test_a_window_that_is_given_up_is_copied_whole_and_the_record_says_why(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", window_steps=4) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=4)) as checkpointer:
         job.train()
         checkpointer.save(1, job.state)
         for number in range(5):
@@ -190,7 +191,7 @@ def test_steps_that_pass_the_hooks_have_the_state_copied_whole(file_uri: str) ->
     """An optimizer fused into the backward pass: the one in the state is never stepped, others move its parameters."""
     job = Job()
     fused = {p: torch.optim.SGD([p], lr=0.1) for p in job.model.parameters()}
-    with Checkpointer(file_uri, mode="multi_step", window_steps=3) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=3)) as checkpointer:
         job.train()
         checkpointer.save(1, job.state)
         for parameter, optimizer in fused.items():
@@ -207,7 +208,7 @@ def test_steps_that_pass_the_hooks_have_the_state_copied_whole(file_uri: str) ->
 
 def test_several_steps_of_an_optimizer_between_two_calls(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", window_steps=3, interval=4) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=3), interval=4) as checkpointer:
         for call in range(1, 9):
             job.train()
             job.train()
@@ -229,7 +230,7 @@ def test_auto_is_no_longer_than_the_interval_and_no_window_overlaps(file_uri: st
 
 def test_a_preempted_job_saves_the_step_it_is_at(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, mode="multi_step", interval=7) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps="auto"), interval=7) as checkpointer:
         while not checkpointer.preempted:
             job.train()
             if job.number == 9:
@@ -242,7 +243,10 @@ def test_a_preempted_job_saves_the_step_it_is_at(file_uri: str) -> None:
 
 def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
     job = Job()
-    with pytest.raises(ZeroDivisionError), Checkpointer(file_uri, mode="multi_step") as checkpointer:
+    with (
+        pytest.raises(ZeroDivisionError),
+        Checkpointer(file_uri, every_step=EveryStep(window_steps="auto")) as checkpointer,
+    ):
         job.train()
         saved = checkpointer.save(1, job.state)
         raise ZeroDivisionError
@@ -255,7 +259,7 @@ def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
 def test_a_window_has_as_many_steps_as_were_asked_for(file_uri: str) -> None:
     model = nn.Linear(2, 2)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    with Checkpointer(file_uri, mode="multi_step", window_steps=40) as checkpointer:
+    with Checkpointer(file_uri, every_step=EveryStep(window_steps=40)) as checkpointer:
         checkpointer.save(1, state)
         for step in range(2, 41):
             model(torch.ones(1, 2)).sum().backward()
@@ -269,7 +273,7 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
     job = Job()
     with (
         pytest.raises(CheckpointError, match="within the step behind 1"),
-        Checkpointer(file_uri, mode="multi_step", window_steps=4) as checkpointer,
+        Checkpointer(file_uri, every_step=EveryStep(window_steps=4)) as checkpointer,
     ):
         job.train()
         checkpointer.save(1, job.state)
@@ -281,22 +285,22 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "lazy"}, "mode is 'lazy'"),
-        ({"window_steps": 4}, "window_steps is given, and mode is 'async'"),
-        ({"mode": "multi_step", "window_steps": 0}, "window_steps is 0"),
-        ({"mode": "multi_step", "window_steps": "many"}, "window_steps is 'many'"),
-        ({"mode": "multi_step", "window_steps": 2.5}, "window_steps is 2.5"),
-        ({"mode": "multi_step", "window_steps": None}, "window_steps is None"),
-        ({"interval": 2.5}, "interval is 2.5"),
+        (lambda: {"mode": "lazy"}, "mode is 'lazy'"),
+        (lambda: {"mode": "sync", "every_step": EveryStep(window_steps=4)}, "mode is 'sync'"),
+        (lambda: {"every_step": EveryStep(window_steps=0)}, "window_steps is 0"),
+        (lambda: {"every_step": EveryStep(window_steps="many")}, "window_steps is 'many'"),  # type: ignore[arg-type]
+        (lambda: {"every_step": EveryStep(window_steps=2.5)}, "window_steps is 2.5"),  # type: ignore[arg-type]
+        (lambda: {"every_step": EveryStep(exact="nearly")}, "exact is 'nearly'"),  # type: ignore[arg-type]
+        (lambda: {"interval": 2.5}, "interval is 2.5"),
         (
-            {"mode": "multi_step", "window_steps": 8, "interval": 7},
+            lambda: {"every_step": EveryStep(window_steps=8), "interval": 7},
             "window_steps is 8, and a save begins every 7",
         ),
     ],
 )
-def test_arguments_that_cannot_work(options: dict[str, Any], words: str, file_uri: str) -> None:
+def test_arguments_that_cannot_work(options: Callable[[], dict[str, Any]], words: str, file_uri: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Checkpointer(file_uri, **options)
+        Checkpointer(file_uri, **options())
 
 
 def states_that_cannot_be_followed() -> dict[str, tuple[dict[str, Any], str]]:
@@ -313,7 +317,7 @@ def states_that_cannot_be_followed() -> dict[str, tuple[dict[str, Any], str]]:
 def test_a_state_that_cannot_be_followed_is_refused(name: str, file_uri: str) -> None:
     state, words = states_that_cannot_be_followed()[name]
     with (
-        Checkpointer(file_uri, mode="multi_step") as checkpointer,
+        Checkpointer(file_uri, every_step=EveryStep(window_steps="auto")) as checkpointer,
         pytest.raises(ConfigError, match=words),
     ):
         checkpointer.save(1, state)

@@ -17,7 +17,7 @@ import tierckpt
 from tests.fault.redo_log_job import Deferring
 from tests.integration.test_multi_step_save import Job, check
 from tests.unit.replay.test_redo import OTHER, flipped
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, EveryStep
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all, get_client
 from tierckpt.errors import IntegrityError, TierckptError
@@ -38,13 +38,15 @@ def run(tmp_path: Path) -> Iterator[Path]:
     close_all()
 
 
-def trained(uri: Path, windows: int = 1, plain: int = 0, **options: Any) -> tuple[Job, list[int]]:
+def trained(
+    uri: Path, windows: int = 1, plain: int = 0, exact: Any = "required", **options: Any
+) -> tuple[Job, list[int]]:
     """Saves a plain checkpoint at each of the first ``plain`` steps, then ``windows`` windows of three steps. The loop
     dies: nothing is saved at its end. Returns the steps of the windows."""
     job, steps = Job(), []
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Checkpointer(uri, mode="multi_step", window_steps=3, **options) as saves,
+        Checkpointer(uri, every_step=EveryStep(window_steps=3, exact=exact), **options) as saves,
     ):
         for _ in range(plain):
             job.train()
@@ -164,7 +166,7 @@ def test_another_device_falls_back_and_says_why_or_is_accepted(
         found, again, _ = restored(run)
         assert found == 1 and "another device in training" in caplog.text
         check(again.values(), job.kept[1])
-        found, again, _ = restored(run, exact="approximate")
+        found, again, _ = restored(run, every_step=EveryStep(exact="approximate"))
         assert found == step
     with pytest.raises(AssertionError):
         check(again.values(), job.kept[step])

@@ -1,4 +1,4 @@
-"""``Checkpointer(gradient_log=...)``: what is logged, what a restore makes of it, and when it says no."""
+"""``EveryStep(gradient_log=...)``: what is logged, what a restore makes of it, and when it says no."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import nn
 import tierckpt
 from tests.fault.redo_log_job import Deferring
 from tests.fault.step_log_scenarios import Job
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, EveryStep
 from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
@@ -36,8 +36,9 @@ Runs = Callable[..., Checkpointer]
 
 @pytest.fixture
 def run(file_uri: str, local_root: Path, request: pytest.FixtureRequest) -> Runs:
-    def opened(**options: Any) -> Checkpointer:
-        options = {"gradient_log": True, "drain": False, "local_root": local_root} | options
+    def opened(gradient_log: bool | str = True, window_steps: int | None = None, **options: Any) -> Checkpointer:
+        every_step = EveryStep(gradient_log=gradient_log, window_steps=window_steps)
+        options = {"drain": False, "local_root": local_root, "every_step": every_step} | options
         made = Checkpointer(file_uri, **options)
         request.addfinalizer(made.close)
         return made
@@ -130,7 +131,7 @@ def test_steps_behind_windows_are_logged_and_the_gradients_copied_once(
 
     original = Link.copy
     monkeypatch.setattr(Link, "copy", copy)
-    options: dict[str, Any] = {"mode": "multi_step", "window_steps": 4, "interval": 10}
+    options: dict[str, Any] = {"window_steps": 4, "interval": 10}
     digests = windowed(run(**options), Job(), 12)  # the first window is of steps 1 to 4, the second begins at 10
     assert copied.count(GRADIENTS) == 3 + 8, "three steps of the first window, and each step behind it once"
     job, step = resumed(run(**options))

@@ -26,7 +26,7 @@ from tierckpt.planning.interval_tuning import (
     slowest,
 )
 from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirective
-from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, IntervalController
+from tierckpt.training.interval import PROFILE_STEPS, WARM_UP_STEPS, AutoInterval, IntervalController
 from tierckpt.training.saves import SaveRecord
 
 STEP = 0.5
@@ -83,13 +83,15 @@ def test_the_slowest_rank_counts() -> None:
     ("make", "says"),
     [
         (lambda: Goal(overhead_max=0.0), "overhead_max is 0"),
+        (lambda: AutoInterval(overhead_max=0.0), "overhead_max is 0"),
+        (lambda: AutoInterval(mtbf_seconds={"remote": 1.0}), "mtbf_seconds is {'remote': 1.0}"),
         (lambda: Goal(overhead_max=1.5), "overhead_max is 1.5"),
         (lambda: Goal.of(0.03, -5), "mtbf_seconds is -5: it must be a number of seconds above 0"),
         (lambda: Goal.of(0.03, {"node": 5.0}), "a number, or one for 'local'"),
         (lambda: Goal.of(0.03, {"local": 0.0}), "mtbf_seconds of 'local' is 0"),
-        (lambda: IntervalController(0, Goal(), sending()), "interval is 0: 'auto', or a whole number"),
-        (lambda: IntervalController("often", Goal(), sending()), "interval is 'often'"),  # type: ignore[arg-type]
-        (lambda: IntervalController(True, Goal(), sending()), "interval is True"),
+        (lambda: IntervalController(0, sending()), "interval is 0: 'auto', or a whole number"),
+        (lambda: IntervalController("often", sending()), "interval is 'often'"),  # type: ignore[arg-type]
+        (lambda: IntervalController(True, sending()), "interval is True"),
     ],
 )
 def test_bad_input_gets_a_sentence(make: Any, says: str) -> None:
@@ -181,7 +183,7 @@ class Job:
 
 def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierckpt.interval")
-    job = Job(IntervalController("auto", Goal(), sending(drain=False)), 0.1, 15.0, None)
+    job = Job(IntervalController("auto", sending(drain=False)), 0.1, 15.0, None)
     intervals = job.run(400)
     assert job.saved[0] == PROFILE_STEPS > WARM_UP_STEPS
     assert set(intervals[1:]) == {30}
@@ -191,7 +193,7 @@ def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixt
 
 
 def test_it_goes_both_ways_as_the_cost_changes() -> None:
-    job = Job(IntervalController("auto", Goal(), sending(drain=False)), 0.05, 5.0, None)
+    job = Job(IntervalController("auto", sending(drain=False)), 0.05, 5.0, None)
     before = job.run(200)[-1]
     job.slowdown = 0.6
     during = job.run(400)[-1]
@@ -202,7 +204,7 @@ def test_it_goes_both_ways_as_the_cost_changes() -> None:
 
 
 def test_slow_shared_storage_gets_every_nth() -> None:
-    job = Job(IntervalController("auto", Goal(), sending()), 0.05, 5.0, 18.0)
+    job = Job(IntervalController("auto", sending()), 0.05, 5.0, 18.0)
     job.run(400)
     sent = [record.is_sent for record in job.records[10:]]
     places = [place for place, one in enumerate(sent) if one]
@@ -210,21 +212,21 @@ def test_slow_shared_storage_gets_every_nth() -> None:
 
 
 def test_a_save_that_somebody_asked_for_is_sent() -> None:
-    job = Job(IntervalController("auto", Goal(), sending()), 0.05, 5.0, 60.0)
+    job = Job(IntervalController("auto", sending()), 0.05, 5.0, 60.0)
     job.run(400)
     assert not job.records[-1].is_sent or not job.records[-2].is_sent
     assert all(job.pacer.before_save(500 + n, job.records, is_asked=True).is_sent for n in range(3))
 
 
 def test_a_fixed_interval_saves_at_its_multiples_and_sends_all() -> None:
-    job = Job(IntervalController(7, Goal(), sending()), 0.1, 1.0, 50.0)
+    job = Job(IntervalController(7, sending()), 0.1, 1.0, 50.0)
     job.run(30)
     assert job.saved == [7, 14, 21, 28]
     assert all(record.is_sent for record in job.records)
 
 
 def test_without_an_interval_steps_save_nothing() -> None:
-    job = Job(IntervalController(None, Goal(), sending()), 0.1, 1.0, None)
+    job = Job(IntervalController(None, sending()), 0.1, 1.0, None)
     assert job.run(50) == []
     assert job.saved == []
 
@@ -370,3 +372,8 @@ def test_each_node_gets_its_part_of_the_rate(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert SaveDirective(bytes_per_second=100e6).throttle_of_node() == 25_000_000
     assert SaveDirective().throttle_of_node() is None
+
+
+def test_the_numbers_of_an_auto_interval_are_its_goal() -> None:
+    made = IntervalController(AutoInterval(overhead_max=0.1, mtbf_seconds={"local": 5.0}), sending())
+    assert made.interval == "auto" and made.goal == Goal(0.1, local_mtbf_seconds=5.0)

@@ -22,7 +22,7 @@ def build_optimizer(
     if isinstance(params, torch.optim.Optimizer):
         raise ConfigError(
             "an optimizer that exists has its state in the trainer",
-            hint="Give parameters and its class; or keep it, and use Checkpointer(gradient_log=True)",
+            hint="Give parameters and its class; or keep it, and use EveryStep(gradient_log=True)",
         )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(f"which optimizer? {kind!r} is none: give a class of torch.optim after the parameters")
@@ -43,7 +43,7 @@ def check_parameter(member: Member, tensor: torch.Tensor) -> None:
             f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; the trainer "
             "has parameters and gradients of 16 bits, and the process has the float32 ones",
             hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
-            "Checkpointer(gradient_log=True), which keeps your optimizer and its precision",
+            "EveryStep(gradient_log=True), which keeps your optimizer and its precision",
         )
 
 

@@ -88,7 +88,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         if (mode := options.pop("mode", "offload")) != "offload":  # scripts give it
             raise ConfigError(
                 f"mode={mode!r}: an optimizer near storage has no mode but offload",
-                hint="To have each step of an optimizer in the trainer on the SSD, use Checkpointer(gradient_log=True)",
+                hint="To have each step of an optimizer in the trainer on the SSD, use EveryStep(gradient_log=True)",
             )
         if not (isinstance(workers, int) and isinstance(persist_every, int) and min(workers, persist_every) > 0):
             raise ConfigError(

@@ -13,7 +13,7 @@ it moves both ways (additive and multiplicative, as TCP does), and the baseline 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
@@ -62,11 +62,11 @@ class Goal:
             raise ConfigError(f"overhead_max is {self.overhead_max:g}: it is a share of training, like 0.035")
 
     @classmethod
-    def of(cls, overhead_max: float, mtbf_seconds: float | dict[str, float] | None) -> Goal:
-        """From what people write: one MTBF, or ``{"local": ..., "shared": ...}``. Raises ConfigError."""
+    def of(cls, overhead_max: float, mtbf_seconds: float | Mapping[str, float] | None) -> Goal:
+        """Accept one MTBF, or ``{"local": ..., "shared": ...}``. Raises ConfigError."""
         if mtbf_seconds is None:
             return cls(overhead_max)
-        if isinstance(mtbf_seconds, dict):
+        if isinstance(mtbf_seconds, Mapping):
             unknown = mtbf_seconds.keys() - {"local", "shared"}
             if unknown or not mtbf_seconds:
                 raise ConfigError(

@@ -43,9 +43,6 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import Location, parse_uri, step_name, step_of
-from ..planning.interval_tuning import Goal
-from ..planning.optimal_interval import OVERHEAD_MAX
-from ..replay.redo import Exact
 from ..resources import ThreadPool
 from ..stores.schemes import check_location, check_mirrored_target
 from ..telemetry import BLOCKED_SECONDS, logger
@@ -56,7 +53,7 @@ from .codec import job_state as states
 from .drain_decider import DrainDecider, SaveDirective
 from .every_step.redo_log import make_checkpoint
 from .every_step.step_log import StepLog
-from .every_step.window import SaveMode, SaveWindow, check_mode
+from .every_step.window import EveryStep, SaveWindow
 from .final_save import FinalSave, LastStep, cost_of
 from .interval import Interval, IntervalController, Phase
 from .preemption_notices import Notices
@@ -100,27 +97,16 @@ class Checkpointer:
             The newest is never removed, nor a local copy that is not on the shared tier yet, nor one being restored.
         keep_every: keep also the steps that this number divides; an int or ``{"shared": 1000}``. Alone: and the newest.
         overwrite: a step that exists already is replaced (default), or refused.
-        mode: "async"; "sync": ``save`` returns when the checkpoint is committed locally; "multi_step": the state of the
-            optimizers in ``state`` is copied over ``window_steps`` steps, and the checkpoint of a save at step n is
-            that of step n + window_steps - 1. Needs a call of ``step`` after every step (docs/guide/every-step.md);
-            with several ranks one more, or ``wait("local")``, before the loop calls ``result()`` of a save.
-        window_steps: for "multi_step": a number, at most ``interval`` where that is one; or "auto": by sizes, and what
-            link and step were measured to take; 7 where nothing is known.
-        exact: for "multi_step" on an accelerator. "required": what is saved is a redo log, of which a restore makes a
-            checkpoint on such a device. "approximate": last bits may be others than in training; the manifest says so.
+        mode: "async"; "sync": ``save`` returns when the checkpoint is committed locally.
         staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
             state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
             Nothing else may change these tensors before that step.
-        interval: when ``step`` saves: every so many steps, or "auto": as often as pays, from what is measured here.
-            Leaving the ``with`` block without an error saves the last step too.
-        overhead_max: with "auto", the share of training time that checkpoints may cost.
-        mtbf_seconds: with "auto", the mean time between failures of the job, where it is known; or two of them:
-            ``{"local": ..., "shared": ...}``, between failures that an SSD survives, and those that it does not.
+        interval: when ``step`` saves: every so many steps, or "auto": as often as pays, by measured times; an
+            ``AutoInterval`` sets its overhead and failure rates. Leaving the ``with`` block without an error saves the
+            last step too.
+        every_step: an ``EveryStep``: logs every step between checkpoints, or copies a large state over several steps.
         timeout_seconds: how long a save waits for the other ranks before it fails on all of them; "sync" waits a minute
             longer for a disk that hangs, and raises OperationTimeoutError; and 10 s, once a minute, for a silent store.
-        gradient_log: True: each ``step`` can be restored. Between checkpoints the gradients of the optimizers in
-            ``state`` are logged on this node's SSD, and ``restore`` makes the steps again. "10 steps" and "500 ms" make
-            steps durable together. The first ``step`` saves. See docs/guide/every-step.md.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
 
     Attributes:
@@ -149,15 +135,11 @@ class Checkpointer:
         keep_last: int | Mapping[str, int] | None = None,
         keep_every: int | Mapping[str, int] | None = None,
         overwrite: bool = True,
-        mode: SaveMode = "async",
-        window_steps: int | Literal["auto"] = "auto",
-        exact: Exact = "required",
+        mode: Literal["async", "sync"] = "async",
         staging: Mode = "eager",
         interval: Interval = None,
-        overhead_max: float = OVERHEAD_MAX,
-        mtbf_seconds: float | Mapping[str, float] | None = None,
+        every_step: EveryStep | None = None,
         timeout_seconds: float = 600.0,
-        gradient_log: bool | str = False,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -168,24 +150,28 @@ class Checkpointer:
         self.restore_seconds: float | None = None
         self._keep = Policy.of(keep_last, keep_every)
         self._overwrite = overwrite
-        mtbf = dict(mtbf_seconds) if isinstance(mtbf_seconds, Mapping) else mtbf_seconds
-        self._pacer = IntervalController(interval, Goal.of(overhead_max, mtbf), DrainDecider(self.settings))
+        self._pacer = IntervalController(interval, DrainDecider(self.settings))
         check_mirrored_target(self.location, self.settings.local_root)
-        self._mode, self._exact = check_mode(mode, window_steps, exact), exact
+        self._every_step = every_step or EveryStep()
+        self._is_sync = mode == "sync"
+        if mode not in ("async", "sync") or (self._is_sync and self._every_step.window_steps is not None):
+            hint = "Write 'async' or 'sync'; with EveryStep(window_steps=...), 'async'"
+            raise ConfigError(f"mode is {mode!r}", hint=hint)
         self._job = agree_on_name(self.location.uri)
-        self._step_log = StepLog(gradient_log, self.location, self.settings, self._job)
-        self._window = SaveWindow(self.location, window_steps, interval, exact, self._save_record, self._step_log)
+        self._step_log = StepLog(self._every_step.gradient_log, self.location, self.settings, self._job)
+        longest = self._pacer.interval if isinstance(self._pacer.interval, int) else None
+        self._window = SaveWindow(self.location, self._every_step, longest, self._save_record, self._step_log)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPool(1, thread_name_prefix="tierckpt-save")
         self._handoffs = ThreadPool(1, thread_name_prefix="tierckpt-handoff") if is_wanted(self.settings) else None
-        self._running = RunningSaves(self.settings, timeout_seconds, is_sync=mode == "sync")
+        self._running = RunningSaves(self.settings, timeout_seconds, is_sync=self._is_sync)
         self._errands = Errands(self.settings.local_root)
         self._saves, self._closed = 0, False
         self._is_blind = False
         """The last listing failed: existing checkpoints are unknown, and none is replaced."""
         self._is_first_rank = not is_distributed() or dist.get_rank() == 0
         self._ledger = RunLog(
-            self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=bool(gradient_log)
+            self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=self._step_log.is_on
         )
         self._branch = RunBranch(self.location, self._job, self.settings)
         self._pruning = BackgroundPruning(self._keep, self._branch, self._ledger, self.stats, self.settings)
@@ -290,9 +276,9 @@ class Checkpointer:
 
     def _begin(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
         """Save as ``mode`` has it."""
-        if self._mode == "multi_step":
+        if self._window.is_on:
             return self._window.open(step, state, is_asked=is_asked)
-        is_sync = self._mode == "sync" or self._step_log.has_gone_back
+        is_sync = self._is_sync or self._step_log.has_gone_back
         future = self._save(step, state, is_asked=is_asked)
         is_left_out = future.done() and isinstance(future.exception(), CheckpointSkippedError)
         if is_sync and not is_left_out:  # else one before it hangs, and has been waited for
@@ -494,7 +480,7 @@ class Checkpointer:
         self._client.recover()
         self._client.enter(self.location, trains=False)  # its first save says that it trains
         begun, write = time.monotonic(), partial(self._save_record, is_asked=True)
-        fold = partial(make_checkpoint, exact=self._exact, write=write)
+        fold = partial(make_checkpoint, exact=self._every_step.exact, write=write)
         restore = partial(restore_newest, self._client, self.location, state, options, fold)
         look = partial(newest_base, self._client, self.location)
         with self._looking():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, TypeAlias
@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 from ..errors import ConfigError
 from ..planning import interval_tuning
 from ..planning.interval_tuning import Goal, Pace, Profile, Steps, Window
+from ..planning.optimal_interval import OVERHEAD_MAX
 from ..telemetry import logger
 from .drain_decider import DrainDecider, RankView, SaveDirective
 from .rank_exchange import all_gather, broadcast
@@ -25,7 +26,7 @@ from .saves import SaveRecord
 
 log = logger("interval")
 
-Interval: TypeAlias = int | Literal["auto"] | None
+Interval: TypeAlias = "int | Literal['auto'] | AutoInterval | None"
 Phase: TypeAlias = Literal["plain", "draining", "flushing"]
 
 PROFILE_STEPS = 10
@@ -35,6 +36,31 @@ WARM_UP_STEPS = 2
 SAMPLES_MAX = 2048
 """Steps of a window of which the median is taken."""
 SAVES_REMEMBERED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoInterval:
+    """``Checkpointer(interval=...)``: the best interval by measured times. ``interval="auto"`` is ``AutoInterval()``.
+
+    Args:
+        overhead_max: the share of training time that checkpoints may cost.
+        mtbf_seconds: the mean time between failures of the job, where it is known; or two of them: ``{"local": ...,
+            "shared": ...}``, between failures that an SSD survives, and between the others.
+
+    Raises:
+        ConfigError: a share that is not between 0 and 1, or a time that is not positive.
+
+    Example:
+        >>> interval = tierckpt.AutoInterval(overhead_max=0.02, mtbf_seconds=6 * 3600)
+        >>> with tierckpt.Checkpointer("run", interval=interval) as checkpointer:
+        ...     committed = checkpointer.step(1, {"x": torch.zeros(1)})
+    """
+
+    overhead_max: float = OVERHEAD_MAX
+    mtbf_seconds: float | Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        Goal.of(self.overhead_max, self.mtbf_seconds)
 
 
 @dataclass
@@ -58,19 +84,20 @@ class IntervalController:
     """Decides for one Checkpointer. All ranks must call the same methods in the same order.
 
     Args:
-        interval: "auto", a number of steps, or None: only explicit saves.
-        goal: what checkpoints may cost, and failure rates where they are known.
+        interval: "auto" or an AutoInterval, a number of steps, or None: only explicit saves.
         sending: which saves go to shared storage.
 
     Raises:
         ConfigError: an interval that is none of these.
     """
 
-    def __init__(self, interval: Interval, goal: Goal, sending: DrainDecider) -> None:
-        is_number = isinstance(interval, Integral) and not isinstance(interval, bool)
-        if interval not in (None, "auto") and not (is_number and int(interval) >= 1):
+    def __init__(self, interval: Interval, sending: DrainDecider) -> None:
+        auto = interval if isinstance(interval, AutoInterval) else AutoInterval()
+        self.interval = "auto" if isinstance(interval, AutoInterval) else interval
+        is_number = isinstance(self.interval, Integral) and not isinstance(self.interval, bool)
+        if self.interval not in (None, "auto") and not (is_number and int(self.interval) >= 1):
             raise ConfigError(f"interval is {interval!r}: 'auto', or a whole number of steps of at least 1")
-        self.interval, self.goal = interval, goal
+        self.goal = Goal.of(auto.overhead_max, auto.mtbf_seconds)
         self.pace: Pace | None = None
         self.step_seconds: float | None = None
         """An undisturbed step, once it is known."""

@@ -128,7 +128,7 @@ class StepLog:
     """Logs the steps of one rank, and applies them on a restore. Does nothing without ``asked``.
 
     Args:
-        asked: as ``Checkpointer(gradient_log=...)``.
+        asked: as ``EveryStep(gradient_log=...)``.
         job: a unique name, the same on all ranks.
 
     Raises:

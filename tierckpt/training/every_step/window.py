@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -36,29 +36,53 @@ from ...replay.redo import Exact, Snapshot, checked_exact
 from ...replay.tree import detach, fill
 from ...telemetry import logger
 from ..codec import job_state as states
-from ..interval import Interval
 from ..rank_exchange import all_gather, is_distributed, same_outcome
 from ..saves import SaveRecord
 from .redo_log import notes_of, stored
-from .step_log import StepLog
+from .step_log import StepLog, parse
 
 log = logger("checkpointer")
 
-SaveMode: TypeAlias = Literal["sync", "async", "multi_step"]
 State: TypeAlias = Mapping[str, Any]
 
 DONE, PENDING = "", "pending"
 SAID_SECONDS = 1.0
 
 
-def check_mode(mode: SaveMode, window_steps: int | Literal["auto"], exact: Exact) -> SaveMode:
-    """Return ``mode``. Raises ConfigError for another one, and for a window in a mode that has none."""
-    checked_exact(exact)
-    if mode not in get_args(SaveMode):
-        raise ConfigError(f"mode is {mode!r}", hint="Write one of " + ", ".join(map(repr, get_args(SaveMode))))
-    if mode != "multi_step" and window_steps != "auto":
-        raise ConfigError(f"window_steps is given, and mode is {mode!r}", hint='Add mode="multi_step"')
-    return mode
+@dataclass(frozen=True, kw_only=True)
+class EveryStep:
+    """``Checkpointer(every_step=...)``: work that is done in every step of training. See docs/guide/every-step.md.
+
+    Args:
+        gradient_log: True: each ``step`` can be restored. Between checkpoints the gradients of the optimizers in the
+            state are logged on this node's SSD, and ``restore`` makes the steps again. "10 steps" and "500 ms" make
+            several steps durable together. The first ``step`` saves.
+        window_steps: copies the optimizers' state over so many steps: the checkpoint of a save at step n is that of
+            step n + window_steps - 1. At most ``interval`` where that is a number; "auto": by sizes, and the measured
+            times of link and step, 7 before these are known. None copies the state at once. Needs a call of ``step``
+            after every step; with several ranks one more, or ``wait("local")``, before the loop calls ``result()`` of
+            a save.
+        exact: of such a save on an accelerator. "required": it is a redo log, of which a restore makes a checkpoint on
+            such a device. "approximate": its last bits may differ from training; the manifest says so.
+
+    Raises:
+        ConfigError: a value that is none of these.
+
+    Example:
+        >>> every_step = tierckpt.EveryStep(gradient_log=True)
+        >>> with tierckpt.Checkpointer("run", every_step=every_step) as checkpointer:
+        ...     start = checkpointer.restore({"x": torch.zeros(1)})
+    """
+
+    gradient_log: bool | str = False
+    window_steps: int | Literal["auto"] | None = None
+    exact: Exact = "required"
+
+    def __post_init__(self) -> None:
+        parse(self.gradient_log)
+        checked_exact(self.exact)
+        if self.window_steps is not None:
+            checked_steps(self.window_steps)
 
 
 class MultiStepSave(Future[None]):
@@ -125,31 +149,30 @@ class SaveWindow:
     """The windows of one Checkpointer, one at a time. All ranks must call the same methods in the same order.
 
     Args:
-        steps: of a window; "auto": by sizes, the rate of the link and the time of a step, 7 when they are not known.
         step_log: learns of the last step of a window; its link copies the parts too.
-        interval: no window is longer, where that is a number.
+        longest: no window has more steps; None for no limit.
 
     Raises:
-        ConfigError: a number of steps below 1, or above ``interval``.
+        ConfigError: a window of more than ``longest`` steps.
     """
 
     def __init__(
         self,
         location: Location,
-        steps: int | Literal["auto"],
-        interval: Interval,
-        exact: Exact,
+        every_step: EveryStep,
+        longest: int | None,
         write: Write,
         step_log: StepLog,
     ) -> None:
-        self._steps = checked_steps(steps)
-        self._longest = interval if isinstance(interval, int) else None
+        steps = every_step.window_steps
+        self.is_on = steps is not None
+        self._steps, self._longest = checked_steps("auto" if steps is None else steps), longest
         if self._longest is not None and self._steps > self._longest:
             raise ConfigError(
                 f"window_steps is {steps}, and a save begins every {self._longest} steps (interval)",
                 hint="Make the interval at least as long as the window",
             )
-        self._location, self._exact, self._write = location, exact, write
+        self._location, self._exact, self._write = location, every_step.exact, write
         self._step_log = step_log
         self._stagers: list[MultiStepStager] = []
         self._window: _Window | None = None
