@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 import tierckpt
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
-from tierckpt.dcp.handoff import handoff_client
+from tierckpt.dcp.handoff.offer import Handoff
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.errors import OperationTimeoutError, TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
@@ -175,12 +175,12 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     if point == "not begun":
         _replace(SaveSession, "open", instead)
     elif point == "handed in":
-        _replace(handoff_client.HandoffHandle, "hand_in", after)
+        _replace(Handoff, "hand_in", after)
         flush.ShardFile.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         _replace(flush.ShardFile, "finish", lambda real: _first_half(real, reached))
     elif points.rank and way.startswith("async_save") and point == "noted":
-        _replace(handoff_client.HandoffHandle, "hand_in_durable", instead)
+        _replace(Handoff, "durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
         _replace(SaveSession, "hand_over", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
@@ -243,7 +243,7 @@ def all_die(
     job.wait("local")
     _arm(points, point, lambda: points.reach("killed"), way)
     if points.rank == late:
-        _replace(handoff_client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        _replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     if is_direct_put and point == "handed in":
         direct_put.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     job.save(2, state_of(points.rank, 2, points.world_size))
@@ -259,7 +259,7 @@ def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: 
     points = Points(folder)
     _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush.ShardFile.write
-    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
             flush.ShardFile.write = _no_disk  # type: ignore[method-assign]
@@ -298,7 +298,7 @@ def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     if points.rank == 1:
-        _replace(handoff_client, "hand_in", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        _replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     else:
         _arm(points, "handed in", lambda: points.reach("killed"))
     checkpointer.save(2, state_of(points.rank, 2, points.world_size))
@@ -312,7 +312,7 @@ def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) ->
     checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
-    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
     begun = time.monotonic()
@@ -357,7 +357,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = Fals
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
-    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
+    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
     checkpointer.save(3, state_of(0, 3))
     if _allocations() == before:
         points.reach("memory used again")
@@ -391,7 +391,7 @@ def killed_when_a_staged_one_was_dropped(
             AgentClient, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k)
         )
     handed: list[int] = []
-    _replace(handoff_client.HandoffHandle, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
+    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
     flush.ShardFile.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))

@@ -24,18 +24,19 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import torch_internals
-from ..arena import slots
+from ..arena import memory, slots
 from ..arena.memory import Memory
 from ..arena.pinning import pin
 from ..arena.slots import Lease, arena_for
 from ..checkpoint import in_flight
 from ..config import Settings
-from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError
+from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError, TierckptError
+from ..ipc.agent_client import contact_for
+from ..resources import start_if_possible
 from ..save import write_ahead
 from ..save.shard_plan import Fetch
 from . import split
 from .gc_pause import gc_paused
-from .handoff import handoff_client
 from .items import item_format
 from .items.torch_save import resolve_object
 from .plan_outline import LOCAL_PART, is_local_part
@@ -44,6 +45,23 @@ from .staging_copy import Copies
 from .staging_layout import Layout, Placed, RepeatedSave
 
 Mode = Literal["eager", "lazy"]
+
+
+def outlives_process(settings: Settings) -> bool:
+    """Whether staged checkpoints are to outlive this process: see ``Settings.staging_memory``."""
+    if settings.staging_memory == "auto":
+        return settings.mover == "agent" and memory.shared_is_huge()
+    return settings.mover == "agent" and settings.staging_memory == "shared"
+
+
+def _announce(settings: Settings) -> None:
+    """Have an agent there when the first handoff is sent: it starts as slowly as Python. Returns at once."""
+
+    def start() -> None:
+        with contextlib.suppress(TierckptError, OSError):  # ``Handoff`` reports it
+            contact_for(settings).ask({"op": "here"})
+
+    start_if_possible(threading.Thread(target=start, name="tierckpt-announce", daemon=True))
 
 
 class TierStager:
@@ -98,7 +116,7 @@ class TierStager:
         self.mode: Mode = mode
         self._shared = shared
         self._numa_nodes = tuple(numa_nodes)
-        self._outlives = handoff_client.is_wanted(self.settings)
+        self._outlives = outlives_process(self.settings)
         self._is_announced = False
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
@@ -277,7 +295,7 @@ class TierStager:
         shared = self._shared or self._outlives
         if self._outlives and not self._is_announced:
             self._is_announced = True
-            handoff_client.announce(self.settings)
+            _announce(self.settings)
         arena = arena_for(self.settings, shared=shared, read_elsewhere=self._shared, numa_nodes=self._numa_nodes)
         lease = arena.lease(size_bytes)
         if lease is None:

@@ -26,11 +26,10 @@ from ..announce import announced
 from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
-from ..dcp.handoff.handoff_client import is_wanted
 from ..dcp.handoff.offer import Handoff
 from ..dcp.save_planning import SaveDescription
 from ..dcp.save_session import SaveSession
-from ..dcp.stager import Mode, TierStager
+from ..dcp.stager import Mode, TierStager, outlives_process
 from ..disk.illness import Errands
 from ..errors import (
     CheckpointError,
@@ -163,7 +162,9 @@ class Checkpointer:
         self._window = SaveWindow(self.location, self._every_step, longest, self._save_record, self._step_log)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPool(1, thread_name_prefix="tierckpt-save")
-        self._handoffs = ThreadPool(1, thread_name_prefix="tierckpt-handoff") if is_wanted(self.settings) else None
+        self._handoffs = (
+            ThreadPool(1, thread_name_prefix="tierckpt-handoff") if outlives_process(self.settings) else None
+        )
         self._running = RunningSaves(self.settings, timeout_seconds, is_sync=self._is_sync)
         self._errands = Errands(self.settings.local_root)
         self._saves, self._closed = 0, False

@@ -1,38 +1,57 @@
-"""Offers a rank's staged save to the agent (handoff_client.py), so that the save outlives its rank (P6)."""
+"""Hands a staged save to the agent (``agent/handoffs.py``), so that the save outlives its rank (P6)."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import BinaryIO
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from ...arena.memory import Memory
+from ...arena.slots import Lease
 from ...checkpoint import epoch as epochs
+from ...config import Settings, ranks_of_node
 from ...errors import TierckptError
 from ...format.manifest import FileEntry
+from ...ipc.agent_client import HANDOFF_NAME, contact_for, is_known
 from ...telemetry import logger
 from ..metadata_pickle import encode_plan
 from ..planner import TierSavePlanner
 from ..save_planning import ItemSource, PlannedShards, RankAssignment
 from ..save_session import SaveSession
+from ..stager import outlives_process
 from . import description as descriptions
-from . import handoff_client
 from .description import Results, SaveHandoff
-from .handoff_client import HandoffHandle
 
 log = logger("save")
 
+OPEN_MAX = 2
+"""Handoffs of one process whose end it does not learn; of more, the oldest is taken back."""
+
+_open: deque[Handoff] = deque()
+
 
 class Handoff:
-    """Listens to one save, and has the agent finish it should this process end. The log says where that fails.
+    """Listens to one save, and has the agent finish it should this process end. Thread-safe.
 
-    A save with a name (``SaveDescription.name``) is offered whatever it holds: its caller stages every save, and tells
-    every rank how it ends. Of the saves that DCP drives, those of staged state are.
+    A save with a name (``SaveDescription.name``) is offered in any case: its caller stages every save, and tells every
+    rank how it ends. A save that DCP drives is offered where its state is staged. A save that the agent cannot have is
+    as safe as this process, and the log says why. No method fails a save; CheckpointSkippedError fails one whose staged
+    copy was dropped.
     """
 
+    handoff: SaveHandoff
+
     def __init__(self) -> None:
-        self._handle: HandoffHandle | None = None
+        self._name, self._is_held = "", False
+        """What all ranks of the save call it, and no other save; and whether the agent has this rank's handoff."""
+        self._written: list[BinaryIO] = []
+        """Those that the agent may have."""
 
     def prepared(
         self,
@@ -42,9 +61,10 @@ class Handoff:
         source: ItemSource,
         metadata: Metadata | None,
     ) -> None:
-        description, name, world_size = save.description, save.description.name, save.description.world_size
+        description, name, uri = save.description, save.description.name, save.location.uri
+        world_size = description.world_size
         if not name:
-            if not _is_worth_offering(save, shards):
+            if not _is_worth_offering(save.settings, shards):
                 return
             name = shards.token if shards is not None else ""
             if description.use_collectives:
@@ -55,73 +75,129 @@ class Handoff:
             if description.is_coordinator:
                 metadata = _metadata_of(source)
                 if metadata is None:
-                    uri = save.location.uri
                     log.info("%s: staged by a planner of its own kind, so that it ends with this process", uri)
                     return
-        self._handle = _offer(save, shards, metadata, name, world_size)
+        described = descriptions.describe(shards.shards if shards is not None else ())
+        if described is None or (shards is not None and shards.streamed):
+            log.info("%s: the agent cannot hold all of it while it is staged", uri)
+            return
+        try:
+            epoch = epochs.current(save.settings.local_root, save.location.parent)
+        except (OSError, TierckptError) as error:
+            log.warning("%s is lost if this process ends before it is on the local tier: %s", uri, error)
+            return
+        pending, memories = described
+        self.handoff = SaveHandoff(
+            rank=description.rank,
+            world_size=world_size,
+            is_coordinator=description.is_coordinator,
+            use_collectives=description.use_collectives,
+            token=shards.token if shards is not None else "",
+            uri=uri,
+            settings=save.settings.model_dump_json(),
+            save_id=save.save_id,
+            replaces=save.lookup.attempts,
+            epoch=epoch,
+            shards=pending,
+            results=Results.of(shards.results if shards is not None else ()),
+            parts=shards.parts if shards is not None else (),
+            metadata=encode_plan(metadata) if metadata is not None else None,
+            kinds={key: memory.kind for key, memory in memories.items()},
+            notes=description.notes,
+        )
+        self._name, self._contact = name, contact_for(save.settings)
+        self._offer(memories, shards.leases if shards is not None else ())
+
+    def _offer(self, memories: Mapping[str, Memory], leases: Collection[Lease]) -> None:
+        """Hand in; from then on the memory of ``leases`` is dropped only when the handoff has been taken back."""
+        for lease in leases:
+            lease.ask_before_drop(lambda: False)  # while it is handed in
+        self._is_held = True
+        try:
+            self.hand_in(memories)
+        except Exception as error:
+            if not is_known(error):
+                text = "%s is lost if this process ends before it is on the local tier: %s"
+                log.warning(text, self.handoff.uri, error)
+            self.ended()
+        finally:
+            for lease in leases:
+                lease.ask_before_drop(self.take_back)
+
+    def hand_in(self, memories: Mapping[str, Memory]) -> None:
+        """Send the handoff and all memory that it needs in one message, so that no agent ever has a part of it."""
+        written = self.handoff.written()
+        left = {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
+        left[HANDOFF_NAME] = written.fileno()
+        world_size = self.handoff.world_size if self.handoff.use_collectives else 1  # without, each rank saves alone
+        message = {"op": "hand_in", "save": self._name, "rank": self.handoff.rank, "world_size": world_size}
+        message |= {"is_of_this_node": world_size <= ranks_of_node(), "names": list(left)}
+        old = len(self._written)
+        self._written.append(written)
+        self._contact.ask(message, list(left.values()))
+        self._revoke(old)
 
     def opened(self, lock_descriptor: int) -> bool:
-        if self._handle is not None and not self._handle.has_begun(lock_descriptor):
-            self._handle = None
-        return self._handle is not None
+        """Tell the agent that there is a journal entry, and pass it the lock. False: the agent has no handoff."""
+        if not self._is_held:
+            return False
+        message = {"op": "begun", "save": self._name, "rank": self.handoff.rank}
+        try:
+            self._contact.ask(message, [lock_descriptor], start=False)
+        except (TierckptError, OSError) as error:
+            if not is_known(error):
+                log.warning("%s: the agent has lost its handoff: %s", self.handoff.uri, error)
+            self.ended()
+        return self._is_held
 
     def durable(self, files: tuple[FileEntry, ...]) -> None:
-        handle = self._handle
-        if handle is not None and not files:
-            handoff_client.leave_open(handle)
-        elif handle is None or not handle.hand_in_durable(files):
+        """Replace the handoff by one that needs neither memory nor lock.
+
+        The coordinator takes back the handoffs of all ranks; else the end of this process does.
+        """
+        if not self._is_held:
             return
-        self._handle = None  # the coordinator takes it back
+        if files:
+            self.handoff = self.handoff.durable(files)
+            try:
+                self.hand_in({})
+            except (TierckptError, OSError) as error:
+                if not is_known(error):
+                    log.warning("%s: could not report to the agent that it is durable: %s", self.handoff.uri, error)
+                return  # the agent has the old one, until this rank's save has ended
+        self._is_held = False
+        _open.append(self)
+        while len(_open) > OPEN_MAX:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                _open.popleft().take_back()
 
     def ended(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.take_back()
+        if self._is_held:
+            self.take_back()
+
+    def take_back(self) -> bool:
+        """Revoke the handoffs of all ranks of the save. True: the memory may be used again.
+
+        That holds even when the agent does not hear of it: it then keeps a revoked handoff until this process ends.
+        """
+        self._is_held = False
+        self._revoke()
+        self._contact.tell({"op": "take_back", "save": self._name})
+        return True
+
+    def _revoke(self, count: int | None = None) -> None:
+        for written in self._written[:count]:
+            descriptions.revoke(written)
+        del self._written[:count]
 
 
-def _offer(
-    save: SaveSession, shards: PlannedShards | None, metadata: Metadata | None, name: str, world_size: int
-) -> HandoffHandle | None:
-    """Hand in this rank's part of a save. None when the agent cannot have it."""
-    location, settings, description = save.location, save.settings, save.description
-    described = descriptions.describe(shards.shards if shards is not None else ())
-    if described is None or (shards is not None and shards.streamed):
-        log.info("%s: the agent cannot hold all of it while it is staged", location.uri)
-        return None
-    pending, memories = described
-    try:
-        epoch = epochs.current(settings.local_root, location.parent)
-    except (OSError, TierckptError) as error:
-        log.warning("%s is lost if this process ends before it is on the local tier: %s", location.uri, error)
-        return None
-    handoff = SaveHandoff(
-        rank=description.rank,
-        world_size=world_size,
-        is_coordinator=description.is_coordinator,
-        use_collectives=description.use_collectives,
-        token=shards.token if shards is not None else "",
-        uri=location.uri,
-        settings=settings.model_dump_json(),
-        save_id=save.save_id,
-        replaces=save.lookup.attempts,
-        epoch=epoch,
-        shards=pending,
-        results=Results.of(shards.results if shards is not None else ()),
-        parts=shards.parts if shards is not None else (),
-        metadata=encode_plan(metadata) if metadata is not None else None,
-        kinds={key: memory.kind for key, memory in memories.items()},
-        notes=description.notes,
-    )
-    return handoff_client.hand_in(settings, name, handoff, memories, shards.leases if shards is not None else ())
-
-
-def _is_worth_offering(save: SaveSession, planned: PlannedShards | None) -> bool:
+def _is_worth_offering(settings: Settings, planned: PlannedShards | None) -> bool:
     """Whether a save that DCP drives is one of staged state: training does not wait for it."""
     shards = planned.shards if planned is not None else ()
     has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
     is_async = threading.current_thread() is not threading.main_thread()
     is_staged = bool(planned and planned.leases) if has_tensors else is_async
-    return is_staged and handoff_client.is_wanted(save.settings)
+    return is_staged and outlives_process(settings)
 
 
 def _metadata_of(planner: ItemSource) -> Metadata | None:
