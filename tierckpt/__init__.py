@@ -49,7 +49,7 @@ _HOME = {
     "latest": ".client",
     "load_model": ".training.restore_state",
     "load_safetensors": ".loading.safetensors",
-    "prefetch": ".client",
+    "prefetch": ".restore.prefetch",
     "stream_safetensors": ".loading.safetensors",
     "wait": ".client",
 }
@@ -59,7 +59,6 @@ __all__ = ["TierckptError", "errors", *_HOME]
 if TYPE_CHECKING:
     from .adoption import adopt as adopt
     from .client import latest as latest
-    from .client import prefetch as prefetch
     from .client import wait as wait
     from .config import Settings as Settings
     from .dcp.planner import TierSavePlanner as TierSavePlanner
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     from .loading.safetensors import stream_safetensors as stream_safetensors
     from .near_storage.optimizer import NearStorageOptimizer as NearStorageOptimizer
     from .replay.multi_step import MultiStepStager as MultiStepStager
+    from .restore.prefetch import prefetch as prefetch
     from .training.checkpointer import Checkpointer as Checkpointer
     from .training.codec.rank_state import PerRank as PerRank
     from .training.codec.rank_state import RngState as RngState

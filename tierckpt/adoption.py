@@ -137,7 +137,7 @@ def adopt(
     files = source.look(place)
     source.check_quiet(place, files)
     source.check_names(files, adopted_dir(part.token), location)
-    replaces = client.run(client.mover.attempts_to_replace(location, overwrite=overwrite))
+    replaces = client.run(client.mover.replaced.find(location, overwrite=overwrite))
     if part.attempt in replaces:
         raise AlreadyCommittedError(
             f"Checkpoint already exists: {location.uri} has an attempt {part.attempt}",

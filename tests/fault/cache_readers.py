@@ -133,7 +133,7 @@ class Node:
 async def read(node: Node, number: int) -> list[str]:
     """What one reader does. Returns the names of what was not what it should be."""
     mover, chance = node.mover(), random.Random(number)
-    cached = await mover.cached(parse_uri(node.model), kind="directory")
+    cached = await mover.node_cache.open_at(parse_uri(node.model), kind="directory")
     wrong = []
     try:
         if number % 2:

@@ -359,7 +359,7 @@ class History:
         def prune() -> None:
             client = get_client(Settings.load())
             policy = Policy(abandoned=frozenset({Tier.LOCAL, Tier.SHARED}))
-            client.run(client.mover.prune(parse_uri(self.run), policy))
+            client.run(client.mover.pruner.prune(parse_uri(self.run), policy))
 
         log = self.folder / "log-prune"
         if forked(prune, log) != 0:

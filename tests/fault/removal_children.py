@@ -73,7 +73,7 @@ async def keep_the_newest(folder: Path) -> None:
     mover = Mover(Settings.load(local_root=folder / "local"))
     try:
         await mover.drains.recover()
-        await mover.prune(parse_uri(folder / "shared"), Policy.of(keep_last=1))
+        await mover.pruner.prune(parse_uri(folder / "shared"), Policy.of(keep_last=1))
     finally:
         await mover.close()
 
@@ -112,10 +112,10 @@ def examine(folder: Path) -> dict[str, Any]:
 
     async def look() -> None:
         mover = Mover(Settings.load(local_root=folder / "local"))
-        latest = await mover.latest(run)
+        latest = (await mover.selector.newest(run)).checkpoint
         found["latest"] = latest.location.name if latest else None
         try:
-            found["step-1"] = sorted((await mover.find(run.child("step-1"))).tiers)
+            found["step-1"] = sorted((await mover.selector.find(run.child("step-1"))).tiers)
         except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
             found["step-1"] = type(error).__name__
         await mover.close()

@@ -18,6 +18,7 @@ from typing import TypeVar
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, Entry
+from tierckpt.checkpoint.verify import verify
 from tierckpt.config import KiB, MiB, Settings
 from tierckpt.disk.durable import durable_write, make_dirs
 from tierckpt.errors import (
@@ -30,6 +31,8 @@ from tierckpt.errors import (
 from tierckpt.format.layout import METADATA, Location, attempt_metadata, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
 from tierckpt.mover import Mover
+from tierckpt.restore.fetch_file import fetch_missing
+from tierckpt.restore.restore import restore
 from tierckpt.types import Tier
 
 T = TypeVar("T")
@@ -156,18 +159,18 @@ class Loop:
     async def _read_back(self, saved: Saved, root: Path) -> None:
         """As a node that has nothing of it: every way to read, each checked by our own digests."""
         async with mover_at(root) as reader:
-            checkpoint = await self._tried("find", reader.find(saved.location))
+            checkpoint = await self._tried("find", reader.selector.find(saved.location))
             if checkpoint is not None and checkpoint.manifest is not None:
-                await self._tried("fetch", reader.fetch_missing(checkpoint, checkpoint.manifest.files))
+                await self._tried("fetch", fetch_missing(reader, checkpoint, checkpoint.manifest.files))
                 arrived = [entry for entry in checkpoint.manifest.files if checkpoint.local_path(entry)]
                 self.outcomes["fetched"] += len(arrived)
                 for entry in arrived:
                     self._expect(digest((checkpoint.directory / entry.key).read_bytes()) == saved.digests[entry.path])
-            result = await self._tried("verify", reader.verify(saved.location, read_data=True))
+            result = await self._tried("verify", verify(reader.selector, saved.location, read_data=True))
             if result is not None and self.plan.kind not in DAMAGE:
                 shared = {path: text for (tier, path), text in result[1].problems.items() if tier is Tier.SHARED}
                 self._expect(not shared, f"verify says {shared}")
-            if await self._tried("restore", reader.restore(saved.location, root / "restored")):
+            if await self._tried("restore", restore(reader, saved.location, root / "restored")):
                 wrong = wrong_files(root / "restored", saved)
                 self._expect(not wrong, f"restored wrong bytes: {wrong}")
             else:
@@ -204,7 +207,7 @@ class Loop:
             await saver.drains.wait(saved.location, Tier.SHARED, HEAL_SECONDS)
             target = self.root / f"healed-{saved.token}"
             async with mover_at(self.root / f"healer-{saved.token}") as reader:
-                await reader.restore(saved.location, target)
+                await restore(reader, saved.location, target)
             self._expect(not wrong_files(target, saved), "wrong bytes on the shared tier")
             await asyncio.to_thread(shutil.rmtree, target)
         except TierckptError as error:
@@ -246,7 +249,7 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
             steps += 1
             begun, step = time.monotonic(), steps
             location = parse_uri(f"{uri}/step-{step}")
-            await mover.attempts_to_replace(location, overwrite=True)
+            await mover.replaced.find(location, overwrite=True)
             saved.append(await asyncio.to_thread(save, mover, location, (64 * KiB,), step))
             mover.drains.submit(saved[-1].token)
             result.slowest_save_seconds = max(result.slowest_save_seconds, time.monotonic() - begun)
@@ -265,7 +268,7 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
         result.recovery_seconds = time.monotonic() - ended
         result.saves = len(saved)
         async with mover_at(root.with_name(f"{root.name}-reader")) as reader:
-            await reader.restore(saved[-1].location, root.with_name(f"{root.name}-restored"))
+            await restore(reader, saved[-1].location, root.with_name(f"{root.name}-restored"))
         assert not wrong_files(root.with_name(f"{root.name}-restored"), saved[-1])
     return result
 
@@ -275,7 +278,7 @@ async def drained(mover: Mover, saved: Saved, root: Path) -> None:
     mover.drains.submit(saved.token)
     await mover.drains.wait(saved.location, Tier.SHARED, 30)
     async with mover_at(root / "reader") as reader:
-        await reader.restore(saved.location, root / "restored")
+        await restore(reader, saved.location, root / "restored")
     assert wrong_files(root / "restored", saved) == []
 
 

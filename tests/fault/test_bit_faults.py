@@ -24,7 +24,7 @@ import torch
 from tests.states import save
 from tierckpt.checkpoint import local_commit, marks, shared_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
-from tierckpt.checkpoint.verify import VerifyReport
+from tierckpt.checkpoint.verify import VerifyReport, verify
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.save_session import SaveSession
@@ -35,6 +35,7 @@ from tierckpt.format.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir
 from tierckpt.format.manifest import Manifest
 from tierckpt.mover import Mover
 from tierckpt.read import replicated_file
+from tierckpt.restore.restore import restore
 from tierckpt.stores import verified_read
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Tier
@@ -128,7 +129,7 @@ class Node:
     def verified(self, name: str) -> str:
         """What ``tierckpt verify --read-data`` says about a file."""
         tier, path = Tier(name.partition(" ")[0]), self.names[name]
-        checkpoint, report = self.runner.run(self.mover.verify(self.location, read_data=True))
+        checkpoint, report = self.runner.run(verify(self.mover.selector, self.location, read_data=True))
         found = {**report.records, **report.problems}
         path = METADATA if path.startswith(layout.METADATA_DIR) else path
         if (tier, path) in found:
@@ -290,7 +291,7 @@ def contents(node: Node) -> dict[str, str]:
 def restored(node: Node, name: str) -> dict[str, str]:
     """The digests of what a restore makes of the checkpoint."""
     target = node.root / name
-    node.runner.run(node.mover.restore(node.location, target))
+    node.runner.run(restore(node.mover, node.location, target))
     chunk = node.manifest.chunk_size_bytes
     digests = {}
     for entry in node.manifest.entries:
@@ -395,7 +396,7 @@ def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_p
     async def recover() -> VerifyReport:
         await mover.drains.recover()
         await mover.drains.idle(10.0)
-        _, report = await mover.verify(location, read_data=True)
+        _, report = await verify(mover.selector, location, read_data=True)
         await mover.close()
         return report
 

@@ -32,6 +32,7 @@ from tests.states import load, same, save
 from tierckpt.arena import slots
 from tierckpt.checkpoint import journal, local_commit
 from tierckpt.checkpoint.retention import Policy
+from tierckpt.checkpoint.verify import verify
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.dcp import save_planning, save_session, shard_delivery
@@ -149,7 +150,7 @@ def prune(world: World) -> None:
     world.may(2, LOCAL)
     run = parse_uri(world.root / SHARED / "run")
     policy = Policy.of(keep_last={LOCAL: 1, SHARED: 2})
-    get_client(world.settings).run(get_client(world.settings).mover.prune(run, policy))
+    get_client(world.settings).run(get_client(world.settings).mover.pruner.prune(run, policy))
     world.must(1, LOCAL, SHARED)
     world.must(2, LOCAL)
 
@@ -536,7 +537,7 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
             tierckpt.wait(world.uri(step), timeout_seconds=60, **options)
             assert same(load(world.uri(step), state_of(99), **options), state_of(99))
             location = parse_uri(world.uri(step))
-            checkpoint, report = client.run(client.mover.verify(location, read_data=True))
+            checkpoint, report = client.run(verify(client.mover.selector, location, read_data=True))
             assert (checkpoint.tiers, report.problems, report.records) == (frozenset({Tier.LOCAL, Tier.SHARED}), {}, {})
     finally:
         close_all()

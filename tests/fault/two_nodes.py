@@ -109,7 +109,7 @@ class Node:
         if not self.keep:
             return
         try:
-            result = self._runner.run(self.mover.prune(self.run, Policy(shared=Rule(self.keep))))
+            result = self._runner.run(self.mover.pruner.prune(self.run, Policy(shared=Rule(self.keep))))
         except TierckptError as error:
             self.tell("failed", step=-1, error=repr(error))
             return

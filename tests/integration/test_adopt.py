@@ -39,6 +39,7 @@ from tierckpt.format.layout import parse_uri
 from tierckpt.integrations import directories as found_by
 from tierckpt.integrations.directories import Directories, make_way, rank_0_finds
 from tierckpt.integrations.megatron import MegatronRun
+from tierckpt.restore.restore import restore
 from tierckpt.save import adopted_directory as directories
 
 SECONDS = 120.0
@@ -340,7 +341,7 @@ def test_with_links_a_write_in_place_is_found_by_the_digests(written: Path, s3_u
         file.write(b"something else")
     client = get_client(Settings(drain=False))
     with pytest.raises(IntegrityError):
-        client.run(client.mover.restore(parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
+        client.run(restore(client.mover, parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
 
 
 def test_way_that_is_made_takes_the_names_of_what_was_linked_and_of_nothing_else(written: Path, s3_uri: str) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import tierckpt
 from tierckpt import Checkpointer, PerRank, RngState
+from tierckpt.checkpoint.description import describe_run
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.stores import retry
@@ -127,7 +128,7 @@ def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: 
     assert kept == [f"step-{step}" for step in range(6 - local, 6)]
     shutil.rmtree(local_root)
     client = tierckpt.client.get_client(tierckpt.Settings.load())
-    rows = client.run(client.mover.list(parse_uri(shared_uri)))
+    rows = client.run(describe_run(client.mover.selector, parse_uri(shared_uri)))
     assert [(row.step, row.shared) for row in rows] == [(step, "committed") for step in range(6 - shared, 6)]
 
 

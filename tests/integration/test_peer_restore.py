@@ -80,8 +80,8 @@ def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> N
     client = Client(by.settings)
 
     async def holders(mover: Mover) -> int:
-        assert mover.cluster is not None
-        attempts = (await mover.cluster.committed(location.parent)).get(location.name, {})
+        assert mover.peers is not None
+        attempts = (await mover.peers.committed(location.parent)).get(location.name, {})
         return len(attempts.get(manifest.attempt, ()))
 
     try:
@@ -182,7 +182,7 @@ def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: N
     save_on(nodes, 1, f"{uri}/step-3", small_state(3))
     assert tierckpt.latest(uri, settings=here) == f"{uri}/step-3"
     assert same(load(f"{uri}/step-3", zeros_like(small_state(3)), settings=here), small_state(3))
-    found = get_client(here).run(get_client(here).mover.find(parse_uri(f"{uri}/step-2")))
+    found = get_client(here).run(get_client(here).mover.selector.find(parse_uri(f"{uri}/step-2")))
     assert found.tiers == {Tier.SHARED}
 
 
@@ -205,7 +205,7 @@ def test_of_two_saves_under_one_name_the_newest_that_is_whole_wins(
     nodes[2].start()
     nodes.meet(3)
     client = get_client(nodes[0].settings)
-    found = client.run(client.mover.latest(parse_uri(step)))
+    found = client.run(client.mover.selector.newest(parse_uri(step))).checkpoint
     assert found is not None
     assert found.manifest == read_local_manifest(nodes[0].directory(step))
 

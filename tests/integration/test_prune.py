@@ -25,8 +25,8 @@ from tests.integration.test_cli import Done, flip, for_people, tierckpt_
 from tests.services import S3Server
 from tests.states import load, same, save, small_state
 from tierckpt import Checkpointer
-from tierckpt import mover as module
 from tierckpt.checkpoint import retention, shared_commit
+from tierckpt.checkpoint.description import describe_run
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.prune import REMOVED, PruneResult
 from tierckpt.checkpoint.retention import Policy
@@ -36,6 +36,7 @@ from tierckpt.disk import read_lease
 from tierckpt.errors import StoreUnavailableError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.mover import Mover
+from tierckpt.restore import restore as module
 from tierckpt.stores import retry
 from tierckpt.stores.obstore_store import RemoteStore
 
@@ -65,7 +66,7 @@ def on_shared(uri: str) -> list[int]:
     mover = Mover(Settings.load(local_root=os.environ["TIERCKPT_LOCAL_ROOT"] + "-elsewhere"))
 
     async def steps() -> list[int]:
-        rows = await mover.list(parse_uri(uri))
+        rows = await describe_run(mover.selector, parse_uri(uri))
         await mover.close()
         return [row.step for row in rows if row.shared == "committed" and row.step is not None]
 
@@ -397,21 +398,21 @@ def test_a_restore_holds_what_it_reads(s3_uri: str, tmp_path: Path, monkeypatch:
     save_steps(s3_uri, 1, 2)
     shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
     client, location, seen = get_client(Settings.load()), parse_uri(s3_uri), []
-    restore = module.restore
+    fill = module.fill_directory
 
-    async def pruned_meanwhile(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        result = await client.mover.prune(location, Policy.of(keep_last=1))
+    async def pruned_meanwhile(*arguments: Any, **options: Any) -> Any:
+        result = await client.mover.pruner.prune(location, Policy.of(keep_last=1))
         seen.extend(result.outcomes)
-        return await restore(checkpoint, *arguments, **options)
+        return await fill(*arguments, **options)
 
-    monkeypatch.setattr(module, "restore", pruned_meanwhile)
-    done = client.run(client.mover.restore(location.child("step-1"), tmp_path / "out"))
+    monkeypatch.setattr(module, "fill_directory", pruned_meanwhile)
+    done = client.run(module.restore(client.mover, location.child("step-1"), tmp_path / "out"))
     assert done.files > 0
     assert [(one.copy.name, one.outcome, one.reason) for one in seen if one.copy.step == 1] == [
         ("step-1", "kept", "being read")
     ]
-    monkeypatch.setattr(module, "restore", restore)
-    result = client.run(client.mover.prune(location, Policy.of(keep_last=1)))
+    monkeypatch.setattr(module, "fill_directory", fill)
+    result = client.run(client.mover.pruner.prune(location, Policy.of(keep_last=1)))
     assert [one.copy.step for one in result.only("removed")] == [1]
 
 
@@ -430,7 +431,7 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
         return real(root, directory)
 
     monkeypatch.setattr(read_lease, "reading_async", late)
-    client.run(client.mover.restore(parse_uri(file_uri), tmp_path / "out"))
+    client.run(module.restore(client.mover, parse_uri(file_uri), tmp_path / "out"))
     assert calls == ["step-2", "step-1"]
     target = small_state(1)
     dcp.load(target, checkpoint_id=str(tmp_path / "out"), no_dist=True)

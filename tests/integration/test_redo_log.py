@@ -227,7 +227,7 @@ def test_a_redo_log_goes_when_newer_checkpoints_are_enough(run: Path) -> None:
 
 def notes_at(uri: Path) -> Any:
     client = get_client(tierckpt.Settings.load(None))
-    checkpoint = client.run(client.mover.find(parse_uri(uri)))
+    checkpoint = client.run(client.mover.selector.find(parse_uri(uri)))
     assert checkpoint.manifest is not None
     return checkpoint.manifest.notes
 

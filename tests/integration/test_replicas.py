@@ -191,7 +191,7 @@ def test_retention_keeps_the_newest_step_that_a_peer_has_whole(fleet: Fleet, tmp
     uri = str(tmp_path / "shared" / "run")
 
     def steps_after_prune(node: Node) -> list[str]:
-        get_client(node.settings).run(get_client(node.settings).mover.prune(parse_uri(uri), Policy(Rule(1))))
+        get_client(node.settings).run(get_client(node.settings).mover.pruner.prune(parse_uri(uri), Policy(Rule(1))))
         return sorted(path.name for path in node.directory(uri).iterdir())
 
     with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:

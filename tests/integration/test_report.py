@@ -20,7 +20,7 @@ import torch
 import tierckpt
 from tests.fault.nursery import Nursery
 from tierckpt import Checkpointer
-from tierckpt.cli import report as report_view
+from tierckpt.cli.ui import output
 from tierckpt.cli.ui.app import run
 from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
 from tierckpt.training import run_log
@@ -143,7 +143,7 @@ def test_a_loop_that_calls_save_alone_keeps_all_of_its_steps(file_uri: str, caps
         row = next(cell for cell in cells if cell[:2] == name.split())
         assert row[2:5] == ["10", "of", "10"] and row[-2:] == ["0", "-"]
         values = [tiers[tier][f"{what}_seconds"] for what in ("median", "p90", "maximum")]
-        assert row[5:-2] == [word for value in values for word in report_view.short_seconds(value).split()]
+        assert row[5:-2] == [word for value in values for word in output.short(value).split()]
 
 
 def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
 KILLED = """
 import os, sys, torch
 from tierckpt import Checkpointer
-from tierckpt.cli import report as report_view
+from tierckpt.cli.ui import output
 state = {"w": torch.zeros(10)}
 checkpointer = Checkpointer(sys.argv[1])
 start = checkpointer.restore(state) or 0

@@ -25,6 +25,7 @@ from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
 from tierckpt import Checkpointer
 from tierckpt.checkpoint import select
+from tierckpt.checkpoint.description import describe_run
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.drain.drainer import Drainer
@@ -39,6 +40,8 @@ from tierckpt.errors import (
 )
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.export import export_safetensors
+from tierckpt.restore.drill import drill
+from tierckpt.restore.restore import restore
 from tierckpt.stores import retry
 
 pytestmark = pytest.mark.server
@@ -198,9 +201,9 @@ def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeyp
         "latest_step": Checkpointer(run).latest_step,
         "load_model": lambda: tierckpt.load_model(run),
         "export": lambda: export_safetensors(run, tmp_path / "out"),
-        "restore": lambda: client.run(client.mover.restore(location, tmp_path / "out")),
-        "drill": lambda: client.run(client.mover.drill(location, seed=1, scratch=None)),
-        "ls": lambda: client.run(client.mover.list(location)),
+        "restore": lambda: client.run(restore(client.mover, location, tmp_path / "out")),
+        "drill": lambda: client.run(drill(client.mover, location, seed=1, scratch=None)),
+        "ls": lambda: client.run(describe_run(client.mover.selector, location)),
     }
     for name, verb in verbs.items():
         with pytest.raises(StoreUnavailableError):

@@ -17,6 +17,7 @@ from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.format.layout import parse_uri
 from tierckpt.loading.export import export_safetensors
+from tierckpt.restore.restore import restore as restore_directory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users of a group")
 
@@ -64,7 +65,7 @@ def test_what_each_verb_writes_looks_new(shared_tmp: Path, umask: int) -> None:
         tierckpt.adopt(source, str(team / "adopted" / "step-1"), local_root=root).wait(timeout_seconds=60)
         tierckpt.prefetch(str(team / "run" / "step-2"), to=team / "prefetched", local_root=root)
         client = get_client(Settings.load(local_root=root))
-        client.run(client.mover.restore(parse_uri(str(team / "run" / "step-2")), team / "restored"))
+        client.run(restore_directory(client.mover, parse_uri(str(team / "run" / "step-2")), team / "restored"))
         export_safetensors(str(team / "run" / "step-2"), team / "exported", local_root=root)
         close_all()
         assert not unlike_new(team, umask)

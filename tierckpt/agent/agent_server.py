@@ -103,9 +103,9 @@ class Agent:
         self._hub_proxy: Any = None
         self.replicator: Replicator | None = None
         self.peers: PeerService | None = None
-        if self.mover.cluster is not None:
-            own, cluster = self.mover, self.mover.cluster
-            self.replicator = Replicator(settings, own.journal, own.limiter, cluster, own.store, self._on_progress)
+        if self.mover.peers is not None:
+            own, peers = self.mover, self.mover.peers
+            self.replicator = Replicator(settings, own.journal, own.limiter, peers, own.store, self._on_progress)
             self.peers = PeerService(
                 settings,
                 directory,

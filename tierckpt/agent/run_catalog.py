@@ -181,11 +181,11 @@ class RunCatalog:
                 raise result
 
     async def _ask_peers(self, run: Location, found: Mapping[str, _Tiers]) -> None:
-        if self._mover.cluster is None:
+        if self._mover.peers is None:
             return
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(PEER_SECONDS):
-                for name, attempts in (await self._mover.cluster.committed(run)).items():
+                for name, attempts in (await self._mover.peers.committed(run)).items():
                     if (tiers := found.get(name)) is not None:
                         tiers.peers = sorted(member.name for members in attempts.values() for member in members)
 
@@ -238,7 +238,7 @@ class RunCatalog:
         cannot be read; ``shared_problem``: why only this node's copy was.
         """
         location = parse_uri(uri)
-        checkpoint, problem = await self._in_time(location, self._mover.find(location), None)
+        checkpoint, problem = await self._in_time(location, self._mover.selector.find(location), None)
         checkpoint = checkpoint or await asyncio.to_thread(self._local_copy, location)
         if checkpoint is None:
             return {"uri": uri, "problem": problem}

@@ -51,12 +51,12 @@ from .content_digest import check_content
 from .file_set import FileSet, FileSpec
 from .node_cache import DIGESTS_AT_A_TIME, Check
 from .peer_fill import PeerJoin
-from .prefetch import PrefetchResult, prefetch
+from .prefetch import PrefetchResult, fill_directory
 from .receipt import read_receipt
 from .reuse import Held
 
 
-async def prefetch_to_hub_cache(
+async def fill_hub_cache(
     store: HubStore,
     files: Sequence[FileSpec],
     cache: Path,
@@ -70,7 +70,7 @@ async def prefetch_to_hub_cache(
 ) -> PrefetchResult:
     """Make the Hugging Face cache ``cache`` hold ``files``, as listed last. Returns the snapshot's directory.
 
-    Raises: as ``prefetch``; ConfigError for a revision that cannot be a file name.
+    Raises: as ``fill_directory``; ConfigError for a revision that cannot be a file name.
     """
     repository, commit = store.repository, store.commit
     if not is_safe_path(repository.revision):
@@ -83,7 +83,7 @@ async def prefetch_to_hub_cache(
     missing_bytes = sum(item.size_bytes for item in missing)
     result = PrefetchResult(directory=root, files=len(files), size_bytes=size_bytes)
     if missing:
-        result = await prefetch(
+        result = await fill_directory(
             store,
             missing,
             root / PRIVATE_DIR / commit,

@@ -41,7 +41,7 @@ from .file_set import FileSet, FileSpec, Receipt, from_manifest
 from .partial_entry import landed_in, read_entry, read_landed
 from .peer_fill import PeerJoin
 from .pool import Pool, Row, evict_all
-from .prefetch import PrefetchResult, from_listing, result_of, select
+from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of
 from .receipt import read_receipt, whole_receipt
 from .reuse import Held
 
@@ -126,8 +126,7 @@ class NodeCache:
         *,
         kind: Kind = "auto",
         info: ObjectInfo | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
+        files: FileFilter = ALL_FILES,
     ) -> ResolvedUri:
         """Fix what ``location`` holds now: a checkpoint, a directory of files, or one object.
 
@@ -145,9 +144,9 @@ class NodeCache:
             try:
                 return await self._object(location, None)
             except ObjectNotFoundError:
-                return await self._directory(location, include, exclude)
+                return await self._directory(location, files)
         try:
-            return await self._directory(location, include, exclude)
+            return await self._directory(location, files)
         except ObjectNotFoundError as error:
             if kind == "directory" or not location.path.strip("/"):
                 raise
@@ -167,7 +166,7 @@ class NodeCache:
         wanted = FileSpec(path, name, info.size_bytes, info.etag)
         return ResolvedUri(location, store, self._frozen(location, [wanted]), only=wanted)
 
-    async def _directory(self, location: Location, include: Sequence[str], exclude: Sequence[str]) -> ResolvedUri:
+    async def _directory(self, location: Location, files: FileFilter) -> ResolvedUri:
         store = self.store_at(location)
         infos: list[ObjectInfo] | None = None
         if location.scheme in REMOTE_SCHEMES:  # one request says that there is nothing of ours
@@ -178,23 +177,19 @@ class NodeCache:
             if manifest is None and await _claimed(store):
                 raise _uncommitted(location)
             if manifest is not None:
-                return self.resolve_checkpoint(location, store, manifest, include, exclude)
-        files = await from_listing(store, include, exclude, infos=infos)
-        if _is_half(files):
+                return self.resolve_checkpoint(location, store, manifest, files)
+        found = await from_listing(store, files, infos=infos)
+        if _is_half(found):
             raise _uncommitted(location)  # it was not even claimed when we asked
-        if include or exclude:
-            files = select(files, include, exclude, location.uri)
-        return ResolvedUri(location, store, self._frozen(location, files), is_filtered=bool(include or exclude))
+        chosen = files.choose(found, location.uri)
+        return ResolvedUri(location, store, self._frozen(location, chosen), is_filtered=bool(files))
 
     def resolve_checkpoint(
-        self, location: Location, store: Store, manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
+        self, location: Location, store: Store, manifest: Manifest, files: FileFilter
     ) -> ResolvedUri:
         """A checkpoint whose manifest is known. Raises ObjectNotFoundError: nothing of it matches."""
-        files = from_manifest(manifest)
-        if include or exclude:
-            files = select(files, include, exclude, location.uri)
-        frozen = self._frozen(location, files, manifest.chunk_size_bytes)
-        return ResolvedUri(location, store, frozen, manifest, is_filtered=bool(include or exclude))
+        frozen = self._frozen(location, files.choose(from_manifest(manifest), location.uri), manifest.chunk_size_bytes)
+        return ResolvedUri(location, store, frozen, manifest, is_filtered=bool(files))
 
     def _frozen(self, location: Location, files: Sequence[FileSpec], chunk_size_bytes: int | None = None) -> FileSet:
         return FileSet(location.uri, tuple(files), chunk_size_bytes or int(self.settings.chunk_size_bytes))
@@ -229,6 +224,13 @@ class NodeCache:
         await asyncio.to_thread(lambda: cached.begin(whole=whole))
         cached.only = self._only(resolved, frozen)
         return cached
+
+    async def open_at(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> CacheEntry:
+        """Open what ``location`` holds now: files, a model, one object. Close what is returned.
+
+        Raises ObjectNotFoundError. docs/internals/cache.md says how to use it.
+        """
+        return await self.open(await self.freeze(location, kind=kind, info=info))
 
     async def reopen(self, frozen: FileSet) -> CacheEntry:
         """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
@@ -295,7 +297,7 @@ class NodeCache:
                 found.append((incoming, receipt))
         return found
 
-    async def prefetch(self, resolved: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
+    async def fill(self, resolved: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
         """Have all of ``resolved`` in the cache, whole.
 
         Args:
@@ -323,15 +325,11 @@ class NodeCache:
     # --- asking and removing ---------------------------------------------------------------------------------------
 
     async def check_at(
-        self,
-        location: Location,
-        place: Callable[[ResolvedUri], Path | None],
-        include: Sequence[str],
-        exclude: Sequence[str],
+        self, location: Location, place: Callable[[ResolvedUri], Path | None], files: FileFilter
     ) -> Check:
         """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
         try:
-            resolved = await self.freeze(location, include=include, exclude=exclude)
+            resolved = await self.freeze(location, files=files)
         except (StoreUnavailableError, EndpointError) as error:
             rows = await asyncio.to_thread(self.pool.rows, location.uri)
             frozen = self._contents(rows[-1]) if rows else None

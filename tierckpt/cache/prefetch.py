@@ -80,10 +80,42 @@ class PrefetchResult(FetchStats):
         return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
 
 
+@dataclass(frozen=True, slots=True)
+class FileFilter:
+    """Globs that choose files by path; ``*`` matches slashes too. A glob that is the name of a file means that file."""
+
+    include: tuple[str, ...] = ()
+    """Empty: all files."""
+    exclude: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.include or self.exclude)
+
+    def has(self, path: str, names: Container[str]) -> bool:
+        """Return whether ``path`` is chosen. ``names``: the files that there are."""
+
+        def is_matched(globs: Sequence[str]) -> bool:
+            return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
+
+        return (not self.include or is_matched(self.include)) and not is_matched(self.exclude)
+
+    def choose(self, files: Sequence[FileSpec], uri: str) -> list[FileSpec]:
+        """Return the chosen of ``files``. Raises ObjectNotFoundError: there are none."""
+        names = {item.path for item in files}
+        chosen = [item for item in files if self.has(item.path, names)]
+        if not chosen:
+            raise ObjectNotFoundError(
+                f"no file of {uri} matches", hint="Look at --include and --exclude; `tierckpt info` lists the files"
+            )
+        return chosen
+
+
+ALL_FILES = FileFilter()
+
+
 async def from_listing(
     store: Store,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    files: FileFilter = ALL_FILES,
     *,
     strict: bool = True,
     infos: Sequence[ObjectInfo] | None = None,
@@ -96,17 +128,17 @@ async def from_listing(
 
     Args:
         infos: what the store has just listed, so that it need not be asked once more.
-        strict: refuse what is listed and cannot be fetched, if ``select`` would choose it.
+        strict: refuse what is listed and cannot be fetched, if ``files`` would choose it.
 
     Raises:
         ObjectNotFoundError: there is nothing there.
         ConfigError: a dangling link, a link to a directory above it, a device or pipe, or an object beside objects
             below its name; names them.
     """
-    wanted = await _listed(store, include, exclude, strict, infos)
+    wanted = await _listed(store, files, strict, infos)
     if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
         await asyncio.sleep(seconds)
-        wanted = await _listed(store, include, exclude, strict)
+        wanted = await _listed(store, files, strict)
     if not wanted:
         raise ObjectNotFoundError(
             f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
@@ -115,11 +147,7 @@ async def from_listing(
 
 
 async def _listed(
-    store: Store,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    strict: bool,
-    listed: Sequence[ObjectInfo] | None = None,
+    store: Store, files: FileFilter, strict: bool, listed: Sequence[ObjectInfo] | None = None
 ) -> list[FileSpec]:
     others: dict[str, str] = {}
     if isinstance(store, LocalStore):
@@ -134,10 +162,10 @@ async def _listed(
             hint="Name one of them: `tierckpt ls` lists them",
             uri=store.uri,
         )
-    chosen = [info for info in infos if _is_selected(info.key, {info.key}, include, exclude)]
+    chosen = [info for info in infos if files.has(info.key, {info.key})]
     folders = {str(parent) for info in chosen for parent in PurePosixPath(info.key).parents}
     others |= {info.key: f"is an object, and others are below {info.key}/" for info in chosen if info.key in folders}
-    bad = [f"{key!r} {what}" for key, what in sorted(others.items()) if _is_selected(key, {key}, include, exclude)]
+    bad = [f"{key!r} {what}" for key, what in sorted(others.items()) if files.has(key, {key})]
     if bad and strict:
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise ConfigError(
@@ -177,31 +205,7 @@ PATH_BYTES_MAX = 900
 PART_BYTES_KEPT = 200
 
 
-def select(files: Sequence[FileSpec], include: Sequence[str], exclude: Sequence[str], uri: str) -> list[FileSpec]:
-    """Those of ``files`` that match a glob of ``include`` (none: all) and none of ``exclude``; ``*`` crosses slashes.
-
-    A glob that is the name of one of them means that file, whatever wildcards it holds.
-
-    Raises:
-        ObjectNotFoundError: that leaves nothing.
-    """
-    names = {item.path for item in files}
-    chosen = [item for item in files if _is_selected(item.path, names, include, exclude)]
-    if not chosen:
-        raise ObjectNotFoundError(
-            f"no file of {uri} matches", hint="Look at --include and --exclude; `tierckpt info` lists the files"
-        )
-    return chosen
-
-
-def _is_selected(path: str, names: Container[str], include: Sequence[str], exclude: Sequence[str]) -> bool:
-    def is_matched(globs: Sequence[str]) -> bool:
-        return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
-
-    return (not include or is_matched(include)) and not is_matched(exclude)
-
-
-async def prefetch(
+async def fill_directory(
     store: RangeSource,
     wanted: Sequence[FileSpec],
     directory: Path,
@@ -211,14 +215,13 @@ async def prefetch(
     listener: ProgressListener,
     stall_seconds: float,
     sharing: PeerJoin | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    files: FileFilter = ALL_FILES,
     held: Sequence[Held] = (),
 ) -> PrefetchResult:
     """Make ``directory`` hold exactly these versions of ``wanted``. Chunks that ``held`` has too are copied from there.
 
-    Files of an earlier prefetch that ``wanted`` lacks are removed when it is published, those that ``include`` and
-    ``exclude`` leave out excepted. Other files stay; a warning names those that look like weights.
+    Files of an earlier prefetch that ``wanted`` lacks are removed when it is published, those that ``files`` leaves
+    out excepted. Other files stay; a warning names those that look like weights.
 
     Returns when every file is there, whole and durable. Idempotent: what is there already is not fetched again. Several
     processes may do it at a time: each chunk is fetched by one of them; with ``sharing``, one of all nodes.
@@ -239,7 +242,7 @@ async def prefetch(
         stall_seconds=stall_seconds,
         fetches_max=concurrency,
         sharing=sharing,
-        is_selected=lambda path: _is_selected(path, {path}, include, exclude),
+        is_selected=lambda path: files.has(path, {path}),
         held=held,
     )
     try:

@@ -1,11 +1,22 @@
-"""The JSON document of a committed checkpoint, for ``tierckpt info`` and the agent's page. Reads no data."""
+"""Describes the checkpoints of a run, and one committed checkpoint as JSON. Reads no data."""
 
 from __future__ import annotations
 
-from ..format.layout import adopted_dir
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..errors import CheckpointNotFoundError, PermissionDeniedError
+from ..format.layout import Location, adopted_dir, step_of
 from ..format.manifest import Manifest
+from ..telemetry import logger
 from ..types import Json
+from . import catalog
 from .catalog import Checkpoint
+from .listing import listed_again
+from .select import LOOK_MAX, Selector, age_of
+
+log = logger("mover")
 
 
 def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandoned: bool) -> Json:
@@ -41,3 +52,47 @@ def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandon
         "abandoned": is_abandoned,
         "files": files,
     }
+
+
+async def describe_run(selector: Selector, location: Location) -> list[catalog.Row]:
+    """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
+
+    Raises CheckpointNotFoundError when there is none.
+    """
+    own = await _describe(selector, location)
+    if own is not None:
+        return [own]
+
+    async def names() -> list[str]:
+        return [*await selector.names(location), *await selector.windows(location)]
+
+    async def describe(names: Collection[str]) -> tuple[list[catalog.Row], set[str]]:
+        ordered, found = sorted(names, key=age_of, reverse=True), dict[str, catalog.Row]()
+        for first in range(0, len(ordered), LOOK_MAX):
+            part = ordered[first:][:LOOK_MAX]
+            rows = await asyncio.gather(*(_describe(selector, location.child(name)) for name in part))
+            found |= {name: row for name, row in zip(part, rows, strict=True) if row is not None}
+            if not found:
+                break  # a bucket of other things: its runs are further down
+        return [*found.values()], {name for name in names if step_of(name) is not None} - found.keys()
+
+    found = await listed_again(location, names, describe)
+    if not found:
+        raise CheckpointNotFoundError(
+            f"no checkpoint at or under {location.uri}",
+            hint="Name a run or a checkpoint; check the URI, the endpoint and local_root",
+        )
+    branch = await selector.branch(location, [(row.branch, row.step) for row in found])
+    if branch is not None:
+        found = [replace(row, is_abandoned=not branch.holds(row.branch, row.step)) for row in found]
+    return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
+
+
+async def _describe(selector: Selector, location: Location) -> catalog.Row | None:
+    try:
+        return await catalog.describe(location, selector.directory_of(location), selector.store_at(location))
+    except PermissionDeniedError as error:
+        if location.scheme != "file":
+            raise  # the credentials: they are for all of it
+        log.warning("%s is passed over: %s", location.uri, error)  # "lost+found", another user's
+        return None

@@ -10,6 +10,7 @@ from ..errors import (
     IntegrityError,
     ObjectNotFoundError,
     OperationTimeoutError,
+    TierckptError,
     UncommittedCheckpointError,
 )
 from ..format.layout import Location, parse_uri, step_of
@@ -56,6 +57,36 @@ def read_newest(location: Location, newest: Callable[[], str | None], read: Call
             if not is_newer(found, before):
                 raise
     raise changing(location)
+
+
+class WalkBack:
+    """Walks from the newest checkpoint of a run to older ones while those that it meets are damaged or removed."""
+
+    def __init__(self, run: Location) -> None:
+        self._run, self._removed = run, 0
+        self.step_max: int | None = None
+        """The newest step to look for; None: any."""
+        self.lost: list[tuple[Location, TierckptError]] = []
+        """The damaged checkpoints, and their errors."""
+
+    def note_removed(self) -> None:
+        """One was removed before it was read: look again. Raises OperationTimeoutError after ``LISTINGS_MAX``."""
+        self._removed += 1
+        if self._removed >= LISTINGS_MAX:
+            raise changing(self._run)
+
+    def note_lost(self, damaged: Location, error: TierckptError) -> None:
+        """Look for older steps. Raises the first error when no step is older: ``damaged`` has none in its name."""
+        self.lost.append((damaged, error))
+        step = step_of(damaged.name)
+        if step is None:
+            raise self.lost[0][1] from None
+        self.step_max = step - 1
+
+    def end(self) -> None:
+        """No older one was found. Raises the error of the newest that was damaged, if there was one."""
+        if self.lost:
+            raise self.lost[0][1]
 
 
 def is_newer(uri: str | None, other: str | None) -> bool:

@@ -115,20 +115,20 @@ class Selector:
         settings: Settings,
         store_at: Callable[[Location], Store],
         directory_of: Callable[[Location], Path],
-        cluster: PeerLookup | None,
+        peers: PeerLookup | None,
     ) -> None:
-        self._settings, self._store_at, self._directory_of, self._cluster = settings, store_at, directory_of, cluster
-        self._silent_peers = SilentPeers(cluster, settings.store_wait_seconds)
+        self.settings, self.store_at, self.directory_of, self._peers = settings, store_at, directory_of, peers
+        self._silent_peers = SilentPeers(peers, settings.store_wait_seconds)
         self.reached: set[tuple[str, str]] = set()
         """The stores (``place_of``) that have answered in this process as they should."""
 
     async def find(self, location: Location) -> Checkpoint:
-        return await catalog.find(location, self._directory_of(location), self._store_at(location), self._cluster)
+        return await catalog.find(location, self.directory_of(location), self.store_at(location), self._peers)
 
     async def found(self, location: Location) -> Checkpoint:
         """``find``, waiting for a shared tier that does not answer when this node and its peers lack some file; and for
         silent peers when nobody else has a checkpoint there."""
-        wait = _Wait(self._settings, self._store_at(location), location)
+        wait = _Wait(self.settings, self.store_at(location), location)
 
         async def look() -> Checkpoint:
             return await wait.until_seen(
@@ -138,7 +138,7 @@ class Selector:
         try:
             return await look()
         except (CheckpointNotFoundError, UncommittedCheckpointError):
-            if self._cluster is None:
+            if self._peers is None:
                 raise
         silent = await self._silent_peers.wait(location.parent)
         try:
@@ -164,7 +164,7 @@ class Selector:
             StoreUnavailableError, PermissionDeniedError: the shared tier did not answer (N1); or a
                 peer refuses this node's secret (N4).
         """
-        wait = _Wait(self._settings, self._store_at(location), location)
+        wait = _Wait(self.settings, self.store_at(location), location)
 
         async def own(error: StoreError) -> Newest | None:
             if (explicit := await self._whole_near(location, error)) is not None:
@@ -232,7 +232,7 @@ class Selector:
             # A skipped checkpoint may have been removed since the listing, by a job that has committed newer steps.
             before, names = names, await self._listed(location, windows, is_again=True)
             new = _newest_first(names - before, step_max)
-            if self._cluster is not None and gone & {*await self._cluster.committed(location)}:
+            if self._peers is not None and gone & {*await self._peers.committed(location)}:
                 await asyncio.sleep(PEER_SECONDS)  # a peer drops removed steps from its list before it adds new ones
                 continue
             if found is not None and not any(age_of(name) > age_of(found.location.name) for name in new):
@@ -251,9 +251,9 @@ class Selector:
 
     async def _listed(self, location: Location, windows: bool, *, is_again: bool = False) -> set[str]:
         """Return the names at ``location`` on all tiers. ``is_again``: without the cache of the peers' answers."""
-        names = {*await self._names_near(location, is_again), *await self._store_at(location).list_dirs()}
+        names = {*await self._names_near(location, is_again), *await self.store_at(location).list_dirs()}
         if windows and WINDOWS_DIR in names:
-            names |= below(WINDOWS_DIR, await self._store_at(location).list_dirs(WINDOWS_DIR))
+            names |= below(WINDOWS_DIR, await self.store_at(location).list_dirs(WINDOWS_DIR))
             names |= below(WINDOWS_DIR, await self._names_near(location.child(WINDOWS_DIR), is_again))
         return names
 
@@ -261,12 +261,12 @@ class Selector:
         """The branch noted for the run that was listed as ``names``; ``is_near``: on this node and its peers."""
         if BRANCHES_DIR not in names:
             return None
-        found = [await asyncio.to_thread(branches.read_local, self._directory_of(location))]
+        found = [await asyncio.to_thread(branches.read_local, self.directory_of(location))]
         if not is_near:
-            found.append(await branches.read_shared(self._store_at(location)))
-        if self._cluster is not None:
-            for name in (await self._cluster.committed(location)).get(BRANCHES_DIR, ()):
-                copies = (await self._cluster.at(location.child(name))).values()
+            found.append(await branches.read_shared(self.store_at(location)))
+        if self._peers is not None:
+            for name in (await self._peers.committed(location)).get(BRANCHES_DIR, ()):
+                copies = (await self._peers.at(location.child(name))).values()
                 found += [branches.branch_of(copy.manifest, name) for copy in copies]
         return branches.current_of((one, None) for one in found if one is not None)
 
@@ -328,7 +328,7 @@ class Selector:
         near = await self._names_near(location)
         try:
             async with asyncio.timeout(timeout_seconds):
-                return {*near, *await self._store_at(location).list_dirs()}, False
+                return {*near, *await self.store_at(location).list_dirs()}, False
         except TimeoutError:
             return {*near}, True
         except (StoreUnavailableError, EndpointError, PermissionDeniedError) as error:
@@ -357,7 +357,7 @@ class Selector:
     async def _run_at(self, location: Location) -> tuple[Run | None, list[Location]]:
         """Return the run at ``location``, or the run of the checkpoint there, and the directories to search next. If
         the newest directory is a checkpoint, others with a step number count as checkpoints without a look."""
-        if location.scheme == "file" and Path(location.path).is_relative_to(self._settings.local_root):
+        if location.scheme == "file" and Path(location.path).is_relative_to(self.settings.local_root):
             return None, []
 
         async def newest_in(names: Collection[str]) -> tuple[tuple[set[str], Location, catalog.Row | None], set[str]]:
@@ -365,7 +365,7 @@ class Selector:
             place = location.child(ordered[0]) if ordered else location
             if BRANCHES_DIR in names and (found := await self._look(location, None, windows=False)) is not None:
                 place = found.location
-            newest = await catalog.describe(place, self._directory_of(place), self._store_at(place))
+            newest = await catalog.describe(place, self.directory_of(place), self.store_at(place))
             return ({*names}, place, newest), {place.name} if ordered and newest is None else set()
 
         async def names_of_run() -> list[str]:
@@ -384,10 +384,10 @@ class Selector:
 
     async def _names_near(self, location: Location, is_again: bool = False) -> list[str]:
         """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""
-        local = await asyncio.to_thread(_directories, self._directory_of(location))
-        if self._cluster is None:
+        local = await asyncio.to_thread(_directories, self.directory_of(location))
+        if self._peers is None:
             return local
-        return local + list(await self._cluster.committed(location, is_fresh=is_again))
+        return local + list(await self._peers.committed(location, is_fresh=is_again))
 
     async def _near(self, location: Location, step_max: int | None, windows: bool) -> _Near:
         is_newest, is_own = True, False
@@ -410,13 +410,13 @@ class Selector:
 
     async def committed_near(self, location: Location) -> list[Checkpoint]:
         """The attempts that this node and its peers have committed at ``location``, the newest first."""
-        directory, store = self._directory_of(location), self._store_at(location)
+        directory, store = self.directory_of(location), self.store_at(location)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except (ManifestError, StoreError) as error:
             log.warning("%s", error)
             local = None
-        found = await self._cluster.at(location, (local,)) if self._cluster is not None else {}
+        found = await self._peers.at(location, (local,)) if self._peers is not None else {}
         attempts: dict[str, Manifest] = {attempt: elsewhere.manifest for attempt, elsewhere in found.items()}
         attempts |= {local.attempt: local} if local is not None else {}
         return [

@@ -10,6 +10,7 @@ Every step is idempotent for one attempt, so the last mover, or a restarted one,
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from ..errors import (
     AlreadyCommittedError,
@@ -33,7 +34,7 @@ from ..format.layout import (
     removal_note,
     step_of,
 )
-from ..format.manifest import Manifest, stale_files, stale_metadata
+from ..format.manifest import FileEntry, Manifest, stale_files, stale_metadata
 from ..stores.base import Conditional, Store
 from ..stores.verified_read import check_bytes, verified
 from ..telemetry import logger
@@ -351,3 +352,17 @@ def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCom
         tier=tier,
         winner=winner,
     )
+
+
+async def holds(store: Store, file: FileEntry) -> bool:
+    """Return whether ``store`` has ``file`` with its size, committed or not."""
+    try:
+        return (await store.head(file.key)).size_bytes == file.size_bytes
+    except ObjectNotFoundError:
+        return False
+
+
+async def discard(store: Store, names: Iterable[str]) -> None:
+    """Delete files that no commit names, now or later."""
+    for name in names:
+        await store.delete(name)

@@ -12,15 +12,16 @@ from typing import Any, TypeAlias
 
 from ..disk.durable import durable_write, read_whole, translated
 from ..errors import EndpointError, IntegrityError, ObjectNotFoundError, StoreError, TierckptError
-from ..format.layout import CLAIM, DRAINED, MANIFEST, checks_file
+from ..format.layout import CLAIM, DRAINED, MANIFEST, Location, checks_file
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import RangeSource, Store
 from ..stores.verified_read import LocalFiles, check_file
-from ..telemetry import FilesInFlight, logger
+from ..telemetry import FilesInFlight, ignore_progress, logger
 from ..types import Json, Progress, ProgressListener, Tier
 from . import local_commit, marks, shared_commit
 from .catalog import Checkpoint
 from .peer_copies import PeerCopies
+from .select import Selector
 
 log = logger("verify")
 
@@ -75,18 +76,17 @@ def read_checks(local_root: Path) -> Json:
 
 
 async def verify(
-    checkpoint: Checkpoint, *, read_data: bool, chunk_size_bytes: int, concurrency: int, listener: ProgressListener
-) -> VerifyReport:
-    """Check every file of ``checkpoint`` on each tier that claims it, and our records on both. Never stops at the first
-    problem.
+    selector: Selector, location: Location, *, read_data: bool, listener: ProgressListener = ignore_progress
+) -> tuple[Checkpoint, VerifyReport]:
+    """Check every file of a checkpoint on each tier that has it, and our records on both. Reports all problems.
 
     Cost: three GETs of records and one HEAD a file; with ``read_data`` every byte of every copy is read once.
     """
-    report = VerifyReport(read_data=read_data)
+    checkpoint, report = await selector.find(location), VerifyReport(read_data=read_data)
     if checkpoint.manifest is None:
-        return report
+        return checkpoint, report
     report.records = await _damaged_records(checkpoint, checkpoint.manifest)
-    gate = asyncio.Semaphore(concurrency)
+    gate = asyncio.Semaphore(selector.settings.concurrency)
     total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)  # the stock copy of the metadata is small change
     chunk_size = checkpoint.manifest.chunk_size_bytes
 
@@ -127,7 +127,7 @@ async def verify(
     await asyncio.gather(*(one(tier, entry) for tier, entry in copies if tier is not Tier.PEER or entry not in stock))
     bad = {path: [tier for tier, name in report.problems if name == path] for _, path in report.problems}
     report.lost = sorted(path for path, tiers in bad.items() if len(tiers) == len(checkpoint.tiers))
-    return report
+    return checkpoint, report
 
 
 async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[tuple[Tier, str], str]:

@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 from ..cache.pool import Pool, Row
+from ..cache.prefetch import FileFilter
 from ..cache.space import shrink_cache
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError
 from ..format.layout import Location
 from ..format.uris import local_path
+from ..restore.prefetch import PrefetchRequest
+from ..restore.prefetch import check as check_prefetched
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
 from .ui.session import JsonOption, LocalRootOption, complete_uri, load_settings, location_of, open_client, size_of
@@ -66,8 +69,9 @@ def check(
     if to is not None and len(locations) != 1:
         raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
     target = local_path(to, "--to") if to is not None else None
-    globs = tuple(include or ()), tuple(exclude or ())
-    return checked(locations, target, *globs, local_root, read_data=read_data, hf_cache=hf_cache)
+    files = FileFilter(tuple(include or ()), tuple(exclude or ()))
+    requests = [PrefetchRequest(location, target, files, hf_cache=hf_cache) for location in locations]
+    return checked(requests, local_root, read_data=read_data)
 
 
 @cache.command()
@@ -113,21 +117,12 @@ def evict(
     return _eviction([row for row in before if row.name not in names], left if is_too_much else [])
 
 
-def checked(
-    locations: Sequence[Location],
-    to: Path | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    local_root: Path | None,
-    *,
-    read_data: bool,
-    hf_cache: bool,
-) -> Report:
+def checked(requests: Sequence[PrefetchRequest], local_root: Path | None, *, read_data: bool) -> Report:
     with open_client(local_root) as client:
 
-        async def look(location: Location) -> Report:
-            found = await client.mover.check_prefetched(location, to, include, exclude, hf_cache=hf_cache)
-            if read_data and not hf_cache:
+        async def look(request: PrefetchRequest) -> Report:
+            found = await check_prefetched(client.mover, request)
+            if read_data and not request.hf_cache:
                 await client.mover.node_cache.read_again(found)
             summary = {
                 "uri": "{uri}",
@@ -142,12 +137,12 @@ def checked(
                 table("missing >bytes:bytes", sorted(found.missing.items())),
                 table("bad problem", sorted(found.bad.items())),
             ]
-            if hf_cache and found.bad:
+            if request.hf_cache and found.bad:
                 view.append("A prefetch trusts a blob of the right size: remove the bad ones before the next.")
             code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
             return Report(found.to_json(), view, code)
 
-        return joined([client.run(look(location)) for location in locations])
+        return joined([client.run(look(request)) for request in requests])
 
 
 def unpinned(locations: Sequence[Location], local_root: Path | None) -> Report:

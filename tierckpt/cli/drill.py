@@ -9,6 +9,7 @@ import typer
 
 from ..checkpoint.verify import record_check
 from ..errors import IntegrityError
+from ..restore.drill import drill as restore_drill
 from .ui.output import Report, facts, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
@@ -41,7 +42,9 @@ def drill(
         progress_bar(as_json=as_json, progress=progress) as listener,
         open_client(local_root, listener, drain=False) as client,
     ):
-        found = client.run(client.mover.drill(location, seed=seed, scratch=scratch.absolute() if scratch else None))
+        found = client.run(
+            restore_drill(client.mover, location, seed=seed, scratch=scratch.absolute() if scratch else None)
+        )
         record_check(client.settings.local_root, "drill", found.to_json())
     document = found.to_json()
     summary = {

@@ -11,7 +11,7 @@ from ..cache.file_set import FileSpec
 from ..cache.prefetch import from_listing
 from ..checkpoint.branches import NOTE, run_of
 from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.description import describe_committed
+from ..checkpoint.description import describe_committed, describe_run
 from ..disk.durable import matching
 from ..errors import (
     CheckpointNotFoundError,
@@ -38,7 +38,7 @@ def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOpt
 
 async def _inspect(mover: Mover, location: Location) -> Report:
     try:
-        checkpoint = await mover.find(location)
+        checkpoint = await mover.selector.find(location)
     except (CheckpointNotFoundError, UncommittedCheckpointError) as error:
         return await _inspect_plain(mover, location, error)
     if checkpoint.manifest is None:
@@ -58,7 +58,7 @@ async def _inspect_plain(
     """No commit is here: a run with checkpoints below, plain files, an unfinished save, or nothing."""
     logs = await asyncio.to_thread(_logs, mover, location)
     try:
-        rows = await mover.list(location)
+        rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError:
         if logs:
             return _run(location, (), logs)

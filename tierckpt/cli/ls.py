@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoint.catalog import Row
+from ..checkpoint.description import describe_run
 from ..checkpoint.select import LOOK_MAX, Run
 from ..errors import CheckpointNotFoundError, PartialTransferError
 from ..format.layout import Location
@@ -50,7 +51,7 @@ async def _look(mover: Mover, location: Location) -> tuple[list[Row], list[Run],
     """The checkpoints, the runs further down, and whether those are all. Beside checkpoints few directories are looked
     into: mostly they are logs."""
     try:
-        rows = await mover.list(location)
+        rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError as error:
         runs, is_complete = await mover.selector.runs([location])
         if runs:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..cache.node_cache import retry_until_available
 from ..cache.pool import Pool
+from ..cache.prefetch import FileFilter
 from ..errors import ConfigError, PartialTransferError, TierckptError
-from ..format.layout import Location
 from ..format.uris import local_path
 from ..mover import Mover
+from ..restore.prefetch import PrefetchRequest, fetch
+from ..restore.prefetch import check as check_prefetched
+from ..restore.prefetch import plan as plan_prefetch
 from ..types import Json
 from .cache import cache_report, checked, evicted, joined, unpinned
 from .ui.output import Report, facts, human_bytes, progress_bar
@@ -137,134 +139,112 @@ def prefetch(
     size_bytes_max = size_of("--max-bytes", max_bytes)
     is_cached = to is None and not hf_cache
     limits: dict[str, Any] = {"cache_bytes_max": size_bytes_max} if size_bytes_max is not None and is_cached else {}
-    job = _Job(
-        local_path(to, "--to") if to is not None else None,
-        tuple(include or ()),
-        tuple(exclude or ()),
-        pin,
-        timeout if wait else None,
-        hf_cache,
-        None if is_cached else size_bytes_max,
+    asked = partial(
+        PrefetchRequest,
+        directory=local_path(to, "--to") if to is not None else None,
+        files=FileFilter(tuple(include or ()), tuple(exclude or ())),
+        pin=pin,
+        hf_cache=hf_cache,
+        size_bytes_max=None if is_cached else size_bytes_max,
+        wait_seconds=timeout if wait else None,
     )
+    requests = [asked(location) for location in locations]
     if watch and load_settings(local_root).peers is not None:
-        return _watched(locations[0], job, local_root, limits, as_json=as_json)
+        return _watched(requests[0], local_root, limits, as_json=as_json)
     if not locations:
         return cache_report(Pool(load_settings(local_root)))
     if evict or unpin:
         return evicted(locations, local_root) if evict else unpinned(locations, local_root)
     if check:
-        globs = job.include, job.exclude
-        return checked(locations, job.to, *globs, local_root, read_data=read_data, hf_cache=hf_cache)
+        return checked(requests, local_root, read_data=read_data)
     listening = progress_bar(as_json=as_json, progress=progress)
     with listening as listener, open_client(local_root, listener, **limits) as client:
         if not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
-            for location in locations:  # what fails does not keep the rest
+            for request in requests:  # what fails does not keep the rest
                 try:
-                    reports.append(client.start(job.fetch(location, client.mover)).result())
+                    reports.append(client.start(_fetch(client.mover, request)).result())
                 except TierckptError as error:
-                    errors[location.uri] = error
-            return _joined(reports, errors)
-        return joined([client.run(job.plan(client.mover, location)) for location in locations])
+                    errors[request.location.uri] = error
+            if errors and not reports:
+                raise next(iter(errors.values()))
+            if errors:
+                raise PartialTransferError(
+                    f"{len(errors)} of {len(locations)} URIs could not be fetched; the others are whole",
+                    hint="Run it again: it fetches only what is missing",
+                    failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
+                )
+            return joined(reports)
+        return joined([client.run(_plan(client.mover, request)) for request in requests])
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What is asked of each URI."""
-
-    to: Path | None
-    include: Sequence[str]
-    exclude: Sequence[str]
-    pin: bool
-    wait_seconds: float | None
-    hf_cache: bool
-    size_bytes_max: int | None
-
-    async def fetch(self, location: Location, mover: Mover) -> Report:
-        begun = time.monotonic()
-        chosen = partial(mover.prefetch, include=self.include, exclude=self.exclude, pin=self.pin)
-        chosen = partial(chosen, size_bytes_max=self.size_bytes_max)
-        work = partial(chosen, location, self.to, hf_cache=self.hf_cache)
-        wait = self.wait_seconds
-        result = await (work() if wait is None else retry_until_available(work, wait, location.uri))
-        document: Json = {"uri": location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
-        came_bytes = result.fetched_bytes + result.peer_bytes
-        summary = {
-            "directory": "{directory}",
-            "files": "{files}, {size_bytes:bytes}",
-            "fetched now": "{came_bytes:bytes} in {seconds:seconds}, {rate:rate}",
-            "was here": "{here_bytes:bytes}",
-            "sources": "{fetched_bytes:bytes} from the store, {cached_bytes:bytes} from the node cache"
-            if result.cached_bytes
-            else "",
-            "by other processes": "{others_bytes:bytes}" if result.others_bytes else "",
-            "from peers": "{peer_bytes:bytes} of {nodes} nodes" if result.peers else "",
-            "from shared storage": "{fetched_bytes:bytes}" if result.peers else "",
-            "read in a peer's stead": "{stead}",
-            "slowest chunk": "{slowest}, {slowest_seconds:.2f} s, from {slowest_from}" if result.slowest else "",
-            "pinned": "yes" if result.is_pinned else "",
-        }
-        more = {
-            "came_bytes": came_bytes,
-            "seconds": document["seconds"],
-            "rate": came_bytes / max(document["seconds"], 1e-3),
-            "nodes": len(result.peers),
-            "stead": ", ".join(f"{n} ({why})" for why, n in result.fallbacks.items()),
-        }
-        return Report(document, [facts(summary, result, **more)])
-
-    async def plan(self, mover: Mover, location: Location) -> Report:
-        found = await mover.check_prefetched(location, self.to, include=self.include, exclude=self.exclude)
-        fetch_bytes = 0 if found.state == "whole" else found.size_bytes - found.here_bytes
-        room, copy_bytes = None, 0
-        if self.to is not None and fetch_bytes:
-            near = await mover.check_prefetched(location, None, include=self.include, exclude=self.exclude)
-            copy_bytes = min(fetch_bytes, near.size_bytes if near.state == "whole" else near.here_bytes)
-            fetch_bytes -= copy_bytes
-        if self.to is None and fetch_bytes:
-            room = await mover.plan_prefetch(location, include=self.include, exclude=self.exclude)
-        going = room.evicted if room is not None else []
-        fits = room is None or room.fits
-        document: Json = {
-            "uri": location.uri,
-            "would_fetch_bytes": fetch_bytes,
-            "would_copy_bytes": copy_bytes,
-            "would_fetch": found.missing if fetch_bytes else [],
-            "would_evict": [{"uri": row.uri, "size_bytes": row.size_bytes} for row in going],
-            "fits": fits,
-        }
-        summary = {
-            "uri": "{uri}",
-            "would fetch": "{would_fetch_bytes:bytes} in {count} files",
-            "would copy": "{would_copy_bytes:bytes} of this node",
-            "would evict": "{going}",
-            "fits": "{fits:yes}",
-        }
-        names = ", ".join(f"{row.uri} ({human_bytes(row.size_bytes)})" for row in going) or "none"
-        view = [facts(summary, document, count=len(document["would_fetch"]), going=names)]
-        return Report(document, view, 0 if fits else 1)
+async def _fetch(mover: Mover, request: PrefetchRequest) -> Report:
+    begun = time.monotonic()
+    result = await fetch(mover, request)
+    document: Json = {"uri": request.location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
+    came_bytes = result.fetched_bytes + result.peer_bytes
+    summary = {
+        "directory": "{directory}",
+        "files": "{files}, {size_bytes:bytes}",
+        "fetched now": "{came_bytes:bytes} in {seconds:seconds}, {rate:rate}",
+        "was here": "{here_bytes:bytes}",
+        "sources": "{fetched_bytes:bytes} from the store, {cached_bytes:bytes} from the node cache"
+        if result.cached_bytes
+        else "",
+        "by other processes": "{others_bytes:bytes}" if result.others_bytes else "",
+        "from peers": "{peer_bytes:bytes} of {nodes} nodes" if result.peers else "",
+        "from shared storage": "{fetched_bytes:bytes}" if result.peers else "",
+        "read in a peer's stead": "{stead}",
+        "slowest chunk": "{slowest}, {slowest_seconds:.2f} s, from {slowest_from}" if result.slowest else "",
+        "pinned": "yes" if result.is_pinned else "",
+    }
+    more = {
+        "came_bytes": came_bytes,
+        "seconds": document["seconds"],
+        "rate": came_bytes / max(document["seconds"], 1e-3),
+        "nodes": len(result.peers),
+        "stead": ", ".join(f"{n} ({why})" for why, n in result.fallbacks.items()),
+    }
+    return Report(document, [facts(summary, result, **more)])
 
 
-def _watched(
-    location: Location, job: _Job, local_root: Path | None, limits: Mapping[str, Any], *, as_json: bool
-) -> Report:
+async def _plan(mover: Mover, request: PrefetchRequest) -> Report:
+    found = await check_prefetched(mover, request)
+    fetch_bytes = 0 if found.state == "whole" else found.size_bytes - found.here_bytes
+    room, copy_bytes = None, 0
+    if request.directory is not None and fetch_bytes:
+        near = await check_prefetched(mover, replace(request, directory=None))
+        copy_bytes = min(fetch_bytes, near.size_bytes if near.state == "whole" else near.here_bytes)
+        fetch_bytes -= copy_bytes
+    if request.directory is None and fetch_bytes:
+        room = await plan_prefetch(mover, request)
+    going = room.evicted if room is not None else []
+    fits = room is None or room.fits
+    document: Json = {
+        "uri": request.location.uri,
+        "would_fetch_bytes": fetch_bytes,
+        "would_copy_bytes": copy_bytes,
+        "would_fetch": found.missing if fetch_bytes else [],
+        "would_evict": [{"uri": row.uri, "size_bytes": row.size_bytes} for row in going],
+        "fits": fits,
+    }
+    summary = {
+        "uri": "{uri}",
+        "would fetch": "{would_fetch_bytes:bytes} in {count} files",
+        "would copy": "{would_copy_bytes:bytes} of this node",
+        "would evict": "{going}",
+        "fits": "{fits:yes}",
+    }
+    names = ", ".join(f"{row.uri} ({human_bytes(row.size_bytes)})" for row in going) or "none"
+    view = [facts(summary, document, count=len(document["would_fetch"]), going=names)]
+    return Report(document, view, 0 if fits else 1)
+
+
+def _watched(request: PrefetchRequest, local_root: Path | None, limits: Mapping[str, Any], *, as_json: bool) -> Report:
     """Fetch to this node, and show all nodes until each has it."""
     with open_client(local_root, **limits) as client:
-        fetching = client.start(job.fetch(location, client.mover))
-        seen = watch_rollout(location, load_settings(local_root), as_json=as_json, fetching=fetching)
+        fetching = client.start(_fetch(client.mover, request))
+        seen = watch_rollout(request.location, load_settings(local_root), as_json=as_json, fetching=fetching)
         fetched = fetching.result()
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
-
-
-def _joined(reports: Sequence[Report], errors: Mapping[str, TierckptError] | None = None) -> Report:
-    """All reports as one. Raises the error, or that it is partial, when there are ``errors``, by URI."""
-    if errors and not reports:
-        raise next(iter(errors.values()))
-    if errors:
-        raise PartialTransferError(
-            f"{len(errors)} of {len(errors) + len(reports)} URIs could not be fetched; the others are whole",
-            hint="Run it again: it fetches only what is missing",
-            failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
-        )
-    return joined(reports)

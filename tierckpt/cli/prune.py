@@ -63,7 +63,7 @@ def prune(
         abandoned=frozenset(one for one in Tier if abandoned and tier in (Tiers.BOTH, one.value)),
     )
     with open_client(local_root) as client:
-        result = client.run(client.mover.prune(location, policy, dry_run=not yes))
+        result = client.run(client.mover.pruner.prune(location, policy, dry_run=not yes))
         if not result.outcomes and not result.leftovers:
             raise client.run(_nothing_here(client.mover, location))
     return Report(_document(location, result, yes), _view(result, yes, bool(policy)), _exit_code(result))

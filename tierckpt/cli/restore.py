@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..format.uris import local_path
+from ..restore.restore import restore as restore_newest
 from .ui.output import Report, facts, progress_bar
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
@@ -31,7 +32,7 @@ def restore(
     location, target = location_of(uri), local_path(to, "--to")
     begun = time.monotonic()
     with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
-        result = client.run(client.mover.restore(location, target))
+        result = client.run(restore_newest(client.mover, location, target))
     summary = {
         "checkpoint": "{location.uri}",
         "directory": "{directory}",

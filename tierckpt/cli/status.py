@@ -234,6 +234,12 @@ def _waiting_rows(journal: Sequence[Json]) -> Iterator[object]:
 
 def _view(document: Json) -> list[RenderableType]:
     agent: Json = document["agent"] or {}
+    checks = {
+        verb: f"{row['uri']}, {'good' if row.get('good') else 'DAMAGED'}, "
+        f"{human_seconds(time.time() - row['at_unix_seconds'])} ago"
+        for verb, row in document["checks"].items()
+        if row is not None
+    }
     summary = {
         "local root": "{local_root}",
         "free": "{free_bytes:bytes} of {total_bytes:bytes}",
@@ -241,16 +247,12 @@ def _view(document: Json) -> list[RenderableType]:
         "local tier": "{local_bytes:bytes} in {local:count} directories",
         "drains": "{budget_line}",
         "agent": "{agent_line}",
-        **{
-            f"last {verb}": f"{{checks[{verb}][uri]}}, {{checks[{verb}][good]:good}}, "
-            f"{{checks[{verb}][at_unix_seconds]:since}} ago"
-            for verb, row in document["checks"].items()
-            if row is not None
-        },
+        **{f"last {verb}": f"{{last_{verb}}}" for verb in checks},
         "set aside": SET_ASIDE if document["set_aside"] else "",
         "copies": "{copies}",
     }
     lines = {
+        **{f"last_{verb}": text for verb, text in checks.items()},
         "budget_line": _budget_line(document["budget"]),
         "agent_line": _agent_line(document["agent"], document["agent_problem"]),
         "copies": _copies_line(agent["replicas"]) if agent.get("replicas") else "",

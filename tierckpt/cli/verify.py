@@ -9,7 +9,9 @@ import typer
 
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.description import describe_run
 from ..checkpoint.verify import VerifyReport, record_check
+from ..checkpoint.verify import verify as verify_checkpoint
 from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, ManifestError
 from ..format.layout import MANIFEST, Location
 from ..mover import Mover
@@ -71,7 +73,7 @@ async def _checkpoint_at(mover: Mover, location: Location) -> Location:
     if await _damaged_manifests(mover, location):
         return location
     try:
-        rows = await mover.list(location)
+        rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError:
         return location  # what looks at it says what is wrong
     committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
@@ -82,7 +84,7 @@ async def _verify(
     mover: Mover, location: Location, read_data: bool
 ) -> tuple[Checkpoint, VerifyReport, dict[Problem, str]]:
     damaged = await _damaged_manifests(mover, location)
-    checkpoint, report = await mover.verify(location, read_data=read_data)
+    checkpoint, report = await verify_checkpoint(mover.selector, location, read_data=read_data, listener=mover.listener)
     if checkpoint.manifest is None:
         raise CheckpointError(
             f"{location.uri} was written by stock PyTorch and carries no digests to check it against",

@@ -27,6 +27,7 @@ from ..format.layout import METADATA, rank_metadata
 from ..format.manifest import FileEntry
 from ..read.parallel_read import Piece, windows
 from ..read.replicated_file import ReplicatedFile, VerifiedFile
+from ..restore.fetch_file import fetch_missing
 from ..telemetry import logger
 from ..torch_internals import StorageInfo, StorageReaderTransforms
 from ..tracebacks import short_traceback
@@ -294,7 +295,7 @@ class TierStorageReader(Mount, StorageReader):
         (restore/fetch_file.py), so each begins with others."""
         if missing:
             shuffled = _RANDOM.sample(missing, len(missing))
-            self._client.run(self._client.mover.fetch_missing(checkpoint, shuffled))
+            self._client.run(fetch_missing(self._client.mover, checkpoint, shuffled))
 
     def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
         info = self._infos[id(item)]

@@ -136,7 +136,7 @@ class TargetLookup:
             return
         self._local = disk.begin(self._look)
         if disk.gets_on():
-            is_silent = get_client(self._settings).mover.is_silent(self._location)
+            is_silent = get_client(self._settings).mover.replaced.is_silent(self._location)
             self.await_local()
             if self._shared is not None and not is_silent and wait_while([self._shared], lambda: 0):
                 self.await_shared()
@@ -149,12 +149,12 @@ class TargetLookup:
             self._location.parent, trains=True
         )  # before anything of the run is committed here
         return (
-            get_client(self._settings).mover.standing_here(self._location) if self._description.is_coordinator else None
+            get_client(self._settings).mover.replaced.here(self._location) if self._description.is_coordinator else None
         )
 
     def _ask(self, here: tuple[bool, set[str]]) -> Coroutine[Any, Any, tuple[str, ...]]:
         mover = get_client(self._settings).mover
-        return mover.attempts_to_replace(self._location, here, overwrite=self._description.overwrite)
+        return mover.replaced.find(self._location, here, overwrite=self._description.overwrite)
 
     def await_local(self) -> None:
         """Wait for the disk, then ask the shared tier. Raises OperationTimeoutError."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import Lease
-from ..checkpoint import branches, in_flight, local_commit, local_only, marks
+from ..checkpoint import branches, in_flight, local_commit, local_only, marks, shared_commit
 from ..checkpoint import epoch as epochs
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Entry, Journal
@@ -607,7 +607,7 @@ def require_files(client: Client, location: Location, files: Sequence[FileEntry]
     directory = local_dir(client.settings.local_root, location)
     elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
     for file in elsewhere:
-        if not client.run(client.mover.holds(location, file)):
+        if not client.run(shared_commit.holds(client.mover.store(location), file)):
             raise CheckpointError(f"{file.key} of {location.uri} was durable and is gone", hint="Who removed it?")
     return not elsewhere
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import write_buffers
 from ..cache import space
+from ..checkpoint import shared_commit
 from ..checkpoint.journal import Entry
 from ..client import Client
 from ..config import Settings
@@ -109,7 +110,7 @@ class ShardDelivery:
         """Remove shards that no commit will name from the shared tier. Never fails: a shard that stays does no harm."""
         self.is_direct_put = False
         try:
-            self.client.run(self.client.mover.discard(self.location, names))
+            self.client.run(shared_commit.discard(self.client.mover.store(self.location), names))
         except TierckptError as error:
             log.warning("%s: shards of a save that failed may be left on the shared tier: %s", self.location.uri, error)
 

@@ -511,3 +511,12 @@ def fsync_file(path: Path) -> None:
                     raise
             finally:
                 os.close(file)
+
+
+def refuse_file(directory: Path) -> None:
+    """Raise ConfigError when ``directory``, which is to be filled, is a file, or its name is too long."""
+    check_names(directory)
+    with translated(directory):
+        is_file = directory.is_file()
+    if is_file:
+        raise ConfigError(f"{directory} is a file, and is to be a directory", hint="Give another directory")

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, ConfigError, IntegrityError, StoreError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..rank_store import RankStore, ranks_of_job
-from ..restore.restore import RestoreResult
+from ..restore.restore import RestoreResult, restore
 from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
@@ -91,7 +91,7 @@ class Directories:
         seen: list[str] = []
 
         def find() -> str:
-            checkpoint = client.run(client.mover.latest(self.location))
+            checkpoint = client.run(client.mover.selector.newest(self.location)).checkpoint
             seen.append(checkpoint.location.uri if checkpoint is not None else "")
             return seen[-1]
 
@@ -112,7 +112,7 @@ class Directories:
 
         def find() -> str:
             try:
-                return client.run(client.mover.find(location)).location.uri
+                return client.run(client.mover.selector.find(location)).location.uri
             except (CheckpointError, StoreError) as error:
                 log.warning("%s is not restored: %s", location.uri, error)
                 return ""
@@ -129,7 +129,7 @@ class Directories:
         client, target = get_client(self.settings), local_path(into, "into") / found.name
 
         async def once() -> RestoreResult:
-            return await client.mover.restore(found, target)
+            return await restore(client.mover, found, target)
 
         client.run(retry_until_available(once, RESTORE_SECONDS, found.uri))
         return target

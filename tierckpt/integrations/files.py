@@ -59,10 +59,10 @@ class _CachedFile(RangeFile):
             client, thing = get_client(self._settings), self._thing
             if thing.checkpoint is not None:
                 place = thing.checkpoint.location
-                cached = client.run(client.mover.cached(place, kind="directory"))
+                cached = client.run(client.mover.node_cache.open_at(place, kind="directory"))
             else:
                 info = ObjectInfo(thing.location.name, thing.size_bytes, thing.etag)
-                cached = client.run(client.mover.cached(thing.location, kind="object", info=info))
+                cached = client.run(client.mover.node_cache.open_at(thing.location, kind="object", info=info))
             self._view, self._pid = CachedView(client, cached), os.getpid()
             only = self._view.only
             self._path = only.path if only is not None else self._path

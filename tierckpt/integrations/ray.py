@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import ray
 
 from ..adoption import adopt
-from ..client import prefetch as fetch
 from ..config import Settings
 from ..errors import ConfigError
 from ..format.layout import parse_uri
+from ..restore.prefetch import prefetch as fetch
 from .directories import Directories
 
 T = TypeVar("T")

@@ -11,8 +11,9 @@ from typing import Any
 from ..cache.entry import CacheEntry
 from ..cache.file_set import FileSet, FileSpec
 from ..cache.node_cache import Kind
-from ..client import CLOSE_TIMEOUT_SECONDS, Client, get_client
+from ..client import Client, get_client
 from ..config import Settings
+from ..event_loop import CLOSE_TIMEOUT_SECONDS
 from ..format.layout import parse_uri
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange
@@ -122,7 +123,7 @@ def open_cached(
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
-    return CachedView(client, client.run(client.mover.cached(location, kind=kind)))
+    return CachedView(client, client.run(client.mover.node_cache.open_at(location, kind=kind)))
 
 
 def open_entry(frozen: FileSet, settings: Settings) -> CachedView:

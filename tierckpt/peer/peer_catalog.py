@@ -402,7 +402,7 @@ class PeerWire:
             await self._client.close()
 
 
-def cluster_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
+def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
     """The other nodes; None where there are no ``peers``.
 
     Args:
@@ -410,9 +410,9 @@ def cluster_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = 
     """
     if settings.peers is None:
         return None
-    wire = PeerWire(settings, lambda: cluster.me)
-    cluster = PeerCatalog(live or ByContact(settings), wire, _expected(settings.peers))
-    return cluster
+    wire = PeerWire(settings, lambda: catalog.me)
+    catalog = PeerCatalog(live or ByContact(settings), wire, _expected(settings.peers))
+    return catalog
 
 
 def _expected(peers: str) -> int | None:

@@ -9,25 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..checkpoint import shared_commit
+from ..checkpoint.listing import listed_again
 from ..disk.durable import make_dirs, remove_tree, space_of, translated
 from ..disk.file_lock import try_lock
 from ..drain.file_transfer import fetch
-from ..errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
-from ..format.layout import Location
+from ..errors import (
+    BucketNotFoundError,
+    CapacityError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    ObjectNotFoundError,
+    TierckptError,
+)
+from ..format.layout import MANIFEST, Location
 from ..format.manifest import FileEntry, Manifest
+from ..mover import Mover
 from ..quantities import human_bytes
 from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import FilesInFlight, logger
-from ..types import Json, Progress, ProgressListener
+from ..types import Json, Progress
 
 log = logger("drill")
 
@@ -63,29 +74,68 @@ class DrillReport:
         }
 
 
-def choose(steps: list[Location], seed: int) -> Location:
-    """The same seed over the same steps chooses the same one."""
-    ordered = sorted(steps, key=lambda location: location.uri)
-    return ordered[random.Random(seed).randrange(len(ordered))]
-
-
 async def drill(
-    report: DrillReport, store: Store, manifest: Manifest, parent: Path, *, concurrency: int, listener: ProgressListener
+    mover: Mover, location: Location, *, seed: int | None = None, scratch: Path | None = None
 ) -> DrillReport:
-    """Restore ``manifest`` from ``store`` to a new directory under ``parent``, compare it, remove it; fill ``report``.
+    """Restore a random committed step at or under ``location`` from the shared tier only, and compare every byte.
 
     Damaged and missing files are reported in ``problems``. The directory is always removed; the next drill there
     removes the directory of a killed one.
 
+    Args:
+        seed: repeats the choice of an earlier drill.
+        scratch: where to restore to. None: the local root.
+
     Raises:
+        CheckpointNotFoundError: nothing is committed there.
+        ManifestError: the manifest of the chosen step is damaged.
         CapacityError: it does not fit; nothing was fetched.
         StoreUnavailableError, PermissionDeniedError: the store does not answer, which says nothing about the files.
     Cost: every byte fetched, written and read back once; room for the whole checkpoint.
     """
+    gate = asyncio.Semaphore(mover.settings.concurrency)
+    seed = secrets.randbelow(1 << 32) if seed is None else seed
+
+    async def look(names: Collection[str]) -> tuple[tuple[Location, int, Manifest] | None, set[str]]:
+        places = [location, *(location.child(name) for name in names if not name.startswith("."))]
+        has_commit = await asyncio.gather(*(_has_commit(mover.store(place), gate) for place in places))
+        steps = [place for place, has in zip(places, has_commit, strict=True) if has]
+        if not steps:
+            return None, {*names}
+        ordered = sorted(steps, key=lambda location: location.uri)
+        chosen = ordered[random.Random(seed).randrange(len(ordered))]
+        manifest = await shared_commit.read_shared_manifest(mover.store(chosen))
+        return (chosen, len(steps), manifest) if manifest else None, set() if manifest else {chosen.name}
+
+    found = await listed_again(location, mover.store(location).list_dirs, look)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"nothing is committed on the shared tier at or under {location.uri}",
+            hint="`tierckpt ls` lists what is there; `tierckpt drain --wait` on the training nodes brings more",
+        )
+    chosen, count, manifest = found
+    report = DrillReport(chosen, seed, count)
+    await _compare(mover, report, manifest, scratch or mover.settings.local_root)
+    return report
+
+
+async def _has_commit(store: Store, gate: asyncio.Semaphore) -> bool:
+    async with gate:
+        try:
+            await store.head(MANIFEST)
+        except BucketNotFoundError:
+            raise  # a place that does not exist is not an empty place
+        except ObjectNotFoundError:
+            return False
+        return True
+
+
+async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent: Path) -> None:
+    """Restore ``manifest`` to a new directory under ``parent``, compare it, remove it; fill ``report``."""
     report.files, report.size_bytes = len(manifest.entries), manifest.size_bytes
     begun = time.monotonic()
     with _scratch(parent, manifest.size_bytes) as scratch:
-        job = _Job(report, store, manifest, scratch, concurrency, listener)
+        job = _Job(mover, report, manifest, scratch)
         try:
             async with asyncio.TaskGroup() as group:
                 for entry in manifest.entries:
@@ -96,23 +146,14 @@ async def drill(
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
     report.seconds = time.monotonic() - begun
-    return report
 
 
 class _Job:
-    def __init__(
-        self,
-        report: DrillReport,
-        store: Store,
-        manifest: Manifest,
-        scratch: Path,
-        concurrency: int,
-        listener: ProgressListener,
-    ) -> None:
-        self.report, self.store, self.manifest, self.scratch = report, store, manifest, scratch
-        self.concurrency = concurrency
-        self.gate = asyncio.Semaphore(concurrency)
-        self.listener = listener
+    def __init__(self, mover: Mover, report: DrillReport, manifest: Manifest, scratch: Path) -> None:
+        self.report, self.manifest, self.scratch = report, manifest, scratch
+        self.store, self.listener = mover.store(report.location), mover.listener
+        self.concurrency = mover.settings.concurrency
+        self.gate = asyncio.Semaphore(self.concurrency)
         self.files = FilesInFlight(self._advance)
 
     async def restore(self, entry: FileEntry) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import INCOMING_DIR
 from ..format.manifest import FileEntry, Manifest
+from ..mover import Mover
 from ..peer.fetch.fetch_session import SMALL_BYTES, PeerJoiner
 from ..read.range_sources import NearestSource
 from ..stores.base import RangeSource
@@ -30,6 +32,40 @@ from ..telemetry import logger
 from ..types import Progress, Tier
 
 log = logger("restore")
+
+
+async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
+    """Bring those of ``entries`` that this node lacks to the local tier, verified, from peers or the shared tier.
+
+    Best effort: readers go there themselves for what could not be kept here.
+    """
+    if checkpoint.manifest is None:
+        return
+    done = 0
+    missing = [entry for entry in entries if checkpoint.local_path(entry) is None]
+    total = sum(entry.size_bytes for entry in missing)
+    gate = asyncio.Semaphore(mover.settings.concurrency)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        mover.listener(Progress(f"restore {checkpoint.location.uri}", done, total))
+
+    async def one(entry: FileEntry) -> None:
+        async with gate:
+            try:
+                width = mover.settings.concurrency
+                await bring(checkpoint, entry, sharing=mover.sharing, concurrency=width, on_bytes=on_bytes)
+            except (TierckptError, OSError) as error:
+                log.warning("%s could not be brought to this node: %s", entry.path, error)
+
+    async with mover.reading(checkpoint):
+        is_elsewhere = bool(missing and checkpoint.tiers & {Tier.SHARED, Tier.PEER})
+        if is_elsewhere and mover.peers is not None:
+            await adopt(checkpoint)  # so that peers find each file here from the moment that it is whole
+        await asyncio.gather(*(one(entry) for entry in missing))
+        if is_elsewhere:
+            await adopt(checkpoint)  # what was brought is known to retention and eviction
 
 
 async def bring(

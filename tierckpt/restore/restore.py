@@ -5,21 +5,26 @@ It is a prefetch (cache/prefetch.py: reserve, resume, publish atomically) whose 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from ..cache.file_set import from_manifest
-from ..cache.prefetch import from_listing, prefetch
+from ..cache.prefetch import fill_directory, from_listing
+from ..checkpoint import catalog
 from ..checkpoint.catalog import Checkpoint
+from ..checkpoint.listing import WalkBack
+from ..disk.durable import refuse_file
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest
+from ..mover import Mover
 from ..read.range_sources import NearestSource
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check, get_checked
 from ..telemetry import logger
-from ..types import Buffer, ByteRange, Json, Progress, ProgressListener, Tier
+from ..types import Buffer, ByteRange, Json, Progress, Tier
 
 log = logger("restore")
 
@@ -48,45 +53,61 @@ class RestoreResult:
         }
 
 
-async def restore(
-    checkpoint: Checkpoint,
-    directory: Path,
-    *,
-    chunk_size_bytes: int,
-    concurrency: int,
-    stall_seconds: float,
-    listener: ProgressListener,
-) -> RestoreResult:
-    """Make ``directory`` a plain copy of ``checkpoint`` that stock PyTorch reads. Whole and durable, or not there.
+async def restore(mover: Mover, location: Location, directory: Path) -> RestoreResult:
+    """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``.
 
-    Args:
-        chunk_size_bytes: bytes moved at a time where the checkpoint has no manifest that says so (stock DCP).
+    Whole and durable, or not there. A checkpoint with a file that has no good copy is passed over for an older step,
+    with a warning.
 
     Raises:
-        IntegrityError: a file has no good copy on any tier; names each. Nothing was published.
-        ConfigError: ``directory`` holds one of the copies.
-        PartialTransferError, CapacityError, StoreError: as prefetch.
-    Cost: every byte read, digested and written once; good local bytes are not read from the shared tier.
+        IntegrityError: no checkpoint has a good copy of every file; names each. Nothing was published.
+        ConfigError: ``directory`` is a file, or the place of one of the copies.
+        PartialTransferError, CapacityError, StoreError: as a prefetch.
+    Cost: every byte read, digested and written once; nothing is read from the shared tier that is good here.
     """
+    await asyncio.to_thread(refuse_file, directory)
+    walk = WalkBack(location)
+    while True:
+        checkpoint = (await mover.selector.newest(location, walk.step_max)).checkpoint
+        if checkpoint is None:
+            walk.end()
+            checkpoint = await mover.selector.find(location)  # it says what is wrong
+        try:
+            async with mover.reading(checkpoint):
+                if await catalog.stands(checkpoint):
+                    return await _copy(mover, checkpoint, directory)
+            walk.note_removed()  # or replaced, before it was held
+        except (IntegrityError, ObjectNotFoundError) as error:
+            if checkpoint.location == location or checkpoint.step is None:
+                raise
+            if not await catalog.stands(checkpoint):  # removed while it was read: there are newer ones
+                walk.note_removed()
+                continue
+            log.warning("%s has no good copy left, going back to an older step: %s", checkpoint.location.uri, error)
+            walk.note_lost(checkpoint.location, error)
+
+
+async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> RestoreResult:
     if directory in (checkpoint.directory, Path(checkpoint.location.path)):
         raise ConfigError(f"{directory} is both source and target of the restore", hint="Give another --to")
     manifest = checkpoint.manifest
     source = RestoreSource(checkpoint, manifest) if manifest is not None else None
-    store = cast(Store, source) if source is not None else checkpoint.store  # prefetch asks its source for ranges only
+    store = (
+        cast(Store, source) if source is not None else checkpoint.store
+    )  # fill_directory asks its source for ranges only
     wanted = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
-    chunk = manifest.chunk_size_bytes if manifest is not None else chunk_size_bytes
 
     def restoring(progress: Progress, /) -> None:
-        listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # it says "shared" of all
+        mover.listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # it says "shared" of all
 
     try:
-        done = await prefetch(
+        done = await fill_directory(
             store,
             wanted,
             directory,
-            chunk_size_bytes=chunk,
-            concurrency=concurrency,
-            stall_seconds=stall_seconds,
+            chunk_size_bytes=(manifest or mover.settings).chunk_size_bytes,
+            concurrency=mover.settings.concurrency * 2,
+            stall_seconds=mover.node_cache.stall_seconds,
             listener=restoring,
         )
     except TierckptError as error:

@@ -69,7 +69,7 @@ class BackgroundPruning:
 
         async def within(mover: Mover) -> PruneResult:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await mover.prune(self._location, policy, branch=self._branch.now, own=own)
+                return await mover.pruner.prune(self._location, policy, branch=self._branch.now, own=own)
 
         client = get_client(self._settings)
         try:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ..checkpoint.branches import NOTE, Branch
 from ..checkpoint.branches import parse as parse_branch
 from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.listing import LISTINGS_MAX, UNREADABLE, changing, is_newer, read_newest
+from ..checkpoint.listing import LISTINGS_MAX, UNREADABLE, WalkBack, changing, is_newer, read_newest
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.load_planner import TargetPlanner
@@ -162,19 +162,15 @@ def restore_newest(
             except TierckptError:
                 raise error from None
             return uri, restore_into(open_checkpoint(fold(window, state)), state, options)
-    lost: list[tuple[str, TierckptError]] = []
-    step_max: int | None = None
-    removed = 0
-    while removed < LISTINGS_MAX:
+    walk = WalkBack(location)
+    while True:
         try:
-            newest = agreed_latest(client, location, step_max, windows=True)
+            newest = agreed_latest(client, location, walk.step_max, windows=True)
         except CheckpointNotFoundError:
-            if not lost:
-                raise
-            newest = None
+            walk.end()
+            raise
         if newest is None:
-            if lost:
-                raise lost[0][1]  # what is wrong with the newest says more
+            walk.end()  # what is wrong with the newest says more
             return None
         found = newest
         try:
@@ -184,19 +180,15 @@ def restore_newest(
         except (StateMismatchError, *UNREADABLE) as error:
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
                 raise  # one of a checkpoint is the caller's to know
-            if is_newer(agreed_latest(client, location, step_max, windows=True), found):
-                removed += 1  # while it was read, by a job that has committed a newer one
-                continue
-            lost.append((found, error))
-            damaged = step_of(newest)
-            if damaged is None:
-                raise lost[0][1] from None  # nothing is older than what has no step
-            step_max = damaged - 1
+            if is_newer(agreed_latest(client, location, walk.step_max, windows=True), found):
+                walk.note_removed()  # while it was read, by a job that has committed a newer one
+            else:
+                walk.note_lost(parse_uri(found), error)
             continue
-        if lost:
+        if walk.lost:
             told = "; ".join(
-                f"{passed} {'was not replayed' if is_window(parse_uri(passed)) else 'has no good copy left'}: {error}"
-                for passed, error in lost
+                f"{passed.uri} {'was not replayed' if is_window(passed) else 'has no good copy left'}: {error}"
+                for passed, error in walk.lost
             )
             log.warning("restored %s, because %s", newest, told)
         return newest, save

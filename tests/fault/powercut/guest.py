@@ -108,7 +108,7 @@ class Trainer(Job):
                 if (name, tier) not in self.is_evictable:
                     self.is_evictable.add((name, tier))
                     self.speaker.say(MAY_GO, name, tier)
-        self.wait(self.mover.prune(self.world.run, Policy(Rule(local), Rule(shared))))
+        self.wait(self.mover.pruner.prune(self.world.run, Policy(Rule(local), Rule(shared))))
 
 
 def live(trainer: Trainer, seed: int) -> None:

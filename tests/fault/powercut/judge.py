@@ -14,8 +14,11 @@ from tests.fault.powercut.events import BLOCK_BYTES, LOCAL, MARKS, MAY_GO, SHARE
 from tests.fault.sweep import checker, child
 from tests.fault.sweep.checker import Violation
 from tests.fault.sweep.phases import Job, World
+from tierckpt.checkpoint.description import describe_run
+from tierckpt.checkpoint.verify import verify
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import step_of
+from tierckpt.restore.restore import restore
 
 State = dict[tuple[str, str], str]
 
@@ -130,10 +133,10 @@ def _check_reading(world: World, found: State) -> list[str]:
     for name, tier in found:
         checker.stock_view(world.place(name, tier), may_lack=False)
     newest = max({name for name, _ in found}, key=lambda name: step_of(name) or 0)
-    latest = job.wait(job.mover.latest(world.run))
+    latest = job.wait(job.mover.selector.newest(world.run)).checkpoint
     if latest is None or latest.location.name != newest:
         raise Violation(f"latest is {latest and latest.location.name}, {newest} is committed")
-    rows = job.wait(job.mover.list(world.run))
+    rows = job.wait(describe_run(job.mover.selector, world.run))
     listed = {
         (row.location.name, tier) for row in rows for tier in (LOCAL, SHARED) if getattr(row, tier) == "committed"
     }
@@ -141,7 +144,7 @@ def _check_reading(world: World, found: State) -> list[str]:
         raise Violation(f"listed as committed: {sorted(listed)}; committed: {sorted(found)}")
     bad = []
     for name in {name for name, _ in found}:
-        checkpoint, report = job.wait(job.mover.verify(world.run.child(name), read_data=True))
+        checkpoint, report = job.wait(verify(job.mover.selector, world.run.child(name), read_data=True))
         stock = {entry.path for entry in checkpoint.manifest.metadata}
         if report.records or not {path for _, path in report.problems} <= stock:
             raise Violation(f"verify of {name}: {report.records} {report.problems}")
@@ -152,7 +155,7 @@ def _check_reading(world: World, found: State) -> list[str]:
 
 def _check_restore(job: Job, world: World, newest: str, found: State) -> None:
     scratch = world.root.parent / "scratch"
-    job.wait(job.mover.restore(world.run.child(newest), scratch))
+    job.wait(restore(job.mover, world.run.child(newest), scratch))
     if checker.stock_view(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
         raise Violation(f"{newest} restores to another save than stands there")
     shutil.rmtree(scratch)

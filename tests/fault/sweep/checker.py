@@ -23,6 +23,7 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.disk.local_root import LEFTOVER_SECONDS
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import METADATA, SHARD_SUFFIX
+from tierckpt.restore.restore import restore
 
 _SHARD = re.compile(rf"^__(\d+)_(\d+)-.*\{SHARD_SUFFIX}$")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -128,12 +129,12 @@ def _check_latest(world: World, found: State) -> None:
     """``latest`` is the newest that is committed anywhere, and restores to one of the saves that stand there."""
     job = Job(world)
     newest = max(name for name, tier in found if tier != TARGET)
-    checkpoint = job.wait(job.mover.latest(world.run))
+    checkpoint = job.wait(job.mover.selector.newest(world.run)).checkpoint
     if checkpoint is None or checkpoint.location.name != newest:
         raise Violation(f"latest is {checkpoint and checkpoint.location.name}, {newest} is committed")
     scratch = world.root.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
-    job.wait(job.mover.restore(checkpoint.location, scratch))
+    job.wait(restore(job.mover, checkpoint.location, scratch))
     if stock_view(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
         raise Violation(f"{newest} restores to another save than stands there")
 

@@ -21,6 +21,8 @@ from tierckpt.disk.local_root import check_local_root
 from tierckpt.drain import drainer, file_transfer
 from tierckpt.format.layout import Location, local_dir, parse_uri
 from tierckpt.poll import Pauses
+from tierckpt.restore import prefetch
+from tierckpt.restore.restore import restore as restore_directory
 from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
 
@@ -178,7 +180,7 @@ def restore_prepared(world: World) -> None:
 def restore(world: World) -> None:
     """Of this step. Of the run it would rightly be an older one where this one cannot be read (set_cover.py)."""
     job = Job(world)
-    job.wait(job.mover.restore(world.step(2), world.place("", TARGET)))
+    job.wait(restore_directory(job.mover, world.step(2), world.place("", TARGET)))
     job.acknowledge("step-2", TARGET)
 
 
@@ -191,7 +193,7 @@ def fetch_prepared(world: World) -> None:
 def fetch(world: World) -> None:
     """What a node does before a job starts on it."""
     job = Job(world)
-    job.wait(job.mover.prefetch(world.step(2), None))
+    job.wait(prefetch.fetch(job.mover, prefetch.PrefetchRequest(world.step(2))))
 
 
 def drain_prepared(world: World) -> None:
@@ -214,7 +216,7 @@ def resume_prepared(world: World) -> None:
 
 def retain(world: World) -> None:
     job = Job(world)
-    job.wait(job.mover.prune(world.run, Policy(Rule(1), Rule(2))))
+    job.wait(job.mover.pruner.prune(world.run, Policy(Rule(1), Rule(2))))
 
 
 PHASES = (

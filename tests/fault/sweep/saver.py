@@ -18,6 +18,7 @@ from tierckpt.arena.slots import write_buffers
 from tierckpt.cache import space
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, WRITING, Entry
+from tierckpt.checkpoint.shared_commit import discard
 from tierckpt.config import Settings
 from tierckpt.disk import durable
 from tierckpt.disk.durable import translated
@@ -93,7 +94,7 @@ class Saver:
         is_direct_put: bool,
     ) -> None:
         check_local_root(self.settings)
-        replaces = self.run(self.mover.attempts_to_replace(location, overwrite=overwrite))
+        replaces = self.run(self.mover.replaced.find(location, overwrite=overwrite))
         planned()
         one = _OneSave(self, location, label, ranks, alone, replaces)
         try:
@@ -178,7 +179,9 @@ class _OneSave:
 
     def _discard(self, names: list[str]) -> None:
         with contextlib.suppress(TierckptError):
-            self.saver.run(self.mover.discard(self.location, [name for name in names if name.endswith(SHARD_SUFFIX)]))
+            self.saver.run(
+                discard(self.mover.store(self.location), [name for name in names if name.endswith(SHARD_SUFFIX)])
+            )
 
     def _flush(self, shards: list[shard_plan.Shard]) -> list[Flushed]:
         segment = segment_bytes(CHUNK_BYTES, WRITE_BYTES_MAX)

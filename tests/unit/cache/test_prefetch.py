@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierckpt.cache.file_set import FileSpec
-from tierckpt.cache.prefetch import select
+from tierckpt.cache.prefetch import FileFilter
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from tierckpt.cache.prefetch import select
 )
 def test_a_glob_that_is_a_file_means_that_file(include: list[str], exclude: list[str], chosen: list[str]) -> None:
     files = [FileSpec(path, path, 1, None) for path in ("a#1?", "a*", "a1", "a[1]", "ab")]
-    assert [file.path for file in select(files, include, exclude, "s3://bucket/m")] == chosen
+    assert [file.path for file in FileFilter(tuple(include), tuple(exclude)).choose(files, "s3://bucket/m")] == chosen

@@ -19,12 +19,14 @@ from tests.compat.worker import launch
 from tierckpt import Checkpointer
 from tierckpt.checkpoint import catalog, listing, select
 from tierckpt.checkpoint.catalog import Checkpoint
+from tierckpt.checkpoint.description import describe_run
 from tierckpt.checkpoint.select import Selector
 from tierckpt.client import get_client
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError
 from tierckpt.format.layout import Location, parse_uri, step_of
 from tierckpt.loading.export import export_safetensors
+from tierckpt.restore.restore import restore
 
 Look = Callable[[str, Path], int | None]
 
@@ -52,7 +54,7 @@ def exported(uri: str, tmp_path: Path) -> int | None:
 
 def copied(uri: str, tmp_path: Path) -> int | None:
     client = get_client(Settings.load())
-    return step_of(client.run(client.mover.restore(parse_uri(uri), tmp_path / "copied")).location.name)
+    return step_of(client.run(restore(client.mover, parse_uri(uri), tmp_path / "copied")).location.name)
 
 
 LOOKS: dict[str, Look] = {
@@ -155,7 +157,7 @@ def test_a_step_that_is_removed_before_it_is_listed_as_a_row(
 
     monkeypatch.setattr(catalog, "describe", describe)
     client = get_client(Settings.load())
-    assert [row.step for row in client.run(client.mover.list(parse_uri(file_uri)))] == [3]
+    assert [row.step for row in client.run(describe_run(client.mover.selector, parse_uri(file_uri)))] == [3]
     saved.append(4)
     runs, _ = client.run(client.mover.selector.runs([parse_uri(str(Path(file_uri).parent))]))
     assert [run.newest.step for run in runs if run.location.path == file_uri] == [4]

@@ -360,7 +360,6 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "whole": lambda value: value or "whole",
     "share": lambda value: f"{value:.2%}",
     "count": lambda values: str(len(values)),
-    "good": lambda value: "good" if value else "DAMAGED",
     "yes": lambda value: "yes" if value else "no",
     "list": ", ".join,
     "-": lambda value: value or "-",

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ...checkpoint import shared_commit
 from ...checkpoint.journal import Entry
 from ...client import Client
 from ...errors import ManifestError, ObjectNotFoundError, OperationTimeoutError, TierckptError
@@ -86,7 +87,7 @@ class ResultExchange:
         """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""
         keys = [self._key(rank) for rank in ranks]
         try:
-            self.client.run(self.client.mover.discard(self.location, keys))
+            self.client.run(shared_commit.discard(self.client.mover.store(self.location), keys))
         except TierckptError as error:
             log.warning("%s: records of ranks that have ended may be left: %s", self.location.uri, error)
 

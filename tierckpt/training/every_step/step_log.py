@@ -370,9 +370,9 @@ class StepLog:
         another node, that leads further."""
         own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
         try:
-            if client.mover.cluster is not None:
+            if client.mover.peers is not None:
                 at = own.last(step)
-                client.run(bring_log(self._settings, client.mover.cluster, self._run, self._rank, base, at))
+                client.run(bring_log(self._settings, client.mover.peers, self._run, self._rank, base, at))
         except (TierckptError, OSError, TimeoutError) as error:
             log.warning("the gradient log of rank %d on other nodes cannot be had: %s", self._rank, error)
         copies = [(self._chain(copy, base, optimizers), copy) for copy in copies_of(self._directory)]

@@ -1,0 +1,200 @@
+"""One event loop on a thread of its own, for blocking callers on other threads; its fork and its exit.
+
+Timeouts are applied inside the loop, so they cancel what they time out. A forked child has neither the thread nor the
+connections: what was opened before the fork is refused there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
+import ctypes
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .disk.durable import translate_os_error
+from .errors import TierckptError
+from .resources import ThreadPool, start_thread
+from .tracebacks import short_traceback
+from .types import Tier
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_SECONDS = 10.0
+CLOSE_SECONDS_MIN = 1.0
+
+_every: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+
+class LoopThread:
+    """Runs coroutines on its thread. Blocking, thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        """``root``: the path in errors of the operating system that name none."""
+        self._root = root
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        """What threads wait for."""
+        self._is_closed, self._entering = False, threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tierckpt", daemon=True)
+        self._loop.set_default_executor(ThreadPool(thread_name_prefix="tierckpt-loop"))
+        start_thread(self._thread)
+        self._pid = os.getpid()
+        _every.add(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child, which has neither the thread nor the connections."""
+        return self._pid == os.getpid()
+
+    @property
+    def patience(self) -> float:
+        """Seconds that ``close`` waits for what runs on the loop, within its own bounds."""
+        return CLOSE_TIMEOUT_SECONDS
+
+    @short_traceback
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and return its result. Never call it from the loop itself."""
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def call() -> T:
+            tasks.extend(filter(None, [asyncio.current_task()]))
+            return await work
+
+        try:
+            self._check_caller()
+            future = self._begin(call)
+        except BaseException:
+            work.close()
+            raise
+        try:
+            return future.result()
+        except OSError as error:
+            if isinstance(error, TierckptError) or error.errno is None:
+                raise
+            path = Path(os.fsdecode(error.filename)) if error.filename else self._root
+            raise translate_os_error(error, path, Tier.LOCAL) from error
+        except BaseException:
+            if not future.done():  # interrupted: the caller closes what the work uses, so first the work ends
+                future.cancel()
+                asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
+            raise
+        finally:
+            self._calls.discard(future)
+            del future  # it holds its error, whose traceback holds this frame
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # it was cancelled before its turn came
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begin a coroutine on the loop and return at once."""
+        try:
+            future = self._begin(lambda: work)
+        except BaseException:
+            work.close()
+            raise
+        future.add_done_callback(self._calls.discard)
+        return future
+
+    def _begin(self, call: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+        with self._entering:  # a call registers before ``close``, which ends it, or is refused
+            self._check_open()
+            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+            self._calls.add(future)
+        return future
+
+    def _check_caller(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a blocking tierckpt call was made on tierckpt's own event loop")
+        if not self.is_ours:
+            raise TierckptError(
+                "what a process has opened was used in a forked child of it", hint="Open it again, in the child"
+            )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TierckptError("tierckpt has been closed in this process, or the process ends", hint="Open it again")
+
+    def call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Have the loop make a call. Raises TierckptError: it is closed."""
+        with self._entering:
+            self._check_open()
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def close(self) -> None:
+        """End what runs on the loop, then the thread. Idempotent."""
+        if self._is_closed or not self.is_ours:
+            return
+        self.run(self._stop())
+        with self._entering:
+            self._is_closed = True
+        for call in tuple(self._calls):
+            call.cancel()  # it hangs or came late, and the thread that waits for it would keep the process from ending
+        self._loop.call_soon_threadsafe(self._stop_loop)
+        self._thread.join(timeout=10.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _stop_loop(self, turns: int = 3) -> None:
+        """Stop the loop once what was cancelled has had its turn."""
+        if turns:
+            self._loop.call_soon(self._stop_loop, turns - 1)
+        else:
+            self._loop.stop()
+
+    async def _stop(self) -> None:
+        """Cancel what still runs, and wait until it has put its files away."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            _, hung = await asyncio.wait(
+                left, timeout=min(CLOSE_TIMEOUT_SECONDS, max(CLOSE_SECONDS_MIN, self.patience))
+            )
+            for task in hung:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with the process
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run ``loop`` until it is stopped.
+
+    A listener of the caller may raise SystemExit, which ends ``run_forever``; its own call raises it then, and all
+    other calls continue.
+    """
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS / 2)
+
+
+def at_exit(call: Callable[[], None]) -> None:
+    """Call it when the process ends, before thread pools are stopped.
+
+    ``atexit`` would be too late: by then the interpreter has stopped them, and file I/O on the loop with them.
+    """
+    threading._register_atexit(call)  # type: ignore[attr-defined]
+
+
+def _keep_parents() -> None:
+    """In a forked child, keep what the parent's loops hold alive for ever.
+
+    A coroutine that is freed releases its locks and connections, which are the parent's, and native code waits for
+    threads that the child does not have. So nothing of it may be freed here, not even when the child ends.
+    """
+    parents = [(one, asyncio.all_tasks(one._loop)) for one in list(_every)]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
+    _every.clear()
+
+
+os.register_at_fork(after_in_child=_keep_parents)

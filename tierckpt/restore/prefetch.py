@@ -1,0 +1,213 @@
+"""Prefetch: a checkpoint, a model or any files on this node, whole, before anything needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cache.file_set import Receipt
+from ..cache.hub_layout import check_hub_cache, fill_hub_cache, hub_of
+from ..cache.node_cache import Check, ResolvedUri, retry_until_available
+from ..cache.prefetch import ALL_FILES, FileFilter, PrefetchResult, check_size, fill_directory
+from ..cache.reuse import Held
+from ..cache.space import AdmissionPlan, plan_prefetch
+from ..checkpoint.catalog import Checkpoint
+from ..client import Client
+from ..config import Settings
+from ..disk import read_lease
+from ..disk.durable import refuse_file
+from ..errors import ConfigError
+from ..format.layout import Location, parse_uri
+from ..format.uris import local_path
+from ..mover import Mover
+from ..read.range_sources import NearestSource
+from ..stores.hub.api import hub_cache
+from ..stores.schemes import check_location
+from ..telemetry import ignore_progress
+from ..tracebacks import short_traceback
+from ..types import ProgressListener, Tier
+from . import fetch_file
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchRequest:
+    """What to have on this node, and where."""
+
+    location: Location
+    directory: Path | None = None
+    """None: a whole checkpoint of ours goes to the local tier, anything else to the node cache."""
+    files: FileFilter = ALL_FILES
+    pin: bool = False
+    keep: bool = False
+    """No eviction from the node cache while this process lives."""
+    hf_cache: bool = False
+    """``directory`` is a Hugging Face cache, by default this user's."""
+    size_bytes_max: int | None = None
+    wait_seconds: float | None = None
+    """How long to wait for what is not committed or not there yet. None: that is an error."""
+
+    def place(self, mover: Mover, resolved: ResolvedUri) -> Path | None:
+        """Return the directory to fill; None: the node cache. An adopted checkpoint goes there: it has other names."""
+        manifest = resolved.manifest
+        is_ours = manifest is not None and not resolved.is_filtered and not manifest.adopted_dirs
+        return self.directory or (mover.directory(resolved.location) if is_ours else None)
+
+
+@short_traceback
+def prefetch(
+    uri: str | os.PathLike[str],
+    to: str | os.PathLike[str] | None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    pin: bool = False,
+    wait_seconds: float | None = None,
+    hf_cache: bool = False,
+    settings: Settings | None = None,
+    listener: ProgressListener = ignore_progress,
+    **overrides: Any,
+) -> Path:
+    """Fill a directory of this node with a checkpoint or the files of a model; return the directory.
+
+    When it returns every file is there, whole and durable; until then the directory is not there at all (or, where it
+    held other files before, has no receipt). A killed prefetch goes on where it stopped, and several processes of a
+    node that ask for the same share the work. While this process lives, nobody evicts what it was given.
+
+    Args:
+        to: the directory. Default: the node cache, and for a checkpoint of ours the local tier, where restore finds it.
+        include: globs of the files to take, by path below ``uri``; none takes all. ``*`` matches slashes too.
+        exclude: globs of files to leave out.
+        pin: keep it in the node cache until it is unpinned; other versions of ``uri`` are unpinned.
+        wait_seconds: wait so long for what is not committed or not there yet. None: that is an error.
+        hf_cache: of ``hf://org/name``: fill the Hugging Face cache (``HF_HUB_CACHE``, or ``to``), where
+            ``from_pretrained("org/name")`` finds it. Returns the snapshot's directory.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
+        listener: called with a ``Progress`` as bytes arrive, on the client's thread: it must return at once.
+
+    Raises:
+        PartialTransferError: some files could not be fetched; ``.failures`` names them.
+        CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError: nothing usable at ``uri``.
+        CapacityError: the files do not fit on the disk; nothing was fetched.
+        IntegrityError, StoreError, ConfigError: damage, what the store answered, a setting that cannot work.
+        OperationTimeoutError: ``wait_seconds`` have passed.
+    Cost: each byte is read from shared storage once per cluster, and written once per node.
+
+    Example:
+        >>> save_file({"weight": torch.ones(4)}, "model.safetensors")
+        >>> directory = tierckpt.prefetch(pathlib.Path.cwd(), to="copy", include=["*.safetensors"])
+        >>> tierckpt.load_safetensors(directory)["weight"].sum().item()
+        4.0
+    """
+    request = PrefetchRequest(
+        check_location(parse_uri(uri)),
+        local_path(to, "to") if to is not None else None,
+        FileFilter(_globs(include), _globs(exclude)),
+        pin=pin,
+        keep=True,
+        hf_cache=hf_cache,
+        wait_seconds=wait_seconds,
+    )
+    with contextlib.closing(Client(Settings.load(settings, **overrides), listener)) as client:
+        return client.run(fetch(client.mover, request)).directory
+
+
+def _globs(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+async def fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
+    """Have the files of ``request`` on this node, whole. Raises as ``tierckpt.prefetch``."""
+    if request.wait_seconds is None:
+        return await _fetch(mover, request)
+    return await retry_until_available(lambda: _fetch(mover, request), request.wait_seconds, request.location.uri)
+
+
+async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
+    location = request.location
+    if request.directory is not None:
+        await asyncio.to_thread(refuse_file, request.directory)
+    resolved, checkpoint = await _freeze(mover, request)
+    check_size(resolved.frozen, request.size_bytes_max)
+    target = (request.directory or hub_cache()).absolute() if request.hf_cache else request.place(mover, resolved)
+    if target is None:
+        return await mover.node_cache.fill(resolved, pin=request.pin, keep=request.keep)
+    if request.pin:
+        raise ConfigError(
+            "a Hugging Face cache pins nothing"
+            if request.hf_cache
+            else f"{location.uri} is a checkpoint of tierckpt: it goes to the local tier, which has no pins",
+            hint="Leave --pin out (retention keeps a checkpoint), or give --to a directory of its own",
+        )
+    if location.scheme == "file" and target.absolute() == Path(location.path):
+        raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
+    with contextlib.ExitStack() as leases:
+        held = await asyncio.to_thread(_held, mover, resolved, target, leases)
+        common: dict[str, Any] = {
+            # Of a model the size of the chunks is free: that of the copies lets their digests be compared.
+            "chunk_size_bytes": (held[-1][1] if held else resolved).frozen.chunk_size_bytes,
+            "concurrency": mover.settings.concurrency * 2,
+            "listener": mover.listener,
+            "sharing": mover.sharing,
+            "stall_seconds": mover.node_cache.stall_seconds,
+            "held": held,
+        }
+        files = resolved.frozen.files
+        if request.hf_cache:
+            return await fill_hub_cache(hub_of(resolved.store), files, target, **common)
+        nearest = NearestSource(resolved.store, checkpoint.elsewhere) if checkpoint is not None else resolved.store
+        result = await fill_directory(nearest, files, target, files=request.files, **common)
+    if resolved.manifest is not None and request.directory is None:
+        tiers = frozenset({Tier.SHARED})
+        await fetch_file.adopt(checkpoint or Checkpoint(location, resolved.manifest, target, resolved.store, tiers))
+    return result
+
+
+async def check(mover: Mover, request: PrefetchRequest) -> Check:
+    """Return how much of ``request`` is on this node. Changes nothing. In a Hugging Face cache every byte is read."""
+    if request.hf_cache:
+        resolved = await mover.node_cache.freeze(request.location, files=request.files)
+        cache = (request.directory or hub_cache()).absolute()
+        return await check_hub_cache(hub_of(resolved.store), resolved.frozen, cache)
+    return await mover.node_cache.check_at(
+        request.location, lambda resolved: request.place(mover, resolved), request.files
+    )
+
+
+async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
+    """Return what the cache would evict for ``request``; None: it does not go to the cache. Changes nothing."""
+    resolved = await mover.node_cache.freeze(request.location, files=request.files)
+    if request.place(mover, resolved) is not None:
+        return None
+    return await asyncio.to_thread(plan_prefetch, mover.node_cache.pool, resolved.frozen)
+
+
+def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[Held]:
+    """Return the copies of the files on this node, in the node cache or on the local tier. Blocking."""
+    held = mover.node_cache.held(resolved, leases)
+    if resolved.manifest is None:
+        return held
+    directory = mover.directory(resolved.location)
+    if directory != target:
+        leases.enter_context(read_lease.reading(mover.settings.local_root, directory))
+        held.append((directory, Receipt(resolved.frozen, tuple(item.digests for item in resolved.frozen.files))))
+    return [one for one in held if one[1].frozen.chunk_size_bytes == resolved.frozen.chunk_size_bytes]
+
+
+async def _freeze(mover: Mover, request: PrefetchRequest) -> tuple[ResolvedUri, Checkpoint | None]:
+    """Return the files at the location, fixed, and the checkpoint there if a peer has committed it.
+
+    A checkpoint is there as soon as one node has committed it, on the shared tier or not yet.
+    """
+    location = request.location
+    if mover.peers is not None and location.name in await mover.peers.committed(location.parent):
+        checkpoint = await mover.selector.find(location)
+        if checkpoint.manifest is not None and checkpoint.elsewhere is not None:
+            await checkpoint.elsewhere.look()
+            resolve = mover.node_cache.resolve_checkpoint
+            return resolve(location, checkpoint.store, checkpoint.manifest, request.files), checkpoint
+    return await mover.node_cache.freeze(location, files=request.files), None

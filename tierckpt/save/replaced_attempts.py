@@ -1,0 +1,155 @@
+"""Finds the attempts that a new save replaces, on the local and the shared tier, before its ranks write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+from ..checkpoint import catalog, local_commit, marks, shared_commit
+from ..checkpoint.retention import nearest_existing
+from ..checkpoint.select import Selector, place_of
+from ..disk.durable import refuse_file
+from ..drain.drainer import Drainer
+from ..errors import ManifestError, StoreError, StoreUnavailableError
+from ..format.layout import Location
+from ..stores.base import Store
+from ..telemetry import logger
+from ..types import Tier
+
+log = logger("mover")
+
+PROBE_TIMEOUT_SECONDS = 10.0
+PROBE_SILENT_SECONDS = 0.5
+REPORT_SECONDS = 8.0
+"""A save that waits for so long for the answer of its store logs an outage."""
+SILENT_SECONDS = 60.0
+"""How long a store that did not answer a save is asked for ``PROBE_SILENT_SECONDS`` at most, and training does not wait
+for its answer."""
+
+
+class ReplacedAttempts:
+    """Asks both tiers. Its coroutines run on one event loop."""
+
+    def __init__(self, drainer: Drainer, selector: Selector) -> None:
+        self._drainer, self._selector = drainer, selector
+        self._silent_until: dict[tuple[str, str], float] = {}
+        """Until when (monotonic seconds) saves do not wait for stores that did not answer one."""
+        self._asking: list[tuple[tuple[str, str], float, asyncio.Timeout]] = []
+        """The stores that saves are asking, and when (of the loop's clock) one counts as silent."""
+        self._blind: set[Location] = set()
+        """Runs whose store was reported to have no conditional puts."""
+
+    def here(self, location: Location) -> tuple[bool, set[str]]:
+        """Return whether the local tier has a checkpoint at ``location``, and the attempts that either tier may hold by
+        what this node knows. Blocking."""
+        directory = self._drainer.directory(location)
+        try:
+            local = local_commit.read_local_manifest(directory)
+        except (ManifestError, StoreError) as error:
+            # Set aside by the commit, no sooner: what the journal still has to drain is known by it.
+            log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
+            return False, self._attempts_in_journal(location)
+        if local is None:
+            return False, set()
+        is_drained = marks.is_drained(directory, local.attempt)
+        return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may be at one of those
+
+    def is_silent(self, location: Location) -> bool:
+        """Whether the store of ``location`` keeps a save waiting, or did within ``SILENT_SECONDS``. Thread-safe."""
+        place = place_of(location)
+        is_asked = any(one == place for one, _, _ in self._asking)
+        return is_asked or time.monotonic() < self._silent_until.get(place, 0.0)
+
+    def ask_no_longer(self) -> None:
+        """Stop waiting for each store that has not answered a save within ``PROBE_SILENT_SECONDS``."""
+        for _, soon, limit in self._asking:
+            if not limit.expired():
+                limit.reschedule(max(soon, asyncio.get_running_loop().time()))
+
+    @contextlib.asynccontextmanager
+    async def _asks(self, place: tuple[str, str], seconds: float) -> AsyncIterator[None]:
+        async with asyncio.timeout(seconds) as limit:
+            loop, breaker = asyncio.get_running_loop(), self._drainer.retries.breaker("://".join(place))
+            asked = place, loop.time() + PROBE_SILENT_SECONDS, limit
+            self._asking.append(asked)
+            report = partial(breaker.report, "no answer to a save", "", time.time())
+            timer = loop.call_later(REPORT_SECONDS, report)
+            try:
+                yield
+            except asyncio.CancelledError:
+                if limit.expired():
+                    report()
+                raise
+            finally:
+                timer.cancel()
+                self._asking.remove(asked)
+
+    async def find(
+        self, location: Location, here: tuple[bool, set[str]] | None = None, *, overwrite: bool
+    ) -> tuple[str, ...]:
+        """Return the attempts at ``location`` now: a new save replaces exactly these.
+
+        A shared tier that does not answer in time is passed over, because a save must not wait for it: the drain finds
+        an attempt there. So is one that refuses requests after it was reached in this process: credentials may have
+        expired, and the save is safe on this node.
+
+        Args:
+            here: the result of ``here``.
+
+        Raises:
+            AlreadyCommittedError: there are attempts, and ``overwrite`` is False.
+            StoreError: the shared tier refuses requests (missing bucket, credentials) and was never reached.
+        """
+        is_local, standing = await asyncio.to_thread(self.here, location) if here is None else here
+        if self._drainer.settings.drain:
+            place = place_of(location)
+            is_silent = time.monotonic() < self._silent_until.get(place, 0.0)
+            try:
+                async with self._asks(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
+                    store = self._drainer.store(location)
+                    if location.scheme == "file":
+                        await asyncio.to_thread(lambda: refuse_file(nearest_existing(Path(location.path))))
+                    self._say_if_blind(store, location)
+                    found = await shared_commit.attempts_standing(store)
+                    stock = not overwrite and not found and await catalog.is_stock(store)
+                self._selector.reached.add(place)
+                self._drainer.retries.accepted(location.parent.uri, "save")
+                standing |= found
+                if stock:
+                    raise shared_commit.already_committed(location, "of stock DCP", Tier.SHARED)
+            except (StoreUnavailableError, TimeoutError) as error:
+                if not is_silent:
+                    self._silent_until[place] = time.monotonic() + SILENT_SECONDS
+                if isinstance(error, StoreUnavailableError):
+                    self._drainer.breaker(location).report(error.message, error.hint, time.time())
+                log.debug("%s: the shared tier does not answer, saving locally: %s", location.uri, error)
+            except StoreError as error:
+                if place not in self._selector.reached:
+                    raise
+                self._drainer.retries.refused(location.parent.uri, "save", error)
+                log.debug("%s: the shared tier refuses requests, saving locally: %s", location.uri, error)
+        if standing and not overwrite:
+            raise shared_commit.already_committed(
+                location, ", ".join(sorted(standing)), Tier.LOCAL if is_local else Tier.SHARED
+            )
+        return tuple(sorted(standing))
+
+    def _attempts_in_journal(self, location: Location) -> set[str]:
+        entries = [entry for entry in self._drainer.journal.entries() if entry.uri == location.uri]
+        return {entry.manifest.attempt if entry.manifest else entry.token for entry in entries}
+
+    def _say_if_blind(self, store: Store, location: Location) -> None:
+        """Warn once for each run whose store cannot tell that another job saves to it too."""
+        run = location.parent
+        if store.has_put_if_absent or run in self._blind:
+            return
+        self._blind.add(run)
+        log.warning(
+            "%s: this store has no conditional puts, so it cannot be known whether another job or node saves there at "
+            "the same time, and one may replace what the other has saved. Make sure that only one does",
+            run.uri,
+        )
