@@ -223,7 +223,6 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
 KILLED = """
 import os, sys, torch
 from tierckpt import Checkpointer
-from tierckpt.cli.ui import output
 state = {"w": torch.zeros(10)}
 checkpointer = Checkpointer(sys.argv[1])
 start = checkpointer.restore(state) or 0
