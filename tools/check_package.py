@@ -57,7 +57,7 @@ CHECKS = {
     "s3": ["import s3fs"],
     "azure": ["import adlfs"],
     "gcs": ["import gcsfs"],
-    "agent": ["import tierckpt.agent.metrics"],
+    "agent": ["import tierckpt.agent.metrics, tierckpt.agent.peer_server, tierckpt.agent.hub_proxy"],
     "plot": ["import matplotlib"],
     "torch": [IMPORT, SAVE],
 }
