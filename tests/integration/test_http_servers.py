@@ -24,7 +24,7 @@ import botocore.config
 import pytest
 
 import tierckpt
-from tierckpt.cache import whole_file
+from tierckpt.cache.store_chunks import FileStream
 from tierckpt.errors import IntegrityError, PartialTransferError, TierckptError
 from tierckpt.loading.cached_view import open_cached
 from tierckpt.stores import get_concurrency
@@ -359,13 +359,13 @@ def test_a_stream_that_breaks_off_keeps_what_has_landed(
     served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     landed: list[int] = []
-    real = whole_file.WholeFile.take
+    real = FileStream.take
 
-    async def take(whole: whole_file.WholeFile, chunk: int, data: memoryview, digest: str) -> None:
+    async def take(whole: FileStream, chunk: int, data: memoryview, digest: str) -> None:
         landed.append(chunk)
         await real(whole, chunk, data, digest)
 
-    monkeypatch.setattr(whole_file.WholeFile, "take", take)
+    monkeypatch.setattr(FileStream, "take", take)
     served.ranges, served.resets = "ignored", 2
     served.files = {"weights.bin": served.files["weights.bin"]}
     assert fetch(served, tmp_path / "to") == served.files

@@ -135,10 +135,10 @@ class Played:
     def has(self, index: int, chunk: int) -> bool:
         return chunk in self.landed
 
-    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
+    async def read(self, index: int, chunk: int, into: memoryview) -> tuple[memoryview, str]:
         self.from_store_ordinals.append(chunk)
         into[:] = self.chunks[chunk]
-        return digest_of(into)
+        return into, digest_of(into)
 
     def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
         self.marks.append((chunk, is_fetched))
@@ -282,7 +282,7 @@ async def test_what_does_not_come_from_the_store_is_not_said_to_be_on_its_way_an
     async def refuse(index: int, chunk: int, into: memoryview) -> str:
         raise StoreUnavailableError("no")
 
-    played.read_store = refuse  # type: ignore[method-assign]
+    played.read = refuse  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailableError):
         await played.fill()
     begun = [chunk for chunk, is_fetched in played.marks if is_fetched]
@@ -347,6 +347,6 @@ async def test_an_error_of_the_store_is_the_error_of_the_fill() -> None:
     async def away(index: int, chunk: int, into: memoryview) -> str:
         raise StoreUnavailableError("the store is away")
 
-    played.read_store = away  # type: ignore[method-assign]
+    played.read = away  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailableError):
         await played.fill()

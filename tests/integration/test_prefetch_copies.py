@@ -149,7 +149,7 @@ async def _first_two(self: Any, **_: Any) -> None:
     from tierckpt.telemetry import ignore_progress
 
     indexes = [index for index, item in enumerate(self.frozen.files) if re.search("-[01][.]", item.path)]
-    await FetchJob(self, self._filling, indexes, ignore_progress).run()
+    await FetchJob(self._fetcher, indexes, ignore_progress, 60.0).run()
     raise OSError("stop")
 
 

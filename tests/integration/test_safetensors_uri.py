@@ -18,8 +18,8 @@ import tierckpt
 from tests.services import S3Server
 from tests.states import same
 from tierckpt.cache import entry
-from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import PartialEntry
+from tierckpt.cache.store_chunks import StoreChunks
 from tierckpt.client import close_all
 from tierckpt.errors import IntegrityError
 from tierckpt.telemetry import BYTES, Metric, listen
@@ -160,17 +160,17 @@ def test_a_stream_begins_while_chunks_still_arrive(
     seen = threading.Event()
     held: list[str] = []
     late: list[int] = []
-    get = CacheEntry.get
+    read = StoreChunks.read
 
-    async def slow(self: CacheEntry, index: int, chunk: int, *rest: Any) -> Any:
+    async def slow(self: StoreChunks, index: int, chunk: int, *rest: Any) -> Any:
         is_last = self.frozen.files[index].path == FILES[1] and self.frozen.chunk_range(index, chunk).start > 400 * KIB
         if is_last:
             held.append(f"{index}-{chunk}")
             if not await asyncio.to_thread(seen.wait, 30):
                 late.append(chunk)
-        return await get(self, index, chunk, *rest)
+        return await read(self, index, chunk, *rest)
 
-    monkeypatch.setattr(CacheEntry, "get", slow)
+    monkeypatch.setattr(StoreChunks, "read", slow)
     found = {}
     for name, tensor in tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB):
         found[name] = tensor

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
-from tierckpt.cache.fetch_job import FetchJob, FetchStats
+from tierckpt.cache.chunk_writer import FetchStats
+from tierckpt.cache.fetch_job import FetchJob
 from tierckpt.cache.peer_fill import NotNowError, Work
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
@@ -62,18 +63,16 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         await order.first_has_ended.wait()
         land(filling, DATA)
 
-    cached = SimpleNamespace(
-        frozen=frozen,
-        peer_fetch=SimpleNamespace(order=lambda todo, whole: order),
+    fetcher = SimpleNamespace(
+        filling=filling,
+        writer=SimpleNamespace(stats=FetchStats(), streamed=()),
+        peers=SimpleNamespace(order=lambda todo, whole: order),
         fetches_max=2,
         gate=asyncio.Semaphore(2),
-        idle=asyncio.Lock(),
-        tally=FetchStats(),
-        stall_seconds=60.0,
         fetch=fetch,
     )
     async with asyncio.timeout(60):
-        await FetchJob(cached, filling, [0], lambda progress: None).run()  # type: ignore[arg-type]
+        await FetchJob(fetcher, [0], lambda progress: None, 60.0).run()  # type: ignore[arg-type]
     assert fetched == ["request 1", "request 2"]
     assert order.put == []
     filling.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tierckpt.cache.file_set import FileSpec
-from tierckpt.cache.version_check import Versions
+from tierckpt.cache.store_chunks import Versions
 from tierckpt.errors import PreconditionFailedError, StoreError
 from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.types import ByteRange, ObjectInfo

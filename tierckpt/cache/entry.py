@@ -3,8 +3,8 @@
 ``CacheEntry`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the
 same way.
 Between processes of a node each chunk has one that fetches it (disk/claims.py); the others wait for its line in the
-progress file. What they wait for is bounded: a holder that ends is noticed at once, one that says nothing after
-``SILENT_SECONDS``, and one that lives and does not get on is overtaken after ``stall_seconds``.
+progress file. The wait is bounded: the kernel frees the claim of a process that ends, and one that lives and makes no
+progress is overtaken after ``stall_seconds``.
 """
 
 from __future__ import annotations
@@ -18,45 +18,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import (
-    CapacityError,
-    ConfigError,
-    IntegrityError,
-    ObjectNotFoundError,
-    OperationTimeoutError,
-    PreconditionFailedError,
-    StoreError,
-)
-from ..format.manifest import digest_of
+from ..errors import CapacityError, ConfigError, ObjectNotFoundError, OperationTimeoutError, StoreError
 from ..poll import LOCAL, Poll
-from ..stores.base import RangesIgnoredError, RangeSource, ReadsInto
+from ..stores.base import RangeSource
 from ..stores.common import to_completion
-from ..stores.verified_read import corrupt, reread
-from ..telemetry import BYTES, ignore_progress, logger
+from ..telemetry import ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
-from . import space
-from .direct_write import landing_memory
-from .fetch_job import FetchJob, FetchStats
+from .chunk_writer import ChunkWriter, FetchStats
+from .fetch_job import ChunkFetcher, FetchJob
 from .file_set import FileSet, FileSpec, Receipt
-from .partial_entry import PartialEntry, read_file, same_digest, tidy
+from .partial_entry import PartialEntry, read_file, tidy
 from .peer_fill import PeerFill, PeerJoin
 from .pool import Pool
 from .receipt import read_receipt, whole_receipt
-from .repair import mend
 from .reuse import Held, copies_of, copy_chunk, reuse
-from .verifier import Checker
-from .version_check import Versions
-from .whole_file import OneChunk, WholeFile, stream
+from .store_chunks import StoreChunks
+from .verifier import Checker, mend
 
 log = logger("prefetch")
 
 STALL_SECONDS_MIN = 60.0
-NO_ROOM_SECONDS = 10.0
-"""How long a reader that found no room does not ask for it again."""
 JOINS_MAX = 5
 COPIES_AT_A_TIME = 4
-GROW_BYTES = 64 << 20
-"""Room that reading through takes at a time."""
 
 
 class CacheEntry:
@@ -94,23 +77,16 @@ class CacheEntry:
         """The file of a URI that is one object."""
         self.tally = FetchStats()
         self._target = directory
-        self.gate, self.stall_seconds, self.fetches_max = gate, stall_seconds, fetches_max
+        self._gate, self.stall_seconds, self._fetches_max, self._sharing = gate, stall_seconds, fetches_max, sharing
         self._is_whole = False
         self._filling: PartialEntry | None = None
         self._lease = contextlib.ExitStack()
-        self._granted_bytes = 0
-        self._no_room_until = 0.0
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
         self._receipt: Receipt | None = None
-        self._versions = Versions(store)
-        self._whole_files: dict[int, WholeFile] = {}
-        self._streamed: set[tuple[int, int]] = set()
         self.checker = self._new_checker()
-        self.idle = asyncio.Lock()
-        self._granting = asyncio.Lock()
-        self.peer_fetch: PeerFill | None = None
-        """The other nodes, once something had to be fetched."""
-        self._sharing, self._read_gate, self._joining = sharing, gate, asyncio.Lock()
+        self._chunks: StoreChunks
+        self._fetcher: ChunkFetcher | None = None
+        """None while all of the entry is here."""
 
     # --- what it is ----------------------------------------------------------------------------------------------
 
@@ -162,6 +138,7 @@ class CacheEntry:
         try:
             self._filling = self._join_filling(whole)
             if self._filling is None:
+                self._chunks = StoreChunks(self.store, self.frozen)
                 tidy(self._target)
                 if self.pool is not None:
                     self.pool.used(name)
@@ -170,8 +147,7 @@ class CacheEntry:
             reuse(self._filling, self.other_versions())
             self.checker = self._new_checker()
             self.tally.here_bytes = self._filling.landed_bytes
-            if self.pool is not None:
-                self._reserve(self.frozen.size_bytes if whole else 0)
+            self._begin_fetching(self._filling).reserve(self.frozen.size_bytes if whole else 0)
         except BaseException as error:
             is_bare = self._filling is None or not self._filling.landed_bytes
             self._end()
@@ -211,10 +187,16 @@ class CacheEntry:
             filling.tidy()
         raise AssertionError("unreachable")
 
-    def _reserve(self, size_bytes: int) -> None:
-        if self.pool is not None and size_bytes > self._granted_bytes:
-            space.reserve(self.pool, self.frozen, size_bytes)
-            self._granted_bytes = size_bytes
+    def _begin_fetching(self, filling: PartialEntry) -> ChunkWriter:
+        writer = ChunkWriter(filling, self.pool, self.tally)
+        self._chunks = StoreChunks(self.store, self.frozen, writer, self.stall_seconds)
+        self._fetcher = ChunkFetcher(self._chunks, writer, self._gate, self._fetches_max, self._sharing)
+        return writer
+
+    @property
+    def peer_fetch(self) -> PeerFill | None:
+        """The other nodes, once something had to be fetched."""
+        return self._fetcher.peers if self._fetcher is not None else None
 
     async def close(self) -> None:
         """Let go of the entry, and stop what is being fetched for it. Idempotent."""
@@ -223,24 +205,9 @@ class CacheEntry:
             task.cancel()
         if left:
             await asyncio.wait(left)
-        for whole in self._whole_files.values():
-            await whole.close()
-        if self.peer_fetch is not None:
-            await self.peer_fetch.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
         await asyncio.to_thread(self._end)
-
-    async def _join(self, filling: PartialEntry) -> None:
-        """Find the other nodes, once."""
-        if self._sharing is None:
-            return
-        async with self._joining:
-            sharing, self._sharing = self._sharing, None
-            if sharing is None:
-                return
-            self.peer_fetch = await sharing.join(self, filling)
-            if self.peer_fetch is not None:  # more at a time: what waits for a peer takes no room at the store
-                self.fetches_max = max(self.fetches_max, self.peer_fetch.slots)
-                self.gate = asyncio.Semaphore(self.fetches_max)
 
     def _end(self) -> None:
         if self._filling is not None:
@@ -307,13 +274,9 @@ class CacheEntry:
         return [self._target] if self._filling is None else [self._target, self._filling.incoming]
 
     def read_here(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        path = self.frozen.files[index].path
         if not self._is_whole and self._filling is not None:
-            if self._filling.read(index, byte_range, into):
-                return True
-            if not self._has(index, byte_range) or not self._look():
-                return False
-        return read_file(self._target / path, byte_range, into)
+            return self._filling.read(index, byte_range, into)
+        return read_file(self._target / self.frozen.files[index].path, byte_range, into)
 
     def _check(self, path: str, byte_range: ByteRange) -> int:
         index = self.frozen.index_of(path)
@@ -353,9 +316,7 @@ class CacheEntry:
         if data is None:
             if await asyncio.to_thread(self.read_available, self.frozen.files[index].path, part, target):
                 return
-            data = await self._once(
-                (index, chunk, True), partial(mend, self.checker, self.get, self.store.uri, self.target)
-            )
+            data = await self._once((index, chunk, True), partial(mend, self.checker, self._chunks, self.target))
             assert data is not None
         target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
 
@@ -409,166 +370,28 @@ class CacheEntry:
 
     async def _ensure(self, index: int, chunk: int) -> Buffer | None:
         """Return None when the chunk has landed through somebody else."""
-        filling = self._filling
-        if filling is None:
+        fetcher, filling = self._fetcher, self._filling
+        if fetcher is None or filling is None:
             return None
-        await self._join(filling)
+        await fetcher.join()
         deadline = time.monotonic() + 2 * self.stall_seconds
         while True:
             filling.refresh()
             if filling.has(index, chunk):
                 return None
-            async with self._read_gate:
+            async with self._gate:
                 with filling.claimed(index, chunk) as turn:
                     if turn == "fetch":
-                        return await self.fetch(filling, index, chunk, keep=True)
+                        return await fetcher.fetch(index, chunk, keep=True)
                     if turn == "landed":
                         return None
-            found = await self.await_other(filling, index, chunk)
+            found = await filling.await_other(index, chunk, self.stall_seconds)
             if found == "free":
-                await asyncio.sleep(LOCAL.first_seconds)  # who keeps us from a free claim does not make us spin
+                await asyncio.sleep(LOCAL.first_seconds)  # a claim that is free and cannot be had must not spin
             if found == "stalled" or time.monotonic() > deadline:
                 log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
-                async with self._read_gate:
-                    return await self.fetch(filling, index, chunk, keep=True)
-
-    async def await_other(self, filling: PartialEntry, index: int, chunk: int) -> str:
-        """Wait for whoever has claimed a chunk: ``landed``, ``free`` (it has let go or ended), or ``stalled``."""
-        async for _ in Poll(self.stall_seconds):
-            filling.refresh()
-            if filling.has(index, chunk):
-                return "landed"
-            if not filling.is_claimed(index, chunk):
-                return "free"
-        return "stalled"
-
-    async def fetch(
-        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool, request: object | None = None
-    ) -> Buffer | None:
-        """Fetch one chunk and land it. Returns it to ``keep``; then it need not find room.
-
-        Where the store can, it is received in aligned memory, and digested and written from there.
-        """
-        begun, at = time.monotonic(), self.frozen.chunk_range(index, chunk)
-        wanted_bytes = at.size_bytes if self.peer_fetch is not None or isinstance(self.store, ReadsInto) else 0
-        peer: str | None = None
-        with landing_memory(wanted_bytes) as memory:
-            if self.peer_fetch is None:
-                data, digest = await self.get(index, chunk, memory)
-            else:
-                data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
-                received = await self.peer_fetch.fetch_chunk(index, chunk, data, request)
-                digest, peer = received.digest, received.source
-            try:
-                if not self.has_streamed(index, chunk):
-                    await self._write_chunk(filling, index, chunk, data, digest, keep)
-            finally:
-                if self.peer_fetch is not None:
-                    await self.peer_fetch.chunk_written(index, chunk)
-            kept = bytes(data) if keep and memory is not None else data
-        if not self.has_streamed(index, chunk):
-            self.tally.note(self.frozen.files[index].path, at, time.monotonic() - begun, peer)
-        return kept if keep else None
-
-    async def _write_chunk(
-        self, filling: PartialEntry, index: int, chunk: int, data: Buffer, digest: str, keep: bool
-    ) -> None:
-        if keep and time.monotonic() < self._no_room_until:
-            return
-        try:
-            await self._grant(filling, len(data))
-            await to_completion(asyncio.to_thread(filling.land, index, chunk, data, digest))
-        except CapacityError as error:
-            if not keep:
-                raise
-            log.warning("%s: reading without the cache: %s", self.frozen.uri, error.message)
-            self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
-        except ObjectNotFoundError:
-            filling.refresh()
-            if not filling.has(index, chunk):  # else it was published meanwhile, by whoever was faster with this chunk
-                raise
-
-    async def _grant(self, filling: PartialEntry, size_bytes: int) -> None:
-        """Reserve room for one chunk more, some way ahead."""
-        if self.pool is None:
-            return
-        async with self._granting:
-            wanted = min(self.frozen.size_bytes, filling.landed_bytes + size_bytes)
-            if wanted > self._granted_bytes:
-                ahead = max(GROW_BYTES, 16 * self.chunk_size_bytes)
-                await to_completion(asyncio.to_thread(self._reserve, min(self.frozen.size_bytes, wanted + ahead)))
-
-    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
-        """Read one chunk from the store, verified, into ``into``; return its digest."""
-        data, digest = await self.get(index, chunk, into)
-        if data is not into:
-            into[:] = data
-        return digest
-
-    async def get(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
-        """Return one chunk, in ``memory`` if there is some, and its digest, verified as far as anybody knows it."""
-        item = self.frozen.files[index]
-        try:
-            return await self._get_verified(index, chunk, memory)
-        except RangesIgnoredError:
-            pass
-        except PreconditionFailedError as error:
-            raise _changed(item) from error
-        try:
-            return await self._get_streamed(index, chunk, memory)
-        except PreconditionFailedError as error:
-            raise _changed(item) from error
-
-    async def _get_verified(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
-        item, at, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
-        while True:
-            try:
-                data = await self._versions.read(item, at, memory)
-                digest = await asyncio.to_thread(digest_of, data)
-                BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
-                if item.digests and not same_digest(data, digest, item.digests[chunk]):
-                    raise corrupt(item.path, at, Tier.SHARED, self.store.uri)
-                return data, digest
-            except IntegrityError as damage:
-                reads += 1
-                if not await reread(self.store, damage, reads):
-                    raise
-
-    async def _get_streamed(self, index: int, chunk: int, memory: memoryview | None) -> tuple[Buffer, str]:
-        """A chunk of a file that its server gives only whole: all of it lands, and all who want a part share that."""
-        at, filling = self.frozen.chunk_range(index, chunk), self._filling
-        data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
-        if filling is not None and not self._look() and time.monotonic() >= self._no_room_until:
-            try:
-                await self._whole_file(filling, index).wait(chunk)
-                filling.refresh()
-                if await asyncio.to_thread(self.read_here, index, at, data) and (digest := self.digest(index, chunk)):
-                    return data, digest
-            except CapacityError as error:
-                if self.pool is None:
-                    raise
-                log.warning("%s: reading without the cache: %s", self.frozen.uri, error.message)
-                self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
-        one = OneChunk(chunk, data)
-        await stream(self._versions, self.frozen, index, one)
-        return data, one.digest
-
-    def _whole_file(self, filling: PartialEntry, index: int) -> WholeFile:
-        whole = self._whole_files.get(index)
-        if whole is None or whole.is_over:
-            whole = self._whole_files[index] = WholeFile(self, self._versions, filling, index)
-        return whole
-
-    async def land_streamed(self, filling: PartialEntry, index: int, chunk: int, data: Buffer, digest: str) -> None:
-        """Write a chunk of a stream, which is noted as fetched here."""
-        begun = time.monotonic()
-        await self._write_chunk(filling, index, chunk, data, digest, keep=False)
-        self._streamed.add((index, chunk))
-        self.tally.note(self.frozen.files[index].path, self.frozen.chunk_range(index, chunk), time.monotonic() - begun)
-
-    def has_streamed(self, index: int, chunk: int) -> bool:
-        """True for a chunk that this process has landed out of a stream of its file."""
-        return (index, chunk) in self._streamed
+                async with self._gate:
+                    return await fetcher.fetch(index, chunk, keep=True)
 
     # --- filling -------------------------------------------------------------------------------------------------
 
@@ -579,16 +402,16 @@ class CacheEntry:
             PartialTransferError: some files could not be had; names each. All of them: the error of the first.
             IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
         """
-        if self._filling is None or self.directory is not None:
+        if self._filling is None or self._fetcher is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
             return
         if await self._wait_for_host(self._filling, listener):
             return
         await self._copy_held(self._filling, listener)
-        await self._join(self._filling)
+        await self._fetcher.join()
         indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
         while True:
-            await FetchJob(self, self._filling, indexes, listener).run()
+            await FetchJob(self._fetcher, indexes, listener, self.stall_seconds).run()
             if len(indexes) < len(self.frozen.files) and not self._filling.has_all():
                 return
             if await self._publish(self._filling):
@@ -656,12 +479,3 @@ class CacheEntry:
             )
         self._is_whole = True
         return True
-
-
-def _changed(item: FileSpec) -> IntegrityError:
-    return IntegrityError(
-        f"{item.key} changed in the store while it was being fetched",
-        hint="Run it again to fetch the new version whole",
-        file=item.path,
-        tier=Tier.SHARED,
-    )

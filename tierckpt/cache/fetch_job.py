@@ -1,4 +1,4 @@
-"""Fetches the missing chunks of an entry: several workers take one chunk after the other."""
+"""Fetches missing chunks of an entry from other nodes or the store: one (``ChunkFetcher``) or all (``FetchJob``)."""
 
 from __future__ import annotations
 
@@ -7,37 +7,19 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
+from ..stores.base import ReadsInto
 from ..telemetry import ignore_progress, logger
-from ..types import Buffer, ByteRange, FileProgress, Progress, ProgressListener
-from .file_set import FileSet
-from .partial_entry import PartialEntry, Turn
-from .peer_fill import ChunkOrder, NotNowError, PeerFill, Work
+from ..types import Buffer, FileProgress, Progress, ProgressListener
+from .chunk_writer import ChunkWriter
+from .direct_write import landing_memory
+from .partial_entry import Turn
+from .peer_fill import ChunkOrder, NotNowError, PeerFill, PeerJoin, Work
+from .store_chunks import StoreChunks
 
 log = logger("prefetch")
-
-
-class FillTarget(Protocol):
-    """What is filled (``entry.CacheEntry``)."""
-
-    frozen: FileSet
-    tally: FetchStats
-    peer_fetch: PeerFill | None
-    gate: asyncio.Semaphore
-    """Bounds what this process fetches at a time."""
-    idle: asyncio.Lock
-    stall_seconds: float
-    fetches_max: int
-
-    async def fetch(
-        self, filling: PartialEntry, index: int, chunk: int, *, keep: bool, request: object | None = None
-    ) -> Buffer | None: ...
-
-    def has_streamed(self, index: int, chunk: int) -> bool: ...
 
 
 class InOrder:
@@ -56,21 +38,92 @@ class InOrder:
         pass
 
 
-class FetchJob:
-    """One pass over the chunks that are missing: some workers take chunk after chunk, whoever gets it."""
+class ChunkFetcher:
+    """Fetches single chunks of one entry, from other nodes or from the store. Runs on one event loop. Close it.
+
+    Args:
+        gate: bounds the chunks that this process fetches at a time.
+        fetches_max: chunks that all processes of the node together fetch of the entry.
+        sharing: joins the other nodes; None: there are none.
+    """
 
     def __init__(
-        self, cached: FillTarget, filling: PartialEntry, indexes: Iterable[int], listener: ProgressListener
+        self,
+        chunks: StoreChunks,
+        writer: ChunkWriter,
+        gate: asyncio.Semaphore,
+        fetches_max: int,
+        sharing: PeerJoin | None = None,
     ) -> None:
-        self.cached, self.filling, self.listener = cached, filling, listener
-        self.frozen = cached.frozen
-        filling.refresh()
+        self.chunks, self.writer, self.filling = chunks, writer, writer.filling
+        self.gate, self.fetches_max = gate, fetches_max
+        self.peers: PeerFill | None = None
+        """The other nodes, once something had to be fetched."""
+        self._sharing, self._joining = sharing, asyncio.Lock()
+
+    async def join(self) -> None:
+        """Find the other nodes, once."""
+        async with self._joining:
+            sharing, self._sharing = self._sharing, None
+            if sharing is None:
+                return
+            self.peers = await sharing.join(self.chunks, self.filling)
+            if self.peers is not None:  # more at a time: a chunk from a peer takes no room at the store
+                self.fetches_max = max(self.fetches_max, self.peers.slots)
+                self.gate = asyncio.Semaphore(self.fetches_max)
+
+    async def fetch(self, index: int, chunk: int, *, keep: bool, request: object | None = None) -> Buffer | None:
+        """Fetch one chunk and write it. Returns it to ``keep``; then it need not find room.
+
+        Where the store can, it is received in aligned memory, and digested and written from there.
+        """
+        begun, at = time.monotonic(), self.filling.frozen.chunk_range(index, chunk)
+        wanted_bytes = at.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
+        peer: str | None = None
+        with landing_memory(wanted_bytes) as memory:
+            if self.peers is None:
+                data, digest = await self.chunks.read(index, chunk, memory)
+            else:
+                data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+                received = await self.peers.fetch_chunk(index, chunk, data, request)
+                digest, peer = received.digest, received.source
+            try:
+                if (index, chunk) not in self.writer.streamed:
+                    await self.writer.write(index, chunk, data, digest, keep=keep)
+            finally:
+                if self.peers is not None:
+                    await self.peers.chunk_written(index, chunk)
+            kept = bytes(data) if keep and memory is not None else data
+        if (index, chunk) not in self.writer.streamed:
+            self.writer.stats.note(self.filling.frozen.files[index].path, at, time.monotonic() - begun, peer)
+        return kept if keep else None
+
+    async def close(self) -> None:
+        await self.chunks.close()
+        if self.peers is not None:
+            await self.peers.close()
+
+
+class FetchJob:
+    """One pass over the missing chunks: some workers take chunk after chunk, each claims the one that it fetches.
+
+    Args:
+        indexes: the files to fetch.
+        stall_seconds: how long the other processes of the node may land nothing before their claims count no more.
+    """
+
+    def __init__(
+        self, fetcher: ChunkFetcher, indexes: Iterable[int], listener: ProgressListener, stall_seconds: float
+    ) -> None:
+        self.fetcher, self.filling, self.listener = fetcher, fetcher.filling, listener
+        self.frozen, self.stats, self._stall_seconds = self.filling.frozen, fetcher.writer.stats, stall_seconds
+        self.filling.refresh()
         wanted = list(indexes)
         todo = [
             (index, chunk)
             for index in wanted
             for chunk in range(self.frozen.chunks_of(index))
-            if not filling.has(index, chunk)
+            if not self.filling.has(index, chunk)
         ]
         self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
         self._lacking_bytes = Counter[int]()
@@ -80,21 +133,21 @@ class FetchJob:
         self._fetching: list[int] = []
         """The file of each chunk that is being fetched."""
         self.count = len(todo)
-        peer_fetch = cached.peer_fetch
         is_all = len(wanted) == len(self.frozen.files)
-        self.order: ChunkOrder = InOrder(todo) if peer_fetch is None else peer_fetch.order(todo, whole=is_all)
+        peers = fetcher.peers
+        self.order: ChunkOrder = InOrder(todo) if peers is None else peers.order(todo, whole=is_all)
         self.done_bytes = self.total - self._lacking_bytes.total()
         self.failures: dict[int, TierckptError] = {}
         self.wanted = wanted
         self.fatal = False
-        self.poll = Poll()
-        self.moved_at = time.monotonic()
-        self.is_overtaking = False
+        self._idle, self._poll = asyncio.Lock(), Poll()
+        self._moved_at = time.monotonic()
+        self._is_overtaking = False
         """Once other processes have stalled: their claims count no more in this pass."""
 
     async def run(self) -> None:
         self._say()
-        workers = min(self.cached.fetches_max, self.count)
+        workers = min(self.fetcher.fetches_max, self.count)
         tasks = [asyncio.ensure_future(self._work()) for _ in range(workers)]
         try:
             await asyncio.gather(*tasks)
@@ -112,19 +165,19 @@ class FetchJob:
                 self.order.done(work)
                 continue
             if self.filling.has(index, chunk):
-                self._advance(work, others=not self.cached.has_streamed(index, chunk))
+                self._advance(work)
                 continue
             try:
-                async with self.cached.gate:
+                async with self.fetcher.gate:
                     with self._turn(index, chunk) as turn:
                         if turn == "fetch":
                             with self._moving(index):
-                                await self.cached.fetch(self.filling, index, chunk, keep=False, request=work.request)
+                                await self.fetcher.fetch(index, chunk, keep=False, request=work.request)
                 if turn == "later":
                     self.order.put_back(work)
                     await self._rest()
                 else:
-                    self._advance(work, others=turn == "landed" and not self.cached.has_streamed(index, chunk))
+                    self._advance(work, is_fetched=turn == "fetch")
             except NotNowError:
                 pass  # the schedule has had it back since, and another worker may be at it
             except TierckptError as error:
@@ -149,13 +202,13 @@ class FetchJob:
     @contextlib.contextmanager
     def _turn(self, index: int, chunk: int) -> Iterator[Turn]:
         """Hold the claim on a chunk; yield what to do with the chunk."""
-        if not self.is_overtaking and time.monotonic() >= self.moved_at + self.cached.stall_seconds:
+        if not self._is_overtaking and time.monotonic() >= self._moved_at + self._stall_seconds:
             log.warning("%s: other processes make no progress, fetching the chunks they claimed", self.filling.incoming)
-            self.is_overtaking = True
+            self._is_overtaking = True
         with self.filling.claimed(index, chunk) as turn:
-            if self.is_overtaking:
+            if self._is_overtaking:
                 yield "fetch" if turn == "later" else turn
-            elif turn == "fetch" and self.filling.count_fetches() > self.cached.fetches_max:
+            elif turn == "fetch" and self.filling.count_fetches() > self.fetcher.fetches_max:
                 yield "later"  # the node fetches enough of it
             else:
                 yield turn
@@ -163,35 +216,34 @@ class FetchJob:
     async def _rest(self) -> None:
         """Wait a moment for others. One worker at a time looks; the rest wait for it."""
         before = self.filling.landed_bytes
-        async with self.cached.idle:
+        async with self._idle:
             self.filling.refresh()
             if self.filling.landed_bytes == before:
-                await self.poll.pause_async()
+                await self._poll.pause_async()
                 self.filling.refresh()
         if self.filling.landed_bytes != before:
-            self.poll, self.moved_at = Poll(), time.monotonic()
+            self._poll, self._moved_at = Poll(), time.monotonic()
 
-    def _advance(self, work: Work, *, others: bool) -> None:
+    def _advance(self, work: Work, *, is_fetched: bool = False) -> None:
         size_bytes = self.frozen.chunk_range(work.index, work.chunk).size_bytes
         self.done_bytes += size_bytes
         self._lacking_bytes[work.index] -= size_bytes
         if (file := self._files.get(work.index)) is not None:
             file.done_bytes += size_bytes
-        self.moved_at = time.monotonic()
+        self._moved_at = time.monotonic()
         self.order.done(work)
-        if others:
-            self.cached.tally.others_bytes += size_bytes
+        if not is_fetched and (work.index, work.chunk) not in self.fetcher.writer.streamed:
+            self.stats.others_bytes += size_bytes
         self._say()
 
     def _say(self) -> None:
         if self.listener is ignore_progress:
             return
-        tally = self.cached.tally
         sources = {
-            "here": tally.here_bytes,
-            "peers": tally.peer_bytes,
-            "shared": tally.fetched_bytes,
-            "other processes": tally.others_bytes,
+            "here": self.stats.here_bytes,
+            "peers": self.stats.peer_bytes,
+            "shared": self.stats.fetched_bytes,
+            "other processes": self.stats.others_bytes,
         }
         note = ", ".join(f"{size_bytes >> 20} MiB {source}" for source, size_bytes in sources.items() if size_bytes)
         files = tuple(self._files[index] for index in dict.fromkeys(self._fetching))
@@ -209,34 +261,3 @@ class FetchJob:
             uri=self.frozen.uri,
             failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
         )
-
-
-SHARED_NAME = "shared"
-
-
-@dataclass(slots=True)
-class FetchStats:
-    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
-
-    here_bytes: int = 0
-    cached_bytes: int = 0
-    """Copied from the node cache."""
-    fetched_bytes: int = 0
-    """From shared storage."""
-    peer_bytes: int = 0
-    others_bytes: int = 0
-    requests: int = 0
-    slowest_seconds: float = 0.0
-    slowest: str = ""
-    slowest_from: str = SHARED_NAME
-
-    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
-        """``peer``: whom it came from; None: shared storage."""
-        self.requests += 1
-        if peer is None:
-            self.fetched_bytes += at.size_bytes
-        else:
-            self.peer_bytes += at.size_bytes
-        if seconds > self.slowest_seconds:
-            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
-            self.slowest_from = peer or SHARED_NAME

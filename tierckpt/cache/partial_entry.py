@@ -62,6 +62,7 @@ from ..format.manifest import (
     has_digest,
 )
 from ..ownership import file_mode
+from ..poll import Poll
 from ..stores.verified_read import corrupt
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
@@ -365,6 +366,16 @@ class PartialEntry:
         claim = self._claim_of(index, chunk)
         return bool(self.claims.held(claim, claim + 1))
 
+    async def await_other(self, index: int, chunk: int, timeout_seconds: float) -> Literal["landed", "free", "stalled"]:
+        """Wait for the process that claimed a chunk: until the chunk has landed, the claim is free, or time is up."""
+        async for _ in Poll(timeout_seconds):
+            self.refresh()
+            if self.has(index, chunk):
+                return "landed"
+            if not self.is_claimed(index, chunk):
+                return "free"
+        return "stalled"
+
     def count_fetches(self) -> int:
         """How many chunks the processes of this node fetch now."""
         return len(self.claims.held(FETCHES, FETCHES + self.frozen.first_ordinals[-1]))
@@ -526,14 +537,16 @@ class PartialEntry:
             )
 
     def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy a range whose chunks have all landed; False when one has not (after a look), or the file is elsewhere
-        by now: published."""
+        """Copy a range whose chunks have all landed; False when one has not, after a look."""
         chunks = self.frozen.touched(byte_range)
         if not all(self.has(index, chunk) for chunk in chunks):
             self.refresh()
             if not all(self.has(index, chunk) for chunk in chunks):
                 return False
-        return read_file(self.incoming / self.frozen.files[index].path, byte_range, into)
+        path = self.frozen.files[index].path
+        if read_file(self.incoming / path, byte_range, into):
+            return True
+        return self.is_published() and read_file(self.directory / path, byte_range, into)
 
     # --- publishing ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..types import Json
 from .partial_entry import PartialEntry
+from .store_chunks import StoreChunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +109,8 @@ class PeerFill(Protocol):
     async def close(self) -> None: ...
 
 
-class StoreReader(Protocol):
-    """The entry that is filled, as its peers use it."""
-
-    @property
-    def target(self) -> str:
-        """The directory that is filled."""
-
-    async def read_store(self, index: int, chunk: int, into: memoryview) -> str:
-        """Read one chunk from the store, verified; return its digest."""
-
-
 class PeerJoin(Protocol):
     """Finds the other nodes for a fill."""
 
-    async def join(self, cached: StoreReader, filling: PartialEntry) -> PeerFill | None:
-        """Join them; None to read from the store."""
+    async def join(self, chunks: StoreChunks, filling: PartialEntry) -> PeerFill | None:
+        """Join them; None to read from the store. ``chunks``: reads the store."""

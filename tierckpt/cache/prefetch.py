@@ -28,8 +28,8 @@ from ..stores.base import RangeSource, Store
 from ..stores.local import LocalStore, young_seconds
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
+from .chunk_writer import FetchStats
 from .entry import CacheEntry
-from .fetch_job import FetchStats
 from .file_set import FileSet, FileSpec
 from .partial_entry import incoming_of, remove_abandoned
 from .peer_fill import PeerJoin

@@ -1,4 +1,4 @@
-"""Verifies reads from the files of an entry, by the digests recorded when their chunks were written.
+"""Verifies reads from the files of an entry, by the digests recorded when their chunks were written; repairs damage.
 
     V1  The bytes that are digested are those that the caller gets, where he gets them. A chunk or block of which he
         wants a part is completed from the file.
@@ -10,17 +10,21 @@ Source: as for the shards of a checkpoint, docs/adr/0011-digests-of-blocks.md.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..errors import TierckptError
+from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, blocks_of, digest_of_blocks, has_digest
+from ..stores.common import to_completion
 from ..telemetry import QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
+from .direct_write import write_at
 from .file_set import FileSet
-from .partial_entry import BLOCKS, read_file
+from .partial_entry import BLOCKS, read_file, same_digest
+from .store_chunks import StoreChunks
 
 log = logger("cache")
 
@@ -130,3 +134,56 @@ class Checker:
                     self._blocks[index, chunk] = bytes(into)
                     return bytes(into)
         return b""
+
+
+async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, chunk: int) -> Buffer:
+    """Read a chunk from the store that is damaged on this node or missing; write it over damaged bytes.
+
+    Args:
+        target: the directory of the entry, for the error.
+
+    Raises:
+        IntegrityError: it is damaged here, and the store has no good one or does not answer.
+        StoreError: it is missing here, and the store does not give it.
+    """
+    frozen, digest = checker.frozen, checker.digest(index, chunk)
+    item, at = frozen.files[index], frozen.chunk_range(index, chunk)
+    if (index, chunk) not in checker.bad:
+        log.warning("%s: %s has gone from the cache, reading past it", frozen.uri, target)
+        return (await chunks.read(index, chunk))[0]
+    try:
+        data, found = await chunks.read(index, chunk)
+        if digest and not same_digest(data, found, digest):
+            raise IntegrityError("the store has other bytes there now", tier=Tier.SHARED)
+    except TierckptError as error:
+        raise IntegrityError(
+            f"bytes {at.start}-{at.stop} of {item.path} are damaged in the node cache, "
+            f"and the store has no good ones: {error.message}",
+            hint=f"Load it again when {chunks.store.uri} can be reached, or fetch it anew: "
+            f"`tierckpt cache evict {frozen.uri}`, then `tierckpt prefetch`",
+            file=item.path,
+            entry=target,
+            tier=Tier.LOCAL,
+        ) from error
+    await to_completion(asyncio.to_thread(_put_back, checker, index, chunk, data))
+    return data
+
+
+def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
+    """Write good bytes over bad ones, in place: each reader verifies its bytes (V1).
+
+    A crash in the middle leaves a bad chunk, as it was before.
+    """
+    frozen = checker.frozen
+    path, start = frozen.files[index].path, frozen.chunk_range(index, chunk).start
+    for directory in checker.directories():
+        try:
+            write_at(directory / path, data, start)
+        except ObjectNotFoundError:
+            continue  # it lies in the other one
+        except TierckptError as error:
+            log.warning("%s: cannot repair the damage in %s: %s", frozen.uri, directory, error)
+            return
+        checker.note_good(index, chunk)
+        log.warning("%s: %s is mended in %s, from the store", frozen.uri, path, directory)
+        return

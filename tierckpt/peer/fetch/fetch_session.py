@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...cache.file_set import FileSet
 from ...cache.partial_entry import PartialEntry
-from ...cache.peer_fill import NotNowError, PeerSources, ReceivedChunk, StoreReader, Work
+from ...cache.peer_fill import NotNowError, PeerSources, ReceivedChunk, Work
+from ...cache.store_chunks import StoreChunks
 from ...config import Settings
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
 from ...ipc.agent_client import own_contact
@@ -98,16 +99,16 @@ class PeerJoiner:
         self.settings = settings
         self._has_warned = False
 
-    async def join(self, cached: StoreReader, filling: PartialEntry) -> FetchSession | None:
+    async def join(self, chunks: StoreChunks, filling: PartialEntry) -> FetchSession | None:
         """Return the session of a fill, started; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
-        agent = AgentConnection(self.settings, filling.frozen, cached.target)
+        agent = AgentConnection(self.settings, filling.frozen, str(filling.directory.absolute()))
         try:
             from ..peer_client import PeerClient  # most processes have no peers, and need no TLS
 
             view = await agent.view(False)
-            return FetchSession(cached, filling, agent, view, PeerClient(self.settings, view.me))
+            return FetchSession(chunks, filling, agent, view, PeerClient(self.settings, view.me))
         except (TierckptError, ImportError, OSError, KeyError, ValueError) as error:
             await agent.close()
             log.log(logging.DEBUG if self._has_warned else logging.WARNING, "reading without peers: %s", error)
@@ -119,7 +120,7 @@ class FetchSession:
     """The other nodes, for one fill (``cache.peer_fill.PeerFill``). Runs on one event loop, until ``close``.
 
     Args:
-        cached: reads chunks from shared storage.
+        chunks: reads chunks from shared storage.
         filling: the entry that is filled.
         view: the members at the start.
         client: makes requests to peers in the name of this node.
@@ -127,7 +128,7 @@ class FetchSession:
 
     def __init__(
         self,
-        cached: StoreReader,
+        chunks: StoreChunks,
         filling: PartialEntry,
         agent: AgentConnection,
         view: ClusterView,
@@ -136,7 +137,7 @@ class FetchSession:
         tuning: Tuning | None = None,
     ) -> None:
         self.frozen, self.sources = filling.frozen, PeerSources()
-        self._cached, self._filling, self._agent, self._client = cached, filling, agent, client
+        self._chunks, self._filling, self._agent, self._client = chunks, filling, agent, client
         self._work = list(self.frozen.chunks())
         self._firsts = self.frozen.first_ordinals
         missing = [number for number, work in enumerate(self._work) if not filling.has(*work)]
@@ -441,7 +442,7 @@ class FetchSession:
             log.info("%s: chunk %d from shared storage: %s", self.frozen.uri, request.chunk, request.reason)
         self._marked.add(request.chunk)
         self._filling.mark_shared(*self._work[request.chunk], True)  # peers see it (peer/inventory.py)
-        digest = await self._cached.read_store(*self._work[request.chunk], into)
+        _, digest = await self._chunks.read(*self._work[request.chunk], into)
         self.sources.shared_bytes += len(into)
         if not self._expected(request.chunk):
             self._resolve_digest(request.chunk, digest)

@@ -25,7 +25,8 @@ from typing import Final
 from ...cache.entry import STALL_SECONDS_MIN
 from ...cache.fetch_job import InOrder
 from ...cache.partial_entry import PartialEntry
-from ...cache.peer_fill import PeerSources, ReceivedChunk, StoreReader
+from ...cache.peer_fill import PeerSources, ReceivedChunk
+from ...cache.store_chunks import StoreChunks
 from ...config import Settings
 from ...errors import ObjectNotFoundError, PeerBusyError, TierckptError
 from ...telemetry import BYTES, logger
@@ -64,8 +65,8 @@ class HubOwners:
         self._avoided: dict[str, float] = {}
         self._client: PeerClient | None = None
 
-    async def join(self, cached: StoreReader, filling: PartialEntry) -> OwnerFill:
-        return OwnerFill(self, cached, filling)
+    async def join(self, chunks: StoreChunks, filling: PartialEntry) -> OwnerFill:
+        return OwnerFill(self, chunks, filling)
 
     async def close(self) -> None:
         if self._client is not None:
@@ -120,8 +121,8 @@ class OwnerFill:
 
     slots = 16
 
-    def __init__(self, owners: HubOwners, cached: StoreReader, filling: PartialEntry) -> None:
-        self._owners, self._cached, self._frozen = owners, cached, filling.frozen
+    def __init__(self, owners: HubOwners, chunks: StoreChunks, filling: PartialEntry) -> None:
+        self._owners, self._chunks, self._frozen = owners, chunks, filling.frozen
         self.sources = PeerSources()
 
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> InOrder:
@@ -138,7 +139,7 @@ class OwnerFill:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STALL_SECONDS_MIN):
                 received = await self._owners.receive(uri, f"{item.etag}/{at.start}", at.start, into)
-        return received or ReceivedChunk(await self._cached.read_store(index, chunk, into), None)
+        return received or ReceivedChunk((await self._chunks.read(index, chunk, into))[1], None)
 
     async def chunk_written(self, index: int, chunk: int) -> None: ...
 

@@ -1,0 +1,120 @@
+"""Writes fetched chunks into an entry while there is room, and counts where they came from."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from ..errors import CapacityError, ObjectNotFoundError
+from ..stores.common import to_completion
+from ..telemetry import logger
+from ..types import Buffer, ByteRange
+from . import space
+from .partial_entry import PartialEntry
+from .pool import Pool
+
+log = logger("prefetch")
+
+NO_ROOM_SECONDS = 10.0
+"""How long a reader that found no room does not ask for it again."""
+GROW_BYTES = 64 << 20
+"""Room that reading through takes at a time."""
+SHARED_NAME = "shared"
+
+
+@dataclass(slots=True)
+class FetchStats:
+    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
+
+    here_bytes: int = 0
+    cached_bytes: int = 0
+    """Copied from the node cache."""
+    fetched_bytes: int = 0
+    """From shared storage."""
+    peer_bytes: int = 0
+    others_bytes: int = 0
+    requests: int = 0
+    slowest_seconds: float = 0.0
+    slowest: str = ""
+    slowest_from: str = SHARED_NAME
+
+    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
+        """Count one chunk. ``peer``: the node that gave it; None: shared storage."""
+        self.requests += 1
+        if peer is None:
+            self.fetched_bytes += at.size_bytes
+        else:
+            self.peer_bytes += at.size_bytes
+        if seconds > self.slowest_seconds:
+            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
+            self.slowest_from = peer or SHARED_NAME
+
+
+class ChunkWriter:
+    """Writes chunks into ``filling``. Runs on one event loop, except for ``reserve``.
+
+    Args:
+        pool: grants room; None: nobody needs to be asked.
+    """
+
+    def __init__(self, filling: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
+        self.filling, self.frozen, self.stats = filling, filling.frozen, stats
+        self._pool, self.is_cache = pool, pool is not None
+        self._granted_bytes = 0
+        self._no_room_until = 0.0
+        self._granting = asyncio.Lock()
+        self.streamed: set[tuple[int, int]] = set()
+        """Chunks that this process has written out of a stream of their file."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have room for so many bytes of the entry. Blocking. Raises CapacityError."""
+        if self._pool is not None and size_bytes > self._granted_bytes:
+            space.reserve(self._pool, self.frozen, size_bytes)
+            self._granted_bytes = size_bytes
+
+    @property
+    def has_room(self) -> bool:
+        """False for a moment after room was refused."""
+        return time.monotonic() >= self._no_room_until
+
+    def note_full(self, error: CapacityError) -> None:
+        log.warning("%s: reading without the cache: %s", self.frozen.uri, error.message)
+        self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
+
+    async def write(self, index: int, chunk: int, data: Buffer, digest: str, *, keep: bool = False) -> None:
+        """Write one chunk. Where the caller keeps the bytes (``keep``) no room is no error.
+
+        Raises:
+            CapacityError: no room, and not ``keep``.
+            StoreError, IntegrityError: as ``PartialEntry.land``.
+        """
+        if keep and not self.has_room:
+            return
+        try:
+            if self._pool is not None:
+                await self._grant(len(data))
+            await to_completion(asyncio.to_thread(self.filling.land, index, chunk, data, digest))
+        except CapacityError as error:
+            if not keep:
+                raise
+            self.note_full(error)
+        except ObjectNotFoundError:
+            self.filling.refresh()
+            if not self.filling.has(index, chunk):  # else another process was faster with it, and published
+                raise
+
+    async def write_streamed(self, index: int, chunk: int, data: Buffer, digest: str) -> None:
+        begun = time.monotonic()
+        await self.write(index, chunk, data, digest)
+        self.streamed.add((index, chunk))
+        at = self.frozen.chunk_range(index, chunk)
+        self.stats.note(self.frozen.files[index].path, at, time.monotonic() - begun)
+
+    async def _grant(self, size_bytes: int) -> None:
+        """Reserve room for one chunk more, some way ahead."""
+        async with self._granting:
+            wanted = min(self.frozen.size_bytes, self.filling.landed_bytes + size_bytes)
+            if wanted > self._granted_bytes:
+                ahead = max(GROW_BYTES, 16 * self.frozen.chunk_size_bytes)
+                await to_completion(asyncio.to_thread(self.reserve, min(self.frozen.size_bytes, wanted + ahead)))

@@ -1,0 +1,320 @@
+"""Reads chunks of a frozen version from its store: of the version that was listed, verified, and whole files where the
+server gives no ranges.
+
+Servers disagree about conditions: some refuse ``If-Match``, or compare a weak etag with it, which never matches; some
+give an object another etag in a listing than in an answer. A refused condition is looked into once for each file: while
+the store still says of the file what it said when it was listed, the file has not changed.
+
+A file whose server answers a range with all of it is streamed: each chunk lands as it passes. Of the processes of a
+node one streams a file (the claim ``STREAM``), and the others see its chunks land. Chunks of a stream that broke off
+stay; the next one begins at the first byte, and writes the missing ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import cast
+
+from ..errors import CapacityError, IntegrityError, PreconditionFailedError, StoreError, TierckptError
+from ..format.manifest import digest_of
+from ..stores.base import RangesIgnoredError, RangeSource, ReadsInto, ReadsWhole, Store
+from ..stores.common import ended
+from ..stores.verified_read import again, corrupt, reread
+from ..telemetry import BYTES, logger
+from ..types import Buffer, ByteRange, Tier
+from .chunk_writer import ChunkWriter
+from .direct_write import landing_memory
+from .file_set import FileSet, FileSpec
+from .partial_entry import STREAM, same_digest
+
+log = logger("prefetch")
+
+REFUSALS = {400, 405, 501}
+"""Of a condition, by servers that do not know it."""
+
+
+class StoreChunks:
+    """The chunks of one frozen version, from its store. Runs on one event loop. Close it.
+
+    Args:
+        writer: where the chunks of a file go that is streamed; None: nowhere.
+        stall_seconds: how long another process that streams a file may land nothing.
+    """
+
+    def __init__(
+        self, store: RangeSource, frozen: FileSet, writer: ChunkWriter | None = None, stall_seconds: float = 60.0
+    ) -> None:
+        self.store, self.frozen = store, frozen
+        self._versions, self._writer, self._stall_seconds = Versions(store), writer, stall_seconds
+        self._streams: dict[int, FileStream] = {}
+
+    async def read(self, index: int, chunk: int, into: memoryview | None = None) -> tuple[Buffer, str]:
+        """Return one chunk and its digest; ``into``, when given, holds the chunk then.
+
+        Raises:
+            IntegrityError: it is damaged in the store, or the file has changed since it was listed.
+            StoreError: it cannot be had.
+        """
+        item, at, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
+        try:
+            while True:
+                try:
+                    data = await self._versions.read(item, at, into)
+                    digest = await asyncio.to_thread(digest_of, data)
+                    BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+                    if item.digests and not same_digest(data, digest, item.digests[chunk]):
+                        raise corrupt(item.path, at, Tier.SHARED, self.store.uri)
+                    break
+                except RangesIgnoredError:
+                    data, digest = await self._read_streamed(index, chunk, into)
+                    break
+                except IntegrityError as damage:
+                    reads += 1
+                    if not await reread(self.store, damage, reads):
+                        raise
+        except PreconditionFailedError as error:
+            raise IntegrityError(
+                f"{item.key} changed in the store while it was being fetched",
+                hint="Run it again to fetch the new version whole",
+                file=item.path,
+                tier=Tier.SHARED,
+            ) from error
+        if into is not None and data is not into:
+            into[:] = data
+        return data, digest
+
+    async def _read_streamed(self, index: int, chunk: int, into: memoryview | None) -> tuple[Buffer, str]:
+        """A chunk of a file that its server gives only whole: all of it lands, and all who want a part share that."""
+        at, writer = self.frozen.chunk_range(index, chunk), self._writer
+        data = into if into is not None else memoryview(bytearray(at.size_bytes))
+        if writer is not None and writer.has_room and not await asyncio.to_thread(writer.filling.is_published):
+            try:
+                await self._stream_of(writer, index).wait(chunk)
+                if await asyncio.to_thread(writer.filling.read, index, at, data):
+                    return data, writer.filling.digest(index, chunk)
+            except CapacityError as error:
+                if not writer.is_cache:
+                    raise
+                writer.note_full(error)
+        one = OneChunk(chunk, data)
+        await _stream(self._versions, self.frozen, index, one)
+        return data, one.digest
+
+    def _stream_of(self, writer: ChunkWriter, index: int) -> FileStream:
+        stream = self._streams.get(index)
+        if stream is None or stream.is_over:
+            stream = self._streams[index] = FileStream(self._versions, writer, index, self._stall_seconds)
+        return stream
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            await stream.close()
+
+
+class Versions:
+    """Reads files of one store, each of the version that was listed."""
+
+    def __init__(self, store: RangeSource) -> None:
+        self.store = store
+        self._etags: dict[str, str | None] = {}
+        """For keys whose condition was refused: the answer of ``head`` for the version that was listed."""
+        self._unconditional: set[str] = set()
+
+    async def read(self, item: FileSpec, byte_range: ByteRange, memory: memoryview | None) -> Buffer:
+        """Return a range, in ``memory`` if there is some. Raises PreconditionFailedError: the file has changed.
+
+        Cost: where the condition was refused, a ``head`` after each range.
+        """
+        while True:
+            etag = self._condition(item)
+            try:
+                if memory is not None and isinstance(self.store, ReadsInto):
+                    await self.store.get_range_into(item.key, byte_range, memory, if_match=etag)
+                    data: Buffer = memory
+                else:
+                    data = await self.store.get_range(item.key, byte_range, if_match=etag)
+                break
+            except StoreError as error:
+                await self._look_into(item, etag, error)
+        await self._check_after(item)
+        return data
+
+    @contextlib.asynccontextmanager
+    async def reading(self, item: FileSpec) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
+        """``ReadsWhole.reading`` of a file, as ``read`` reads its ranges. Raises StoreError: the store cannot."""
+        if not isinstance(self.store, ReadsWhole):
+            raise StoreError(f"{self.store.uri} gives no whole files", file=item.path, tier=Tier.SHARED)
+        async with contextlib.AsyncExitStack() as stack:
+            while True:
+                etag = self._condition(item)
+                try:
+                    receive = await stack.enter_async_context(self.store.reading(item.key, if_match=etag))
+                    break
+                except StoreError as error:
+                    await self._look_into(item, etag, error)
+
+            async def fill(view: memoryview) -> None:
+                await receive(view)
+                await self._check_after(item)
+
+            yield fill
+
+    def _condition(self, item: FileSpec) -> str | None:
+        return None if item.key in self._unconditional else self._etags.get(item.key, item.etag)
+
+    async def _look_into(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
+        """Return when the store refused the condition of a file that has not changed, and another way to read it is
+        noted; else raise the error, or PreconditionFailedError."""
+        is_refused = isinstance(refusal, PreconditionFailedError) or refusal.context.get("status") in REFUSALS
+        if etag is None or not is_refused or not isinstance(self.store, Store):
+            raise refusal
+        if not await self._has_listed(self.store, item, refusal):
+            raise self._changed(item) from refusal
+
+    async def _check_after(self, item: FileSpec) -> None:
+        if item.key in self._unconditional:
+            assert isinstance(self.store, Store)
+            found = await self.store.head(item.key)
+            if (found.size_bytes, found.etag) != (item.size_bytes, self._etags[item.key]):
+                raise self._changed(item)
+
+    def _changed(self, item: FileSpec) -> PreconditionFailedError:
+        return PreconditionFailedError(f"{item.key} has changed", uri=self.store.uri, key=item.key)
+
+    async def _has_listed(self, store: Store, item: FileSpec, refusal: TierckptError) -> bool:
+        """True when the store still has the version that was listed, and another way to read it is noted."""
+        key = item.key
+        found = await store.head(key)
+        if found.size_bytes != item.size_bytes:
+            return False
+        if found.etag != item.etag:
+            below = key.rpartition("/")[0]
+            if not [info async for info in store.list(below) if (info.key, info.etag) == (key, item.etag)]:
+                return False
+            if key not in self._etags and found.etag is not None:
+                self._etags[key] = found.etag
+                return True
+        log.info("%s: %s is read without a condition, and compared after: %s", store.uri, key, refusal.message)
+        self._etags[key] = found.etag
+        self._unconditional.add(key)
+        return True
+
+
+class FileStream:
+    """The transfer of one file of an entry, which begins at once. Close it."""
+
+    def __init__(self, versions: Versions, writer: ChunkWriter, index: int, stall_seconds: float) -> None:
+        self._versions, self._writer, self._filling, self._index = versions, writer, writer.filling, index
+        self._stall_seconds = stall_seconds
+        self._landed: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._task = asyncio.ensure_future(self._run())
+
+    async def wait(self, chunk: int) -> None:
+        """Return when ``chunk`` has landed, or all has ended. Raises what ended the transfer."""
+        waiter = asyncio.ensure_future(self._landed[chunk].wait())
+        try:
+            await asyncio.wait([self._task, waiter], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+        if self._task.done() and not self._landed[chunk].is_set():
+            self._task.result()
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def close(self) -> None:
+        """End the transfer, and look at its error. Idempotent."""
+        self._task.cancel()
+        await ended(self._task)
+
+    async def _run(self) -> None:
+        """Stream the file, or wait while another process does."""
+        found = "free"
+        while not self._filling.has_file(self._index):
+            with self._filling.claimed(self._index, STREAM) as turn:
+                if turn != "later" or found == "stalled":
+                    if not self._filling.has_file(self._index):
+                        await _stream(self._versions, self._writer.frozen, self._index, self)
+                    return
+            before = self._filling.landed_bytes
+            found = await self._filling.await_other(self._index, STREAM, self._stall_seconds)
+            if self._filling.landed_bytes != before:
+                found = "free"
+
+    def wants(self, chunk: int) -> bool:
+        if self._filling.has(self._index, chunk):
+            self._landed[chunk].set()
+        return not self._landed[chunk].is_set()
+
+    async def take(self, chunk: int, data: memoryview, digest: str) -> None:
+        await self._writer.write_streamed(self._index, chunk, data, digest)
+        self._landed[chunk].set()
+
+
+class OneChunk:
+    """Keeps one chunk of a stream: for a read that nothing may be kept of."""
+
+    def __init__(self, chunk: int, into: memoryview) -> None:
+        self._chunk, self._into, self.digest = chunk, into, ""
+
+    def wants(self, chunk: int) -> bool:
+        return chunk == self._chunk
+
+    async def take(self, chunk: int, data: memoryview, digest: str) -> None:
+        self._into[: len(data)], self.digest = data, digest
+
+
+async def _stream(versions: Versions, frozen: FileSet, index: int, target: FileStream | OneChunk) -> None:
+    """Read a file from its first byte, up to the last chunk that ``target`` wants; verify each, and hand it over.
+
+    It begins again after a failure that may pass. One chunk is written while the next is received.
+
+    Raises:
+        IntegrityError: a chunk is not what it should be.
+        PreconditionFailedError: the file has changed. StoreError: it cannot be had.
+    """
+    await again(cast(Store, versions.store), partial(_stream_once, versions, frozen, index, target))
+
+
+async def _stream_once(versions: Versions, frozen: FileSet, index: int, target: FileStream | OneChunk) -> None:
+    item = frozen.files[index]
+    wanted = [chunk for chunk in range(frozen.chunks_of(index)) if target.wants(chunk)]
+    if not wanted:
+        return
+    taking: asyncio.Future[None] | None = None
+    try:
+        async with versions.reading(item) as fill:
+            for chunk in range(wanted[-1] + 1):
+                at = frozen.chunk_range(index, chunk)
+                with contextlib.ExitStack() as stack:
+                    memory = stack.enter_context(landing_memory(at.size_bytes))
+                    view = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+                    await fill(view)
+                    BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+                    if taking is not None:
+                        await taking
+                        taking = None
+                    if target.wants(chunk):
+                        digest = await asyncio.to_thread(digest_of, view)
+                        if item.digests and not same_digest(view, digest, item.digests[chunk]):
+                            raise corrupt(item.path, at, Tier.SHARED, versions.store.uri)
+                        taking = asyncio.ensure_future(_take(target, chunk, view, digest, stack.pop_all().close))
+            if taking is not None:
+                await taking
+    finally:
+        if taking is not None:
+            await ended(taking)
+
+
+async def _take(
+    target: FileStream | OneChunk, chunk: int, view: memoryview, digest: str, release: Callable[[], None]
+) -> None:
+    try:
+        await target.take(chunk, view, digest)
+    finally:
+        release()
