@@ -27,7 +27,7 @@ READY_SECONDS = 90.0
 def newest_first() -> None:
     """Run in an agent of a test: rounds are short, and the dead are soon known to be."""
     replicator.ROUND_SECONDS = 0.1
-    membership.Pace.__init__.__defaults__ = (0.1, 1.0, 1.0)  # type: ignore[misc]
+    membership.GossipTiming.__init__.__defaults__ = (0.1, 1.0, 1.0)  # type: ignore[misc]
 
 
 BUGS: dict[str, Callable[[], None]] = {"none, but hurry": newest_first}

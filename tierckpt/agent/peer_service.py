@@ -35,7 +35,7 @@ from ..errors import ConfigError, TierckptError
 from ..peer import discovery
 from ..peer.gossip import Gossip
 from ..peer.inventory import Holdings, Opened
-from ..peer.membership import CONTESTED_MAX, Member, MemberRecord, Table, balanced, is_member_name
+from ..peer.membership import CONTESTED_MAX, Member, MemberList, MemberRecord, balanced, is_member_name
 from ..peer.peer_client import PeerClient
 from ..peer.peer_http import address_of, host_and_port
 from ..peer.replica_policy import holders
@@ -159,7 +159,7 @@ class PeerService:
         settings = self.settings
         lookup = await asyncio.to_thread(discovery.Lookup, settings.peers or "")
         name = await asyncio.to_thread(node_name, self._directory)
-        table = Table(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
+        table = MemberList(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
         self._client = PeerClient(settings, name)
         self.gossip = Gossip(table, self._client.members, self._look_up)
         self.server = PeerServer(
@@ -268,7 +268,7 @@ class PeerService:
     def _unheard(self, gossip: Gossip) -> list[str]:
         """The configured nodes at none of whose addresses a member answers."""
         places = self._lookup.places() if self._lookup is not None else {}
-        return [place for place, addresses in places.items() if not any(map(gossip.is_heard, addresses))]
+        return [place for place, addresses in places.items() if not any(map(gossip.is_reachable, addresses))]
 
     def _add_fill(self, owner: Hashable, version: str, directory: Path) -> None:
         if not directory.is_absolute():
@@ -353,7 +353,7 @@ class PeerService:
             return []
         table, now = self.gossip.table, time.monotonic()
         records = sorted(table.records.values(), key=lambda record: record.member.name)
-        return [(record.member, table.state(record), max(0.0, now - record.heard_at)) for record in records]
+        return [(record.member, table.state(record), max(0.0, now - record.beat_at)) for record in records]
 
     def unheard(self) -> list[str]:
         """The configured nodes that have never answered, by their places."""
@@ -426,7 +426,7 @@ def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> 
 def _row(record: MemberRecord, now: float) -> Json:
     return {
         **record.member.to_json(),
-        "heard_seconds_ago": max(0.0, now - record.heard_at),
+        "heard_seconds_ago": max(0.0, now - record.beat_at),
         "failures": record.failures,
     }
 

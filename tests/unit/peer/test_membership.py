@@ -19,9 +19,9 @@ from tierckpt.peer.membership import (
     MEMBERS_MAX,
     ROWS_MAX,
     WEIGHT_RATIO_MAX,
+    GossipTiming,
     Member,
-    Pace,
-    Table,
+    MemberList,
     balanced,
     member_of,
 )
@@ -36,15 +36,15 @@ class World:
     def __init__(self, count: int, seed: int = 1) -> None:
         self.now = 0.0
         self.rng = random.Random(seed)
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, MemberList] = {}
         self.reaches: Callable[[str, str], bool] = lambda _asker, _asked: True
         self.asked = 0
         for index in range(count):
             self.add(f"n{index}")
 
-    def add(self, name: str, address: str | None = None) -> Table:
+    def add(self, name: str, address: str | None = None) -> MemberList:
         member = Member(name, address or f"10.0.{len(self.tables) // 250}.{len(self.tables) % 250 + 1}:7117")
-        table = Table(member, clock=lambda: self.now, unix=lambda: EPOCH + self.now)
+        table = MemberList(member, clock=lambda: self.now, unix=lambda: EPOCH + self.now)
         self.tables[name] = table
         return table
 
@@ -55,15 +55,15 @@ class World:
         """Everybody who runs asks whom it would ask; who does not answer takes the whole round to say so."""
         at = {table.me.address: (name, table) for name, table in self.tables.items()}
         for name, table in list(self.tables.items()):
-            table.tick()
-            for address in table.to_ask(self.rng, self.seeds()):
+            table.begin_round()
+            for address in table.targets(self.rng, self.seeds()):
                 self.asked += 1
                 other, answerer = at.get(address, ("", None))
                 if answerer is None or not (self.reaches(name, other) and self.reaches(other, name)):
                     table.failed(address)
                     continue
-                answerer.hear(table.my_row())
-                table.take(answerer.answer(self.rng), address)
+                answerer.merge(table.my_row())
+                table.merge_answer(answerer.answer(self.rng), address)
         self.now += 0.5
 
     def run(self, seconds: float) -> None:
@@ -109,7 +109,7 @@ def test_goodbye_is_noticed_in_a_second(world: World) -> None:
     leaving.leave()
     for name, table in world.tables.items():
         if name != "n5":
-            table.hear(leaving.my_row())
+            table.merge(leaving.my_row())
     assert "n5" in world.live_of("n1"), "said by somebody else it would be a way to talk others out"
     world.run(1)
     assert all("n5" not in world.live_of(name) for name in world.tables)
@@ -152,7 +152,7 @@ def test_where_nobody_listens_nobody_is_sent_until_it_speaks_again(world: World)
     table, gone = world.tables["n1"], world.tables["n5"].me.address
     table.failed(gone, refused=True)
     assert "n5" not in world.live_of("n1")
-    assert gone in table.to_ask(random.Random(0)), "it is asked again"
+    assert gone in table.targets(random.Random(0)), "it is asked again"
     world.round()
     assert "n5" in world.live_of("n1")
 
@@ -162,8 +162,8 @@ def behind_a_full_link(world: World, name: str, seconds: float) -> None:
     world.reaches = lambda asker, asked: name not in (asker, asked)
     for _ in range(round(seconds / 0.5)):
         for other, table in world.tables.items():
-            table.asked(name)
-            world.tables[name].asked(other)
+            table.received_request(name)
+            world.tables[name].received_request(other)
         world.round()
 
 
@@ -181,7 +181,7 @@ def test_who_asks_is_not_gone_though_its_word_is_late_but_not_for_ever(world: Wo
 def test_who_asks_is_gone_at_once_where_nobody_listens(world: World) -> None:
     world.run(4)
     table = world.tables["n1"]
-    table.asked("n5")
+    table.received_request("n5")
     table.failed(world.tables["n5"].me.address, refused=True)
     assert "n5" not in world.live_of("n1")
 
@@ -190,13 +190,13 @@ def test_who_asks_and_never_answered_is_not_offered() -> None:
     world = World(4)
     world.reaches = lambda asker, asked: {asker, asked} != {"n1", "n2"}
     for _ in range(16):
-        world.tables["n1"].asked("n2")
+        world.tables["n1"].received_request("n2")
         world.round()
     assert "n2" not in world.live_of("n1")
 
 
 def test_a_name_that_nobody_knows_may_ask(world: World) -> None:
-    world.tables["n1"].asked("nobody")
+    world.tables["n1"].received_request("nobody")
     assert "nobody" not in world.tables["n1"].records
 
 
@@ -204,7 +204,7 @@ def test_a_node_that_was_stopped_does_not_take_its_own_stall_for_the_others_sile
     world.run(4)
     table = world.tables["n0"]
     world.now += 60
-    table.tick()
+    table.begin_round()
     assert len(table.live()) == 8
 
 
@@ -214,7 +214,7 @@ def test_a_node_whose_own_rounds_come_late_is_patient_with_the_others(world: Wor
     assert table.patience == 1.0
     for _ in range(3):
         world.now += 1.5  # it is asked to do too much: its rounds should be 0.5 s apart
-        table.tick()
+        table.begin_round()
     assert {member.name for member in table.live()} == set(world.tables), "after 4.5 s"
     world.run(20)
     assert table.patience == 1.0
@@ -227,9 +227,9 @@ def test_the_dead_are_forgotten_and_a_tale_of_them_does_not_raise_them(world: Wo
     table = world.tables["n1"]
     assert table.states()["dead"] == 1
     world.now += FORGET_SECONDS
-    table.tick()
+    table.begin_round()
     assert "n5" not in table.records
-    table.hear(old)
+    table.merge(old)
     assert "n5" not in {member.name for member in table.live()}
 
 
@@ -249,7 +249,7 @@ def test_nobody_is_talked_out_by_claims_of_others(world: World) -> None:
         for _ in range(12):
             for name, table in world.tables.items():
                 if name != "n5":
-                    table.hear(lie((EPOCH + world.now) * 1000))
+                    table.merge(lie((EPOCH + world.now) * 1000))
             world.round()
             assert all("n5" in world.live_of(name) for name in world.tables)
     world.run(8)  # and when the liar falls silent, its high beats do not make the true ones look old
@@ -259,7 +259,7 @@ def test_nobody_is_talked_out_by_claims_of_others(world: World) -> None:
 def test_a_claimed_address_is_corrected_by_the_member_itself(world: World) -> None:
     world.run(4)
     for table in world.tables.values():
-        table.hear(row("n5", (EPOCH + world.now) * 1000 + 5000, address="10.66.66.66:1"))
+        table.merge(row("n5", (EPOCH + world.now) * 1000 + 5000, address="10.66.66.66:1"))
     world.run(4)
     assert {m.address for t in world.tables.values() for m in t.live() if m.name == "n5"} == {
         world.tables["n5"].me.address
@@ -268,26 +268,26 @@ def test_a_claimed_address_is_corrected_by_the_member_itself(world: World) -> No
 
 def test_another_one_of_our_name_is_told_from_what_others_remember_of_us(world: World) -> None:
     table = world.tables["n0"]
-    table.hear(row("n0", EPOCH * 1000 + 5))  # a memory, of another address: once
+    table.merge(row("n0", EPOCH * 1000 + 5))  # a memory, of another address: once
     assert 0 < table.contested < CONTESTED_MAX
-    table.take({"me": row("n0"), "members": []}, "10.1.1.1:7117")
+    table.merge_answer({"me": row("n0"), "members": []}, "10.1.1.1:7117")
     assert table.contested >= CONTESTED_MAX
 
 
 def test_its_own_word_at_its_address_holds_against_a_higher_beat_that_others_told(world: World) -> None:
     table = world.tables["n0"]
-    table.hear(row("b", EPOCH * 1000 + 100_000))
-    table.take({"me": row("b", EPOCH * 1000 + 7), "members": []}, "10.1.1.1:7117")
+    table.merge(row("b", EPOCH * 1000 + 100_000))
+    table.merge_answer({"me": row("b", EPOCH * 1000 + 7), "members": []}, "10.1.1.1:7117")
     assert table.records["b"].beat == EPOCH * 1000 + 7
-    table.take({"me": row("b", EPOCH * 1000 + 3, left=True), "members": []}, "10.6.6.6:7117")
+    table.merge_answer({"me": row("b", EPOCH * 1000 + 3, left=True), "members": []}, "10.6.6.6:7117")
     assert table.state(table.records["b"]) == "live", "who answers elsewhere is not b"
 
 
 def test_who_was_never_heard_of_twice_is_not_offered(world: World) -> None:
     table = world.tables["n0"]
-    table.hear(row("ghost"))
+    table.merge(row("ghost"))
     assert table.live() == [table.me]
-    assert "10.1.1.1:7117" in table.to_ask(random.Random(0)), "it is asked itself"
+    assert "10.1.1.1:7117" in table.targets(random.Random(0)), "it is asked itself"
 
 
 @pytest.mark.parametrize(
@@ -303,14 +303,14 @@ def test_who_was_never_heard_of_twice_is_not_offered(world: World) -> None:
 )  # fmt: skip
 def test_a_row_that_cannot_be_is_refused_and_counted(world: World, bad: Any) -> None:
     table = world.tables["n0"]
-    table.hear(bad)
+    table.merge(bad)
     assert (table.refused, table.records) == (1, {})
 
 
 @pytest.mark.parametrize("bad", [None, [], {}, {"members": 3}, {"me": row("x"), "members": {}}])
 def test_an_answer_that_is_none_changes_nothing(world: World, bad: Any) -> None:
     table = world.tables["n0"]
-    table.take(bad, "10.1.1.1:7117")
+    table.merge_answer(bad, "10.1.1.1:7117")
     assert table.records == {}
     assert table.refused
 
@@ -319,14 +319,14 @@ def test_an_answer_that_is_none_changes_nothing(world: World, bad: Any) -> None:
 def test_a_flood_of_names_fills_the_list_only_to_its_bound(world: World) -> None:
     table = world.tables["n0"]
     for index in range(MEMBERS_MAX + 100):
-        table.hear(row(f"x{index}", address=f"10.{index // 65536}.{index // 256 % 256}.{index % 256}:7117"))
+        table.merge(row(f"x{index}", address=f"10.{index // 65536}.{index // 256 % 256}.{index % 256}:7117"))
     assert len(table.records) == MEMBERS_MAX
-    for _ in range(round(table.pace.dead_after(MEMBERS_MAX) / 1.5) + 1):
+    for _ in range(round(table.timing.dead_after(MEMBERS_MAX) / 1.5) + 1):
         world.now += 0.75
-        table.tick()
+        table.begin_round()
         world.now += 0.75
-        table.tick()
-    table.hear(row("newcomer"))
+        table.begin_round()
+    table.merge(row("newcomer"))
     assert "newcomer" in table.records, "the dead make room"
 
 
@@ -337,9 +337,9 @@ def test_a_round_asks_few_however_many_there_are(world: World) -> None:
     table = world.tables["n0"]
     for index in range(2000):
         for beat in (1, 2):
-            table.hear(row(f"x{index}", beat + EPOCH * 1000, address=f"10.5.{index // 250}.{index % 250 + 1}:7117"))
+            table.merge(row(f"x{index}", beat + EPOCH * 1000, address=f"10.5.{index // 250}.{index % 250 + 1}:7117"))
     seeds = [f"10.7.{index // 250}.{index % 250 + 1}:7117" for index in range(2000)]
-    assert len(table.to_ask(random.Random(0), seeds)) <= 12
+    assert len(table.targets(random.Random(0), seeds)) <= 12
     assert len(table.answer(random.Random(0))["members"]) == ROWS_MAX
 
 
@@ -348,7 +348,7 @@ def test_scores_of_nodes_agree_and_notice_a_death() -> None:
     world.run(8)
     assert world.agree()
     del world.tables["n23"]
-    world.run(Pace().dead_after(40) + 1)
+    world.run(GossipTiming().dead_after(40) + 1)
     assert world.agree()
 
 
@@ -367,7 +367,7 @@ def test_a_member_survives_its_row() -> None:
 
 
 def test_whatever_those_asked_do_the_task_goes_on_and_nobody_is_asked_twice_at_a_time() -> None:
-    table = Table(Member("me", "10.0.0.1:7117"), pace=Pace(0.01, 0.05, 5.0))
+    table = MemberList(Member("me", "10.0.0.1:7117"), timing=GossipTiming(0.01, 0.05, 5.0))
     asked: list[str] = []
     under_way: list[str] = []
 
