@@ -308,7 +308,7 @@ class PeerService:
     def tell(self, addresses: Sequence[str]) -> None:
         """The job's own store says where the agents are (``peers=torchrun``)."""
         if self._lookup is not None and self.gossip is not None:
-            self._lookup.tell([str(address) for address in addresses])
+            self._lookup.set_job_addresses([str(address) for address in addresses])
             self.gossip.look_up_now()
 
     # --- what people ask -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     dns:NAME[:port]     every address of a name, asked again now and then: a headless service of Kubernetes
     torchrun            what the job's own store says; the training process hands it in (training/torchrun_peers.py)
 
-These are places to ask first, not the truth: who is there is what the members tell (membership.py).
+These are seeds: gossip.py finds all members from any of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class PeersSetting:
-    """``settings.peers``, understood."""
+    """``settings.peers``, parsed."""
 
     kind: Literal["static", "slurm", "dns", "torchrun"]
     hosts: tuple[tuple[str, int], ...] = ()
@@ -53,10 +53,10 @@ class PeersSetting:
 
 
 def parse(text: str) -> PeersSetting:
-    """Understand ``settings.peers``. Pure.
+    """Parse ``settings.peers``. Pure.
 
     Raises:
-        ConfigError: it cannot work; the message says which part, and the hint what would.
+        ConfigError: invalid; the message names the part, the hint the valid forms.
     """
     text = text.strip()
     if text == "torchrun":
@@ -77,7 +77,7 @@ def expand(text: str) -> list[str]:
     A number keeps the width it is written with. Brackets around an IPv6 address are left as they are.
 
     Raises:
-        ConfigError: brackets that do not fit, a range that goes down, or more than ``MEMBERS_MAX`` hosts.
+        ConfigError: unbalanced brackets, a descending range, or more than ``MEMBERS_MAX`` hosts.
     """
     hosts: list[str] = []
     for item in _split(text):
@@ -89,7 +89,7 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Cut at the commas that are outside brackets."""
+    """Split at the commas outside brackets."""
     items, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
@@ -185,60 +185,56 @@ def resolve(text: str, port: int) -> str:
 
 
 class Lookup:
-    """The addresses of ``settings.peers`` as they are now. Failures are told once and leave what was known before."""
+    """The current addresses of ``settings.peers``. A failed look-up is logged once and keeps the last addresses."""
 
     def __init__(self, text: str, environment: Mapping[str, str] = os.environ) -> None:
         """Raises ConfigError."""
-        self.sources = parse(text)
-        self._known: dict[str, list[str]] = {}
-        self._told: list[str] = []
+        self._setting = parse(text)
+        self._resolved: dict[str, list[str]] = {}
+        self._job_addresses: list[str] = []
         self.problem = ""
-        """Why something could not be looked up; "" when all could."""
-        if self.sources.kind == "slurm":
-            self._hosts = [(host, self.sources.port) for host in slurm_hosts(environment)]
+        """Why a name could not be looked up; "" when all could."""
+        if self._setting.kind == "slurm":
+            self._hosts = [(host, self._setting.port) for host in slurm_hosts(environment)]
         else:
-            self._hosts = list(self.sources.hosts)
+            self._hosts = list(self._setting.hosts)
+        self._literal = [address_of(host, port) for host, port in self._hosts if _is_ip(host)]
+        self._names = [(host, port) for host, port in self._hosts if not _is_ip(host)]
 
-    def tell(self, addresses: Sequence[str]) -> None:
-        """Take in what the job's own store says (``torchrun``)."""
-        self._told = [address for address in addresses if is_plain_address(address)][:MEMBERS_MAX]
+    def set_job_addresses(self, addresses: Sequence[str]) -> None:
+        """Replace the addresses in the job's own store (``torchrun``)."""
+        self._job_addresses = [address for address in addresses if is_plain_address(address)][:MEMBERS_MAX]
 
     async def addresses(self) -> list[str]:
-        """``IP:port`` of each place to ask, without those at which no node can be. Never raises; bounded in time."""
-        names = [(host, port) for host, port in self._hosts if not _is_ip(host)]
+        """Return the ``IP:port`` of each seed, of valid addresses only. Never raises; bounded in time."""
         problems = []
-        # A few at a time: each holds a thread of the loop's pool while a name server thinks.
-        for start in range(0, len(names), 16):
-            part = names[start : start + 16]
-            for (host, port), found in zip(
-                part, await asyncio.gather(*(_look_up(*pair) for pair in part)), strict=True
-            ):
+        # 16 at a time: each holds a thread of the loop's pool while a name server is slow.
+        for start in range(0, len(self._names), 16):
+            part = self._names[start : start + 16]
+            results = await asyncio.gather(*(_look_up(*pair) for pair in part))
+            for (host, port), found in zip(part, results, strict=True):
                 if isinstance(found, str):
                     problems.append(found)
                 else:
-                    self._known[address_of(host, port)] = found
-        self._tell_problems(problems)
-        literal = [address_of(host, port) for host, port in self._hosts if _is_ip(host)]
-        found_all = [*literal, *(address for found in self._known.values() for address in found), *self._told]
-        return list(dict.fromkeys(found_all))[:MEMBERS_MAX]
-
-    def places(self) -> dict[str, list[str]]:
-        """The nodes that are configured, each with the addresses that are known of it. Asks nobody."""
-        known = {address_of(host, port): [address_of(host, port)] for host, port in self._hosts if _is_ip(host)}
-        known |= {address_of(host, port): [] for host, port in self._hosts if not _is_ip(host)} | self._known
-        if self.sources.kind == "dns" and any(known.values()):
-            known = {address: [address] for found in known.values() for address in found}
-        return {**known, **{address: [address] for address in self._told}}
-
-    def _tell_problems(self, problems: Sequence[str]) -> None:
+                    self._resolved[address_of(host, port)] = found
         text = f"{len(problems)} of the names in peers cannot be looked up: {problems[0]}" if problems else ""
         if text and text != self.problem:
-            log.warning("%s; it is tried again", text)
+            log.warning("%s; the look-up is repeated", text)
         self.problem = text
+        resolved = (address for found in self._resolved.values() for address in found)
+        return list(dict.fromkeys([*self._literal, *resolved, *self._job_addresses]))[:MEMBERS_MAX]
+
+    def places(self) -> dict[str, list[str]]:
+        """Return the configured nodes, each with its known addresses, without a look-up."""
+        known: dict[str, list[str]] = {address: [address] for address in self._literal}
+        known |= {address_of(host, port): [] for host, port in self._names} | self._resolved
+        if self._setting.kind == "dns" and any(known.values()):
+            known = {address: [address] for found in known.values() for address in found}
+        return {**known, **{address: [address] for address in self._job_addresses}}
 
 
 async def _look_up(host: str, port: int) -> list[str] | str:
-    """All addresses of a name, or why there are none."""
+    """Return all addresses of a name, or the reason for none."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
@@ -260,10 +256,10 @@ def _is_ip(host: str) -> bool:
 
 
 def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The nodes of the Slurm job this process belongs to: what ``scontrol`` says, else our own reading of the list.
+    """Return the nodes of this process's Slurm job, as expanded by ``scontrol``, or here where there is none.
 
     Raises:
-        ConfigError: there is no job, or its list cannot be read.
+        ConfigError: there is no job, or its list is invalid.
     """
     text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not text:
@@ -272,7 +268,7 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
             hint="Start the agent in the job (its prolog does not have the list), or list the hosts: peers=node[01-08]",
         )
     scontrol = shutil.which("scontrol")
-    if scontrol and Path(scontrol).is_absolute():  # else it lies in the working directory: who put it there?
+    if scontrol and Path(scontrol).is_absolute():  # a relative path is in the working directory: not to be trusted
         try:
             answer = subprocess.run(
                 [scontrol, "show", "hostnames", text],
@@ -285,7 +281,7 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
             if hosts:
                 return [_checked(host, text) for host in hosts]
         except (OSError, subprocess.SubprocessError) as error:
-            log.info("scontrol is of no help (%s), reading the list ourselves", error)
+            log.info("scontrol failed (%s), expanding the list here", error)
     return [_checked(host, text) for host in expand(text)]
 
 
@@ -293,7 +289,7 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def source_address(toward: Sequence[str]) -> str | None:
-    """The address from which this node would talk to the first of ``toward`` that it has a route to. Sends nothing."""
+    """Return this node's source address for the first of ``toward`` that it has a route to. Sends nothing."""
     for address in toward:
         try:
             host, port = host_and_port(address)
@@ -306,8 +302,10 @@ def source_address(toward: Sequence[str]) -> str | None:
 
 
 def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")) -> float:
-    """Speed of the interface that has the address ``source``, as the kernel knows it (ethtool(8)); 0 when it does not:
-    virtual interfaces often have none."""
+    """Return the speed of the interface with the address ``source``, from the kernel (ethtool(8)).
+
+    0 when unknown, as for many virtual interfaces.
+    """
     name = _interface_of(source)
     try:
         megabits = int((sys_net / name / "speed").read_text()) if name else 0

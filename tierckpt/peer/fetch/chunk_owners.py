@@ -1,15 +1,15 @@
 """The owner of each chunk, by weighted rendezvous hashing. Pure.
 
-Each pair of a chunk and a member has a score that anybody can work out; the member with the best one owns the chunk,
-the next ones stand in for it, in order (D. Thaler, C. Ravishankar, "Using name-based mappings to increase hit rates",
-IEEE/ACM Transactions on Networking 6(1), 1998). Weights enter as the logarithmic method has it (J. Resch, "New hashing
+Each pair of a chunk and a member has a score that every node can compute; the member with the best score owns the
+chunk, the next ones substitute it, in order (D. Thaler, C. Ravishankar, "Using name-based mappings to increase hit
+rates", IEEE/ACM Transactions on Networking 6(1), 1998). Weights use the logarithmic method (J. Resch, "New hashing
 algorithms for data storage", SNIA SDC 2015): the score is ln(u) / weight with u uniform in (0, 1), so a member is
 first with a probability in proportion to its weight.
 
 Guarantees:
-    W1  The same members give the same ranks on every node, in whatever order they are named.
-    W2  When a member comes or goes, only chunks that it gets or had change owner.
-    W3  Expected parts are in proportion to the weights.
+    W1  The same members, in any order, give the same ranks on every node.
+    W2  When a member joins or leaves, only its own chunks change owner.
+    W3  The expected number of chunks of a member is in proportion to its weight.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import xxhash
 from ..membership import Member
 
 OWNERS_MAX = 256
-"""Members that share the chunks of one version among them: more would make a node work out more scores, and bring
-nothing to a store, which has its rate."""
+"""Members that own chunks of one version. More cost more scores, and make no store faster."""
 
 _ONE = float(1 << 64)
 
 
 def ranked(key: str, members: Sequence[Member]) -> list[Member]:
-    """Return ``members``, the owner of ``key`` first, then who stands in for it, in order."""
+    """Return ``members`` by rank: the owner of ``key``, then its substitutes."""
     data = key.encode()
     return sorted(members, key=lambda member: (_cost(data, _seed(member.name), member.weight), member.name))
 
@@ -44,7 +43,7 @@ class ChunkOwners:
     def __init__(self, version: str, members: Sequence[Member]) -> None:
         self.version = version
         known = sorted(members, key=lambda member: member.name)
-        if len(known) > OWNERS_MAX:  # the same ones on every node, and (W2) nearly the same when one comes or goes
+        if len(known) > OWNERS_MAX:  # the same on every node (W1), and nearly the same when one joins or leaves (W2)
             chosen = nsmallest(OWNERS_MAX, known, key=lambda m: _cost(version.encode(), _seed(m.name), m.weight))
             known = sorted(chosen, key=lambda member: member.name)
         self.members = tuple(known)
@@ -84,7 +83,7 @@ class ChunkOwners:
 
 
 def fraction(text: str) -> float:
-    """A number in [0, 1) that is always the same for ``text``, and unlike that of any other."""
+    """Hash ``text`` to a number in [0, 1)."""
     return xxhash.xxh3_64_intdigest(text.encode()) / _ONE
 
 
@@ -98,5 +97,5 @@ def _cost(key: bytes, seed: int, weight: float) -> float:
 
 
 def _sane(weight: float) -> float:
-    """Weights come from other nodes: one that cannot be counts as the least there is."""
+    """Return a valid weight. Weights come from other nodes: an invalid one becomes the minimum."""
     return weight if 1e-9 <= weight <= 1e18 else 1e-9

@@ -1,17 +1,16 @@
-"""Fetches each chunk through its owner, which reads it from a Hub when the first node asks for it (agent/hub_proxy.py).
+"""Fetches each chunk of a Hub through its owner, which reads it at the first request (agent/hub_proxy.py).
 
-A session (fetch_session.py) shares a fill out among the nodes that it knows to be at it, and what they fetch before
-they know of each other is fetched twice. Here nothing depends on when a node begins: the owner is one of all live
-members, by hash, and it is asked.
+A session (fetch_session.py) divides a fill among the nodes that it knows to fill the same version; chunks fetched
+before that are fetched twice. Here the start of a node does not matter: the owner is one of all live members, by hash.
 
 Guarantees:
-    O1  While the members are well, and agree on who they are, one of them reads each chunk from the Hub, once.
-        Before it does, it asks those next in rank whether they have it: when members come or go, other nodes own what
-        is somewhere in the cluster already.
-    O2  No two nodes wait for each other: an owner asks nobody to read, and who does not have a chunk says so at once.
-    O3  An owner costs time, never the chunk. While it is at it, it says so every ``HUB_WAIT_SECONDS``. One that is
-        silent for ``SILENT_SECONDS``, or cannot be reached, is passed over for ``AVOID_SECONDS``: all nodes ask the
-        next in rank. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
+    O1  While all members are healthy and agree on the list of members, one of them reads each chunk from the Hub, once.
+        Before that it requests the chunk from the next ranks: when members join or leave, the new owner of a chunk may
+        find it on another node.
+    O2  No two nodes wait for each other: an owner makes no node read, and a node without a chunk answers at once.
+    O3  An owner can cost time, never the chunk. While it reads, it answers every ``HUB_WAIT_SECONDS``. An owner that is
+        silent for ``SILENT_SECONDS``, or cannot be reached, is skipped for ``AVOID_SECONDS`` in favour of the next
+        rank. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ log = logger("peer")
 SILENT_SECONDS: Final = 15.0
 AVOID_SECONDS: Final = 30.0
 RANKS_MAX: Final = 3
-"""So many owners may fail to read a chunk before a node tries itself."""
+"""Owners that may fail to read a chunk before a node reads it itself."""
 HOLDERS_MAX: Final = 8
-"""So many are asked whether they have a chunk before the Hub is."""
+"""Members that may lack a chunk before its owner reads it from the Hub."""
 VIEW_SECONDS: Final = 0.25
 GONE_SECONDS: Final = 60.0
 BUSY_SECONDS: Final = 0.05
@@ -54,14 +53,14 @@ class HubOwners:
     """Joins fills of files of a Hub with the owners of their chunks. Runs on one event loop; close it.
 
     Args:
-        is_owner: what is read here is read for others, who take this node for the owner.
+        is_owner: this node reads for others, which take it for the owner.
     """
 
     def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]], *, is_owner: bool = False) -> None:
         self._settings, self._ask_live, self._is_owner = settings, live, is_owner
-        self._me, self._look_at = "", 0.0
+        self._me, self._refresh_at = "", 0.0
         self._seen: dict[str, tuple[Member, float]] = {}
-        """Members, and when each was live last."""
+        """Members, with the time at which each was last live."""
         self._avoided: dict[str, float] = {}
         self._client: PeerClient | None = None
 
@@ -73,7 +72,7 @@ class HubOwners:
             await self._client.close()
 
     async def receive(self, uri: str, key: str, start: int, into: memoryview) -> ReceivedChunk | None:
-        """Fill ``into`` from ``start`` of a file, from the owner of ``key``; None when this node is to read it."""
+        """Fill ``into`` from ``start`` of a file, from the owner of ``key``; None when this node must read it."""
         is_mine, failed, fits = self._is_owner, 0, len(hub_target(uri, start, len(into))) <= TARGET_BYTES_MAX
         members = await self._members() if fits else []
         for member in sorted(members, key=lambda member: fraction(f"{key}/{member.name}")):
@@ -89,7 +88,7 @@ class HubOwners:
             except ObjectNotFoundError:
                 failed += 1
             except (TierckptError, OSError) as error:
-                log.info("%s is asked for nothing of a Hub for %g s: %s", member.name, AVOID_SECONDS, error)
+                log.info("%s gets no requests for Hub files for %g s: %s", member.name, AVOID_SECONDS, error)
                 self._avoided[member.name] = time.monotonic() + AVOID_SECONDS
             else:
                 BYTES.emit(len(into), tier=Tier.PEER, direction="read")
@@ -97,14 +96,14 @@ class HubOwners:
         return None
 
     async def _members(self) -> list[Member]:
-        """Who has been live lately: nodes need not find out at one instant that a member is late, or gone (O1)."""
+        """Members that were live lately, so that nodes agree although they notice a death at different times (O1)."""
         now = time.monotonic()
-        if now >= self._look_at:
-            with contextlib.suppress(TierckptError, OSError):  # else this node takes no part: its agent says so
+        if now >= self._refresh_at:
+            with contextlib.suppress(TierckptError, OSError):  # the agent logs why this node takes no part
                 live = await self._ask_live()
                 self._me = live.me
                 self._seen.update({member.name: (member, now) for member in live.members})
-            self._look_at = now + VIEW_SECONDS
+            self._refresh_at = now + VIEW_SECONDS
         return [member for member, at in self._seen.values() if now - at < GONE_SECONDS]
 
     async def _ask(self, member: Member, uri: str, start: int, into: memoryview, is_mine: bool) -> str:

@@ -101,7 +101,7 @@ def test_a_name_does_not_lead_to_the_metadata_of_a_cloud(monkeypatch: pytest.Mon
 
 def test_what_a_store_of_the_job_says_is_checked() -> None:
     lookup = Lookup("torchrun")
-    lookup.tell(["10.0.0.1:7117", "169.254.169.254:80", "host:1", "[fd00::1]:9"])
+    lookup.set_job_addresses(["10.0.0.1:7117", "169.254.169.254:80", "host:1", "[fd00::1]:9"])
     assert asyncio.run(lookup.addresses()) == ["10.0.0.1:7117", "[fd00::1]:9"]
 
 
