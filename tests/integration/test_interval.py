@@ -246,7 +246,7 @@ def decide_apart() -> None:
 
     interval.all_gather = lambda value: [value]  # type: ignore[assignment]
     interval.broadcast = lambda work: work()  # type: ignore[assignment]
-    interval.interval_tuning.choose = lambda *_, **__: interval.interval_tuning.Choice(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
+    interval.optimal_interval.choose = lambda *_, **__: interval.optimal_interval.Choice(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
 
 
 def decide_apart_and_tell(uri: str) -> list[Any]:

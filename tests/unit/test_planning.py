@@ -29,8 +29,8 @@ from tierckpt.planning import (
     state_of,
 )
 from tierckpt.planning.checked_numbers import parse_bytes, parse_count, parse_rate, parse_seconds
-from tierckpt.planning.components import Tensor, component_of, take_stock
 from tierckpt.planning.ettr import mtbf_seconds
+from tierckpt.planning.training_state import Tensor, component_of, take_stock
 from tierckpt.planning.transfer_times import (
     load_cached_seconds,
     load_direct_seconds,

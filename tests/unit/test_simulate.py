@@ -14,10 +14,9 @@ import simpy
 from tierckpt.errors import ConfigError
 from tierckpt.planning import Bandwidths, Level, Mesh, Site, ettr, exact, from_number, size, state_of
 from tierckpt.planning.drain_policy import Rules
-from tierckpt.planning.pipe import Flow, Pipe
 from tierckpt.planning.replica_placement import survival_probability
 from tierckpt.planning.scenario import Cluster, Configuration, FailureKind, configurations_of, failures_of
-from tierckpt.planning.simulator import Run, simulate
+from tierckpt.planning.simulator import Flow, Pipe, Run, simulate
 
 GB, TB = 1e9, 1e12
 RATES = Bandwidths(

@@ -13,7 +13,7 @@ from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.planning import ettr, exact, to_steps
 from tierckpt.planning.drain_policy import Rules
-from tierckpt.planning.interval_tuning import (
+from tierckpt.planning.optimal_interval import (
     CALM_WINDOWS,
     Choice,
     Goal,

@@ -9,9 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..client import latest
 from ..config import Settings
-from ..planning.components import Tensor, take_stock
-from ..planning.model_size import Model
-from ..planning.training_state import State
+from ..planning.training_state import Model, State, Tensor, take_stock
 from .reader import TierStorageReader
 
 

@@ -1,12 +1,10 @@
 """Planning: what checkpoints will cost, how often to take them, where replicas go. Pure arithmetic, also of live jobs.
 
     checked_numbers    numbers as people write them
-    model_size         parameters: from a number, a config.json, shapes
-    training_state     bytes per parameter, by component
-    mesh               who holds and writes what
+    training_state     parameters, bytes for each, and which rank holds and writes what
     transfer_times     how long bytes take
     ettr               what share of the time becomes training
-    optimal_interval   how often, from rates and costs; interval_tuning adapts it while a job runs
+    optimal_interval   how often, from rates and costs, and adapted while a job runs
     replica_placement  which node holds whose replica
     drain_policy       which checkpoint to drain, and when
     sizer              all of it at once
@@ -17,11 +15,9 @@ functions.
 """
 
 from .ettr import Level
-from .mesh import Mesh
-from .model_size import Model, from_config, from_number, from_shapes
 from .optimal_interval import Schedule, checkfreq_steps, daly, exact, plan, to_steps, two_level, young
 from .sizer import Site, Sizing, size
-from .training_state import State, measured_state, state_of
+from .training_state import Mesh, Model, State, from_config, from_number, from_shapes, measured_state, state_of
 from .transfer_times import Bandwidths
 
 __all__ = [

@@ -13,10 +13,8 @@ from ..errors import ConfigError
 from . import ettr, optimal_interval, transfer_times
 from .checked_numbers import not_negative, positive, share, whole
 from .ettr import DAY_SECONDS, Level
-from .mesh import Mesh
-from .model_size import Model
 from .optimal_interval import Schedule
-from .training_state import State
+from .training_state import Mesh, Model, State
 from .transfer_times import Bandwidths, Mode
 
 STALL_BUDGETS_SECONDS = (1.0, 5.0, 10.0, 60.0, 120.0)

@@ -2,7 +2,7 @@
 
 Every rank counts the same steps, so each knows by itself when the next save is due. What is decided anew is decided at
 a save and nowhere else: the ranks gather what they measured, rank 0 decides by pure functions
-(``planning/interval_tuning.py``, ``planning/drain_policy.py``), and tells the others. Both are collectives on the
+(``planning/optimal_interval.py``, ``planning/drain_policy.py``), and tells the others. Both are collectives on the
 caller's thread (P8), two small ones a save."""
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from numbers import Integral
 from typing import Literal, TypeAlias
 
 from ..errors import ConfigError
-from ..planning import interval_tuning
-from ..planning.interval_tuning import Goal, Pace, Profile, Steps, Window
-from ..planning.optimal_interval import OVERHEAD_MAX
+from ..planning import optimal_interval
+from ..planning.optimal_interval import OVERHEAD_MAX, Goal, Pace, Profile, Steps, Window
 from ..telemetry import logger
 from .drain_decider import DrainDecider, RankView, SaveDirective
 from .rank_exchange import all_gather, broadcast
@@ -193,9 +192,9 @@ class IntervalController:
 
     def _adapt(self, profiles: list[Profile], share: float) -> int:
         """Choose the pace from here on. Returns every how manieth checkpoint goes to shared storage."""
-        profile = interval_tuning.slowest(profiles)
-        choice = interval_tuning.choose(profile, self.goal, drains=self._sending.drains)
-        pace = interval_tuning.adapt(self.pace, choice, share, self.goal.overhead_max)
+        profile = optimal_interval.slowest(profiles)
+        choice = optimal_interval.choose(profile, self.goal, drains=self._sending.drains)
+        pace = optimal_interval.adapt(self.pace, choice, share, self.goal.overhead_max)
         if self.pace is None or (pace.steps, pace.every) != (self.pace.steps, self.pace.every):
             self._explain(pace, profile, share)
         self.pace = pace

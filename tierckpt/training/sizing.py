@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..planning.components import Tensor, take_stock
-from ..planning.model_size import Model
-from ..planning.training_state import State
+from ..planning.training_state import Model, State, Tensor, take_stock
 
 
 def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, State]:
