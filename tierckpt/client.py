@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .announce import announced
 from .arena.slots import close_arenas
 from .checkpoint import epoch, in_flight
 from .checkpoint.journal import Entry
@@ -24,6 +23,7 @@ from .event_loop import LoopThread, at_exit
 from .format.layout import Location, parse_uri, step_of
 from .ipc.agent_client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
 from .mover import Mover
+from .poll import announced
 from .stores.schemes import check_location
 from .telemetry import MetricsRelay, ignore_progress, listen, logger
 from .tracebacks import short_traceback

@@ -9,7 +9,9 @@ import difflib
 import json
 import os
 import re
+import stat
 import sys
+import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -26,8 +28,8 @@ from pydantic_settings import (
 from .errors import ConfigError
 from .format.uris import local_path
 from .home import cache_home
+from .ownership import distrust
 from .quantities import DISK_BLOCK_BYTES, round_up
-from .settings_file import NAME, read_settings_file
 from .telemetry import logger
 
 KiB = 1 << 10
@@ -39,6 +41,9 @@ _NO_SETTINGS = re.compile(
 )
 """Variables of our own tools, and those that Kubernetes sets for a Service named tierckpt."""
 reported: set[str] = set()
+FILE_NAME = "tierckpt.toml"
+FILE_BYTES_MAX = 1 << 20
+reported_files: set[tuple[str, str]] = set()
 
 log = logger("config")
 
@@ -59,7 +64,7 @@ def _source_of(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> st
     name = str(field[0]) if field else ""
     if name in overrides or f"TIERCKPT_{name}".upper() in map(str.upper, os.environ):
         return ""
-    return f" (in {Path(NAME).absolute()})" if name in read_settings_file() else ""
+    return f" (in {Path(FILE_NAME).absolute()})" if name in read_settings_file() else ""
 
 
 def _default_local_root() -> Path:
@@ -320,3 +325,48 @@ def _problem(item: Any, names: Collection[str]) -> str:
         return ": ".join(filter(None, (name, item["msg"].removeprefix("Value error, "))))
     near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.7)
     return f"unknown setting {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else "")
+
+
+def read_settings_file() -> dict[str, Any]:
+    """Return the values of ``tierckpt.toml`` in the working directory, by name; {} without one.
+
+    A process may start in a directory that others write to. So the file counts only if no one but this user or root can
+    have written it, or can replace it. Otherwise no value of it is read, and a warning says so once.
+
+    Raises:
+        ConfigError: it counts, and is no TOML, no file, unreadable or too large; names the file.
+    """
+    path = Path(FILE_NAME)
+    try:
+        path.lstat()
+        path = path.absolute()
+    except OSError:  # none, or no working directory
+        return {}
+    if why := distrust(path):
+        if (str(path), why) not in reported_files:
+            reported_files.add((str(path), why))
+            log.warning(
+                "%s is ignored: %s. Settings are taken from a file that this user or root owns and nobody else can "
+                "write to or replace (`chmod go-w` the file and its directory), and from TIERCKPT_* variables",
+                path,
+                why,
+            )
+        return {}
+    try:
+        return tomllib.loads(_read_file(path).decode())
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}", hint="Write lines like `concurrency = 2`") from None
+
+
+def _read_file(path: Path) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO is not waited for
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path} is not a file", hint="Move it away: settings are read from a file of that name")
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path} is larger than the {FILE_BYTES_MAX} bytes that settings may take")
+    return data

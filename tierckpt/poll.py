@@ -1,14 +1,19 @@
-"""Look again and again at what somebody else does, until a deadline: the one poll loop of the package."""
+"""The one poll loop of the package, with its deadline, and the warning of a long wait."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from .resources import start_if_possible
 
 GROWTH = 1.5
 """What takes long may take longer: a wait ends at most half its length late, and costs few looks."""
@@ -96,3 +101,33 @@ def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> b
             return False
         seen, looked_at = now, time.monotonic()
     return True
+
+
+ANNOUNCED_AFTER_SECONDS = 1.0
+ANNOUNCED_EVERY_SECONDS = 10.0
+
+
+@contextmanager
+def announced(
+    log: logging.Logger, describe: Callable[[], str], first_seconds: float = ANNOUNCED_AFTER_SECONDS
+) -> Iterator[None]:
+    """Log ``describe()`` as a warning while the block runs: after ``first_seconds``, then every ten seconds.
+
+    A wait of minutes without a word looks like a hang. ``describe`` is called on a thread of its own; an empty text is
+    not logged.
+    """
+    is_done = threading.Event()
+
+    def tell() -> None:
+        pause = first_seconds
+        while not is_done.wait(pause):
+            pause = ANNOUNCED_EVERY_SECONDS
+            if text := describe():
+                log.warning("%s", text)
+
+    thread = threading.Thread(target=tell, name="tierckpt-announce", daemon=True)
+    start_if_possible(thread)
+    try:
+        yield
+    finally:
+        is_done.set()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_ownership import ATTACKER, ROOT, VICTIM, VICTIMS, as_user, machine, make
-from tierckpt import settings_file
+from tierckpt import config
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 
@@ -35,7 +35,7 @@ def believe(directory: Path, *, is_believed: bool) -> None:
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("tierckpt.config").addHandler(handler)
-    settings_file.reported.clear()
+    config.reported_files.clear()
     settings = Settings.load(), Settings.load()
     assert {one.concurrency for one in settings} == {7 if is_believed else 4}
     assert {one.peers for one in settings} == {"10.6.6.6:7117" if is_believed else None}

@@ -22,7 +22,6 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
-from ..announce import announced
 from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
@@ -42,6 +41,7 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import Location, parse_uri, step_name, step_of
+from ..poll import announced
 from ..resources import ThreadPool
 from ..stores.schemes import check_location, check_mirrored_target
 from ..telemetry import BLOCKED_SECONDS, logger
