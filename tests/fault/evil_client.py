@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 
 from tests.peer_node import CHUNK, SECRET, Node, get, publish
@@ -194,9 +195,10 @@ async def dribble(node: Node, connections: int) -> float:
 
     async def one() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
+        head = chain(b"GET /v1/members HTTP/1.1\r\nX: ", repeat(ord("y")))
         try:
             while not reader.at_eof() and not writer.is_closing():
-                writer.write(b"G")
+                writer.write(bytes([next(head)]))
                 await writer.drain()
                 try:
                     if not await asyncio.wait_for(reader.read(1), 0.02):

@@ -143,8 +143,16 @@ async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))
         await until(lambda: len(node.server.http.connections) == 60)
         assert await get(node.client(), node.member, frozen, 1)
-        assert await dribbling < evil_client.ANSWER_SECONDS
+        assert await dribbling < http_server.IDLE_SECONDS  # after which aiohttp would close them
         assert node.server.counts["chunks"] == 1
+
+
+async def test_the_harness_finds_a_server_that_waits_for_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 3600.0)
+    monkeypatch.setattr(evil_client, "ANSWER_SECONDS", 1.0)
+    async with serving(tmp_path) as node:
+        with pytest.raises(TimeoutError):
+            await evil_client.dribble(node, 2)
 
 
 async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(

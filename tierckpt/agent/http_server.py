@@ -1,14 +1,14 @@
 """The agent's HTTP server, on aiohttp. The peers, the page with the metrics, and the Hub proxy are sites of it.
 
-aiohttp parses requests, writes answers and keeps connections open between them. Its access log, its decompression and
-its error pages are off. These limits, the same for every site, are added:
+aiohttp parses requests, writes answers and keeps connections open between them. Its access log, its decompression, its
+error pages, and its headers with versions and the time are off. These limits, the same for every site, are added:
 
     L1  The head of a request arrives within ``HEAD_SECONDS`` of its first byte, the first one within that time of the
         connection. A connection that is idle for ``IDLE_SECONDS`` is closed.
     L2  A site has at most ``CONNECTIONS_MAX`` connections, and half of the open files of the process; one address has
-        at most half of them. A connection counts until its request is answered, even if the client has gone.
-    L3  A request has at most ``HEAD_BYTES_MAX`` bytes and what its site takes of a body, and ``HEADERS_MAX`` headers.
-        An unread body ends the connection.
+        at most half of them. A connection counts until its request is answered, even after its client left.
+    L3  A request has at most ``HEAD_BYTES_MAX`` bytes and the body that its site reads, and ``HEADERS_MAX`` headers. An
+        unread body ends the connection.
     L4  A client that does not receive its answer in time is disconnected. So is one whose request fails in here: the
         reason is for the log.
 """
@@ -21,6 +21,7 @@ import resource
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import TypeAlias
 
@@ -54,7 +55,7 @@ class HttpServer:
     """Serves one site on the running event loop, from ``start`` to ``close``.
 
     Args:
-        name: what is served, for messages.
+        name: of the site, for messages.
         handler: returns the answer to a request, sent or not.
         body_bytes_max: of a request; the handler reads it.
     """
@@ -73,7 +74,7 @@ class HttpServer:
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen; port 0 chooses a free one. Raises ConfigError: the address cannot be listened on."""
         loop = asyncio.get_running_loop()
-        manager = web.Server(self._answer)
+        manager = web.Server(self._answer, request_factory=partial(_Request, loop=loop))
         try:
             self._listener = await loop.create_server(
                 lambda: _Connection(self, manager),
@@ -135,8 +136,6 @@ class HttpServer:
             else:
                 self.note_malformed(request.remote or "?", "another version of HTTP")
                 response = refusal(HTTPStatus.BAD_REQUEST)
-            if not response.prepared:
-                response.headers["Server"] = "tierckpt"
             async with asyncio.timeout(send_seconds(response.content_length or 0)):
                 await response.prepare(request)
                 await response.write_eof()
@@ -150,6 +149,14 @@ class HttpServer:
             return response
         connection.abort()
         raise ConnectionResetError("the request could not be answered")
+
+
+class _Request(web.BaseRequest):
+    """A request whose answer names neither versions nor, to clients that are no members, this node's time."""
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "tierckpt"
+        response.headers.popall("Date", None)
 
 
 class _Connection(web.RequestHandler):
@@ -220,11 +227,11 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what aiohttp could not parse, without a word of it."""
+        """Answer a request that aiohttp could not parse; the reason is for the log."""
         if status != HTTPStatus.BAD_REQUEST:
             raise ConnectionResetError("the request could not be answered")  # it is aborted already
         self._site.note_malformed(self._client, type(exc).__name__)
-        return refusal(HTTPStatus.BAD_REQUEST, {"Server": "tierckpt"})
+        return refusal(HTTPStatus.BAD_REQUEST)
 
     def begin_answer(self) -> None:
         self._is_answering, self._received_bytes = True, 0
@@ -258,14 +265,14 @@ async def begin(
     request: web.BaseRequest, headers: Mapping[str, str], *, status: int = HTTPStatus.OK
 ) -> web.StreamResponse:
     """Send the head of an answer whose body follows by ``write``."""
-    response = web.StreamResponse(status=status, headers={"Server": "tierckpt", **headers})
+    response = web.StreamResponse(status=status, headers=headers)
     async with asyncio.timeout(send_seconds(0)):
         await response.prepare(request)
     return response
 
 
 async def write(response: web.StreamResponse, data: bytes | memoryview) -> None:
-    """Send a part of a body. Raises OSError: the client has gone, or does not receive it in time (L4)."""
+    """Send a part of a body. Raises OSError: the client left, or does not receive it in time (L4)."""
     view = memoryview(data)
     async with asyncio.timeout(send_seconds(len(view))):
         for at in range(0, len(view), WRITE_BYTES):

@@ -1,15 +1,15 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
 Files come through the node cache. With ``peers``, the Hub sends each chunk to one node, its owner, and the other nodes
-fetch it from there (peer/fetch/hub_owners.py). Of the Hub's API, what readers ask of repositories is passed on
-(``_READS``), without the fields for xet, which would bypass the cache.
+fetch it from there (peer/fetch/hub_owners.py). Of the Hub's API, requests of readers about repositories are
+passed on (``_READS``), without the fields for xet, which would bypass the cache.
 
 Invariants:
     X1  Read only: GET, HEAD, and the POST that asks what some paths are. On the loopback address, for requests that
         name it as their host.
-    X2  The token is the agent's own: whoever can connect to the port reads the repositories that it may read, and gets
-        nothing else by it: a Hub also answers a GET with tokens that may write, and with the token's owner. A client's
-        token is neither read, passed on, nor kept. Members of the cluster read files of commits by each other's tokens.
+    X2  The token is the agent's own: a client of the port reads the repositories that this token may read, and nothing
+        else: a Hub also answers a GET with tokens that may write, and with the token's owner. A client's token is
+        neither read, passed on, nor kept. Members of the cluster read files of commits by each other's tokens.
     X3  The last piece of a file is sent when all of it has passed the digest that the Hub lists. An error ends the
         connection early, so that no client takes the file for whole. A damaged file is read from the Hub by this node
         alone the next time: the owner of a part of it does not know.
@@ -119,7 +119,7 @@ class HubProxy:
         """Listen on ``port`` (0: a free one) and return it.
 
         Raises:
-            ConfigError: the port is taken, or is that of the Hub which is served.
+            ConfigError: the port is taken, or is the Hub's own.
         """
         if self._hub.host in (f"{HOST}:{port}", f"localhost:{port}"):
             raise ConfigError(
@@ -131,7 +131,7 @@ class HubProxy:
         return port
 
     async def close(self) -> None:
-        """Stop serving, and what is fetched for it."""
+        """Stop serving, and the fetches under way."""
         await self._http.close()
         await asyncio.to_thread(self._close_client)
 
@@ -151,7 +151,7 @@ class HubProxy:
         path = request.raw_path
         form = await _form_of(request) if request.method == "POST" else None
         if request.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
-            return _reply(403)  # a page in a browser that was told another name of this address
+            return _reply(403)  # a page in a browser, by another name of this address
         parts = [unquote(part) for part in re.split("[?#]", path, maxsplit=1)[0].split("/") if part]
         if not path.startswith("/") or not path.isascii() or not is_safe_path("/".join(parts)):
             return _reply(404)  # it would lead elsewhere on the Hub, or to another host
@@ -251,7 +251,7 @@ class HubProxy:
 
     @contextlib.asynccontextmanager
     async def _opened(self, file: _File) -> AsyncIterator[tuple[CacheEntry, str, list[asyncio.Future[None]]]]:
-        """The entry that has a file, its path there, and the fetches under way. When the client has gone, these are
+        """The entry that has a file, its path there, and the fetches under way. When the client leaves, these are
         waited for and kept: it comes again, and the Hub need not send them again."""
         cache = self._alone if file.info.etag in self._damaged else self._shared
         entry = await self._run(_open(cache, file.location, file.info))
@@ -296,7 +296,7 @@ class HubProxy:
         if location.scheme != "hf" or not is_file:
             raise ObjectNotFoundError(f"{uri} is no file of a commit of a Hub")
         if not reads and not await asyncio.to_thread(self._owned.pool.rows, location.uri):
-            raise ObjectNotFoundError(f"{uri} is not on this node")  # and the Hub is not asked what it is
+            raise ObjectNotFoundError(f"{uri} is not on this node")  # no request to the Hub
         info = await self._client.mover.store(location.parent).head(location.name)
         entry = await _open(self._owned, location, info)
         try:

@@ -331,7 +331,7 @@ class PeerServer:
     async def _range(
         self, asked: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
     ) -> web.StreamResponse:
-        """Send what ``open_`` opens. ``is_coming``: when it opens nothing, it will a moment later."""
+        """Send the range that ``open_`` opens. ``is_coming``: if it opens nothing now, it will a moment later."""
         if not await self._take_slot(asked.name, time.monotonic()):
             return self._nothing(asked, is_coming=True)
         try:
@@ -369,7 +369,7 @@ class PeerServer:
     async def _send_file(self, request: web.BaseRequest, response: web.StreamResponse, opened: Opened) -> None:
         loop, transport = asyncio.get_running_loop(), request.transport
         if transport is None:
-            raise EOFError("the peer has gone")
+            raise EOFError("the peer closed the connection")
         is_plain = transport.get_extra_info("sslcontext") is None
         at, stop = opened.byte_range.start, opened.byte_range.stop
         with os.fdopen(os.dup(opened.file), "rb", buffering=0) as file:
@@ -382,7 +382,7 @@ class PeerServer:
                         sent = await loop.sendfile(transport, file, at, count, fallback=False)
                     except asyncio.SendfileNotAvailableError:
                         if transport.is_closing():
-                            raise EOFError("the peer has gone") from None
+                            raise EOFError("the peer closed the connection") from None
                         is_plain = False  # this file system has no sendfile
                         continue
                 else:
@@ -390,7 +390,7 @@ class PeerServer:
                     await write(response, data)
                     sent = len(data)
                 if not sent:
-                    raise EOFError("the file has become shorter")  # the connection ends: the peer sees too few bytes
+                    raise EOFError("the file is shorter now")  # the connection ends: the peer sees too few bytes
                 at += sent
 
     async def _take_slot(self, name: str, deadline: float) -> bool:
@@ -449,7 +449,7 @@ class PeerServer:
 
 @dataclass(slots=True)
 class _Asked:
-    """A proven request of the member ``name``; ``nonce`` is what its answer refers to."""
+    """A proven request of the member ``name``. Its answer refers to ``nonce``."""
 
     server: PeerServer
     request: web.BaseRequest

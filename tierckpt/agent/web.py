@@ -1,10 +1,10 @@
 """The page of a node, over HTTP: ``/`` is the page, ``/events`` the documents that it draws (server-sent events),
-``/status.json`` one of them; ``page_documents.py`` makes the others. More routes, ``/metrics`` of the agent, are
+``/status.json`` one of them; ``page_documents.py`` makes the others. Other routes, ``/metrics`` of the agent, are
 passed in. Nothing can be changed through it.
 
     B1  Reads only: GET and HEAD, and no route that acts.
     B2  A page of another site cannot read it through a browser on this node: the Host must be an address, or a name of
-        this machine, since a name that somebody else's DNS resolves is what such a page would use. ``/metrics`` is
+        this machine, since such a page would use a name that foreign DNS resolves. ``/metrics`` is
         exempt: Prometheus names it as a site likes.
     B3  Beyond loopback every request must carry the token.
     B4  Events are made while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` when nothing
@@ -88,7 +88,7 @@ class Documents:
         self._text = b""
         self._task: asyncio.Task[None] | None = None
         self._maker = ThreadPool(1, thread_name_prefix="tierckpt-page")
-        # What follows is the maker's.
+        # These belong to the maker's thread.
         self._document: Json = {}
         self._known: Known = {}
         self._watch: RolloutWatch | None = None
@@ -152,7 +152,7 @@ class Documents:
             self._maker.submit(self._end_watch)
 
     def _make_news(self, is_old: bool) -> tuple[bytes, float]:
-        """A document's text, "" when it has no news, and the processor time that it took."""
+        """The text of a new document, "" if only ages changed, and the processor time that it took."""
         begun = time.thread_time()
         document = self._document_or_problem(self._make or (lambda: self._make_document(self._known)))
         text = b""
@@ -258,7 +258,7 @@ class WebServer:
 
     @property
     def url(self) -> str:
-        """Where the page is. It has the token: whoever knows it may read the page."""
+        """The page's address. It has the token, so every client with the address may read the page."""
         unspecified = ipaddress.ip_address(self.host).is_unspecified
         host = socket.gethostname() if unspecified else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
@@ -329,7 +329,7 @@ class WebServer:
             number = 0
             while True:  # until the page is closed: a write fails then
                 number, text = await self.documents.after(number, KEEPALIVE_SECONDS)
-                # The time of sending: a document without news may be older, and a page's clock may be wrong.
+                # The time of sending: an unchanged document may be older, and a page's clock may be wrong.
                 now = b'{"sent_unix_seconds": %.3f, ' % time.time()
                 await write(response, b"id: %d\ndata: %b%b\n\n" % (number, now, text[1:]) if text else b":\n\n")
         finally:

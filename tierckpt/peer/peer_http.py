@@ -28,7 +28,7 @@ CHUNKS_MAX = 1 << 22
 WAIT_SECONDS_MAX = 10.0
 TARGET_BYTES_MAX = 1024
 HUB_WAIT_SECONDS = 2.0
-"""So often a member that reads a range from a Hub for others says that it is at it."""
+"""A member that reads a range from a Hub for others answers "busy" after so long."""
 LINES_IN_HEAD_MAX = 64
 LINES_MAX = 1 << 16
 """Lines of a list of holdings in one answer. ``next`` says where the rest begins."""
@@ -38,7 +38,7 @@ HELD = "x-tierckpt-held"
 ME = "x-tierckpt-me"
 PROOF = "x-tierckpt-proof"
 TIME = "x-tierckpt-time"
-"""What the clock of a peer says, to a member whose own says something else."""
+"""The time of a peer's clock, for a member whose own differs."""
 
 _END = b"\r\n\r\n"
 _NAME = re.compile(rb"[A-Za-z0-9-]{1,64}")
@@ -66,7 +66,7 @@ _PATHS = {
 
 
 class WireError(HttpError):
-    """The other end does not speak as it should. The connection is of no use any more."""
+    """The other end sends invalid messages. Its connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """What a node says it has of a version at a chunk size: ``new`` are the lines of its list from the one asked for.
+    """A node's report of its chunks of a version: ``new`` are the lines of its list from the requested one on.
 
     The list only grows. A chunk may be in it twice (it was lost and has landed again), and may be gone all the same.
     """
@@ -144,7 +144,7 @@ class ChunkReport:
 
 
 def route(target: str) -> tuple[str, tuple[str, ...]] | None:
-    """Which of the paths there are ``target`` is, and what it names; None for all others."""
+    """The kind of a target and the names in it; None if it is no path of peers."""
     for name, pattern in _PATHS.items():
         if match := pattern.fullmatch(target):
             return name, match.groups()
