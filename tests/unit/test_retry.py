@@ -294,6 +294,15 @@ def test_one_good_answer_starts_the_count_anew() -> None:
     assert not breaker.is_open
 
 
+def test_an_outage_says_how_much_waits_for_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    policy = Retries(Settings.load(local_root=tmp_path))
+    breaker = policy.breaker("s3://b")
+    policy.waiting_bytes["s3://b"] += 3 << 20
+    with caplog.at_level("WARNING", "tierckpt"):
+        breaker.report("no answer", "", 0.0)
+    assert "3.0 MiB wait" in caplog.text
+
+
 async def test_one_probe_at_a_time_ever_more_rarely_and_all_go_on_at_once(clock: VirtualTime) -> None:
     breaker, probes, under_way = opened(), [], 0
 

@@ -46,10 +46,8 @@ log = logger("agent")
 
 RESCAN_SECONDS = 1.0
 LOG_CHECK_SECONDS = 1.0
-RETRY_SECONDS_MIN = 5.0
-RETRY_SECONDS_MAX = 300.0
+PRUNE_AGAIN_SECONDS = 5.0
 CONNECTIONS_MAX = 1024
-ERRORS_KEPT = 20
 RECOVER_SECONDS = 60.0
 ENDING_SECONDS = 0.1
 ACCEPT_AGAIN_SECONDS = 1.0
@@ -91,13 +89,9 @@ class Agent:
         self._watched: set[Connection] = set()
         """Whose process has not ended, closed ones among them when there is a handoff of theirs."""
         self._begun = self._busy_at = time.monotonic()
-        self._retry_at: dict[str, float] = {}
-        self._failures: dict[str, int] = {}
         self._prune_at = 0.0
         """When (monotonic seconds) runs whose store did not answer are pruned again; infinite while one is pruned."""
-        self._errors: list[Json] = []
         self._moving: dict[str, Progress] = {}
-        self._stopping = asyncio.Event()
         self._signalled = False
         self._metrics: Any = None
         self._hub_proxy: Any = None
@@ -226,12 +220,12 @@ class Agent:
         # Python waits for threads without an end, and they may wait for a disk or a store.
         end_later(PartialTransferError.exit_code, grace_seconds + END_SECONDS)
         self._signalled = True
-        self._stopping.set()
+        self.mover.drains.ended.set()  # wakes ``_work_until_told``
 
     async def _work_until_told(self) -> None:
         """Look into the journal now and then: a message may be lost with the process that would have sent it."""
         await self._recover()
-        while not self._stopping.is_set():
+        while not self._signalled:
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
             if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
@@ -244,11 +238,15 @@ class Agent:
                 if not self.options.stay:
                     log.info("agent leaves: nothing to do for %g s", self.options.idle_seconds)
                     return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), RESCAN_SECONDS)
+            next_look_at = time.monotonic() + RESCAN_SECONDS
+            while not self._signalled and (left_seconds := next_look_at - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.mover.drains.ended.wait(), left_seconds)
+                    self.mover.drains.ended.clear()
+                    await self._prune_what_is_due()
 
     def _may_leave(self) -> bool:
-        has_work = self._connections or self._tasks or self.mover.drains.draining or self._retry_at or self._prune_at
+        has_work = self._connections or self._tasks or not self.mover.drains.is_idle or self._prune_at
         is_needed = self.peers is not None and self.peers.is_needed
         is_needed = is_needed or (self.replicator is not None and self.replicator.is_needed)
         return not (has_work or is_needed) and self.handoffs.is_empty
@@ -269,12 +267,7 @@ class Agent:
         return bool(released)
 
     async def _drain_what_is_ready(self) -> None:
-        entries = await self._entries()
-        ready = {entry.token for entry in entries if entry.state in TO_DRAIN}  # what is set aside keeps nobody here
-        self._retry_at = {token: at for token, at in self._retry_at.items() if token in ready}
-        for entry in entries:
-            if entry.state in TO_DRAIN and time.monotonic() >= self._retry_at.get(entry.token, 0.0):
-                self._submit(entry.token)
+        self.mover.drains.submit_due(await self._entries())
 
     async def _prune_what_is_due(self) -> None:
         """Prune the runs into which a drain has ended. Their trainers may have ended before it."""
@@ -291,30 +284,9 @@ class Agent:
         try:
             is_left = await self.mover.pruner.prune_due()
         except Exception:
-            if not self._stopping.is_set():  # else the stores were closed below it
+            if not self._signalled:  # else the stores were closed below it
                 log.exception("retention failed; it is tried again")
-        self._prune_at = time.monotonic() + (RETRY_SECONDS_MIN if is_left else 0.0)
-
-    def _submit(self, token: str) -> None:
-        if token in self.mover.drains.draining:
-            return
-        self._retry_at[token] = time.monotonic() + RETRY_SECONDS_MAX  # until it ends, one way or the other
-        self._spawn(self._drain(token))
-
-    async def _drain(self, token: str) -> None:
-        try:
-            await self.mover.drains.submit(token)
-        except TierckptError as error:
-            self._failures[token] = count = self._failures.get(token, 0) + 1
-            wait_seconds = min(RETRY_SECONDS_MIN * 2 ** (count - 1), RETRY_SECONDS_MAX)
-            self._retry_at[token] = time.monotonic() + wait_seconds
-            self._errors = [*self._errors, {"at_unix_seconds": time.time(), **error.to_json()}][-ERRORS_KEPT:]
-        except Exception:
-            log.exception("drain of %s failed; it is tried again", token)  # at the time that _submit has set
-        else:
-            self._failures.pop(token, None)
-            self._retry_at.pop(token, None)
-            await self._prune_what_is_due()
+        self._prune_at = time.monotonic() + (PRUNE_AGAIN_SECONDS if is_left else 0.0)
 
     async def _finish(self) -> int:
         """After a signal: bring staged saves to the SSD, and drain as far as the grace period allows, newest first.
@@ -322,8 +294,7 @@ class Agent:
         The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
         """
         deadline = time.monotonic() + self.settings.grace_seconds
-        self.mover.limiter.newest_first()
-        self._retry_at = {token: at for token, at in self._retry_at.items() if token in self.mover.drains.draining}
+        await self.mover.drains.newest_first()
         while time.monotonic() < deadline:
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
@@ -507,8 +478,7 @@ class Agent:
     # --- operations ---------------------------------------------------------------------------------------------
 
     def _on_submit(self, connection: Connection, received: list[int], token: str) -> None:
-        self._retry_at.pop(token, None)
-        self._submit(token)
+        self.mover.drains.submit(token)
 
     def _on_here(self, connection: Connection, received: list[int]) -> None:
         """Somebody wants to be sure that there is an agent."""
@@ -607,7 +577,7 @@ class Agent:
             "drains": self.mover.drains.active,
             "stores": self.mover.drains.troubles,
             "drain_bytes_per_second": self.mover.limiter.rate,
-            "errors": self._errors,
+            "errors": list(self.mover.drains.errors),
             "replicas": self.replicator.status() if self.replicator is not None else None,
             "page": server.url if (server := getattr(self._metrics, "server", None)) is not None else None,
         }

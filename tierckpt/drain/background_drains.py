@@ -1,7 +1,8 @@
-"""The drains of one mover, as tasks of its event loop: begins them, remembers how each ended, waits for them.
+"""The drains of one mover, as tasks of its event loop: starts them, retries failed ones, waits for them.
 
-Who drains a save is decided in ``client.py`` (``Client.drain_in_background``): the node's agent, whose server begins it
-here, or this process. Each task is one call of ``Drainer.drain`` (``drainer.py``).
+``Client.drain_in_background`` decides which process drains a save: the node's agent or the trainer. Each task is one
+call of ``Drainer.drain`` (``drainer.py``), which itself waits while a store is unavailable. A drain that fails for
+another reason is tried again by ``submit_due``, after a pause that doubles.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
 from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal, set_aside_error
@@ -34,6 +36,7 @@ from ..format.manifest import Manifest
 from ..poll import LOCAL, SHARED, Poll
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
+from .active_drain import COMMITTING, OTHER_RANKS
 from .drainer import Drainer, DrainResult, is_commit_of
 from .recovery import recover_entry
 
@@ -44,6 +47,9 @@ ANSWER_SECONDS_MIN = 0.5
 """What a store may take at least to say what it has, when the time to wait for it is nearly up."""
 REFUSALS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
 """Errors of a store that concern all checkpoints of a run."""
+RETRY_SECONDS_MIN = 5.0
+RETRY_SECONDS_MAX = 300.0
+ERRORS_KEPT = 20
 NOTED_MAX = 1024
 """How many of its latest drains a process can still tell the end of."""
 
@@ -56,6 +62,13 @@ class BackgroundDrains:
         self._drainer = drainer
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
+        """URI and error of failed drains that no caller has asked for, by token."""
+        self._retries: dict[str, tuple[int, float]] = {}
+        """Failures of a drain in a row, and when (monotonic seconds) ``submit_due`` starts it again, by token."""
+        self.errors: deque[Json] = deque(maxlen=ERRORS_KEPT)
+        """The latest errors of drains."""
+        self.ended = asyncio.Event()
+        """Set at each end of a drain; the task that waits for it clears it."""
         self._drained_to: set[tuple[str, str]] = set()
         """The stores (``place_of``) to which this process has drained something."""
         self._logged: dict[str, None] = {}
@@ -105,6 +118,19 @@ class BackgroundDrains:
         """The stores that do not answer now, with the cause."""
         return self._drainer.retries.troubles
 
+    @property
+    def is_idle(self) -> bool:
+        """True when this process drains no entry, and is to retry none."""
+        return not (self._drains or self._retries)
+
+    def submit_due(self, entries: Sequence[Entry]) -> None:
+        """Start draining ``entries`` of the journal, except failed ones whose pause is not over."""
+        ready = [entry.token for entry in entries if entry.state in TO_DRAIN]
+        self._retries = {token: self._retries[token] for token in ready if token in self._retries}
+        for token in ready:
+            if time.monotonic() >= self._retries.get(token, (0, 0.0))[1]:
+                self.submit(token)
+
     def submit(self, token: str) -> asyncio.Task[DrainResult]:
         """Start draining a journal entry in the background. Its error is kept for ``wait``."""
         if token not in self._drains:
@@ -135,15 +161,24 @@ class BackgroundDrains:
             if result.outcome == "committed" and uri:  # '': another mover was through before we looked
                 self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
+            self._retries.pop(token, None)
             return result
-        except TierckptError as error:
-            self._log_failure(token, uri, error)
-            self._failures[token] = (uri, error)
-            if len(self._failures) > NOTED_MAX:  # of saves that nobody waits for: the journal has them
-                del self._failures[next(iter(self._failures))]
+        except Exception as error:
+            count = self._retries.get(token, (0, 0.0))[0] + 1
+            pause_seconds = min(RETRY_SECONDS_MIN * 2 ** min(count - 1, 10), RETRY_SECONDS_MAX)
+            self._retries[token] = count, time.monotonic() + pause_seconds
+            if isinstance(error, TierckptError):
+                self._log_failure(token, uri, error)
+                self._failures[token] = (uri, error)
+                if len(self._failures) > NOTED_MAX:  # of saves that no caller waits for: the journal has them
+                    del self._failures[next(iter(self._failures))]
+                self.errors.append({"at_unix_seconds": time.time(), **error.to_json()})
+            else:
+                log.exception("drain of %s failed; it is tried again", uri or token)
             raise
         finally:
             self._drains.pop(token, None)
+            self.ended.set()
 
     def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
         """Log a failed drain: one ERROR for a store that refuses a run, and one for each other entry that fails."""
@@ -194,8 +229,9 @@ class BackgroundDrains:
         )
 
     async def newest_first(self) -> None:
-        """From now on the drains of this process let nothing go before the newest checkpoint: it will be stopped."""
+        """Drain the newest checkpoint before all others, and retry at once: this process will be stopped."""
         self._drainer.limiter.newest_first()
+        self._retries.clear()
 
     async def idle(self, timeout_seconds: float) -> list[Entry]:
         """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
@@ -207,7 +243,8 @@ class BackgroundDrains:
         patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
         while time.monotonic() < deadline and not self._drainer.limiter.paused:
             awaited = {token: drain for token, drain in self._drains.items() if token not in self._not_waited_for}
-            sending = awaited.keys() - self._drainer.awaiting
+            active = self._drainer.active.items()
+            sending = awaited.keys() - {token for token, drain in active if drain.state in (COMMITTING, OTHER_RANKS)}
             if not awaited or (not sending and time.monotonic() > patience):
                 break
             await asyncio.wait(awaited.values(), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)

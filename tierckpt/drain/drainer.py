@@ -14,8 +14,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..checkpoint import branches, commit_times, local_commit, local_only, marks, prune, shared_commit
@@ -56,13 +56,13 @@ from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries
 from ..stores.store_breaker import StoreBreaker
-from ..stores.verified_read import available, verified
+from ..stores.verified_read import again, available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
 from ..types import FileProgress, Progress, ProgressListener, Tier
 from . import write_back
 from .active_drain import COMMITTING, OTHER_RANKS, SILENT_SECONDS, STORE, ActiveDrain
 from .file_transfer import cause_of, send
-from .rate_limiter import DrainFlow, RateLimiter
+from .rate_limiter import RateLimiter
 
 log = logger("drain")
 
@@ -99,7 +99,6 @@ class Drainer:
         self._opening = threading.Lock()
         self.retries = Retries(settings)
         """How often this mover asks its stores again, and which of them are down."""
-        self.retries.waiting_bytes = self._waiting_bytes
         self.limiter = RateLimiter(
             settings.drain_bytes_per_second,
             settings.concurrency,
@@ -109,8 +108,6 @@ class Drainer:
         """Of all drains of this mover together."""
         self._noted_at: dict[str, float] = {}
         """When (monotonic seconds) the next note is due of an entry that waits for its store."""
-        self.awaiting: set[str] = set()
-        """Tokens whose files are sent and which wait for other ranks' parts."""
         self.active: dict[str, ActiveDrain] = {}
         """By token."""
         self._watch: asyncio.Task[None] | None = None
@@ -134,10 +131,6 @@ class Drainer:
     def is_away(self, run: Location) -> bool:
         """True from the log record of an outage of the store of ``run``, or of a refusal, to that of its end."""
         return self.retries.is_refused(run.uri) or self.breaker(run).is_reported
-
-    def _waiting_bytes(self, name: str) -> int:
-        drains = [drain for drain in self.active.values() if drain.uri.startswith(f"{name}/")]
-        return sum(drain.size_bytes for drain in drains)
 
     async def _watch_silence(self) -> None:
         """Report a store that leaves drains without an answer: long before the request times out."""
@@ -170,26 +163,62 @@ class Drainer:
             CommitAbandonedError: the other ranks' parts did not come.
             IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained as it is.
         """
+        from tenacity import AsyncRetrying, retry_always, wait_random_exponential  # late, as in ``Retries.again``
+
         with self.journal.own(token) as owned:
-            if not owned:
-                return DrainResult(token, "", "held")
-            entry = await asyncio.to_thread(self.journal.read, token)
+            entry = await asyncio.to_thread(self.journal.read, token) if owned else None
             if entry is None or entry.state not in TO_DRAIN:
-                return DrainResult(token, entry.uri if entry else "", "held" if entry else "committed")
-            begun = time.monotonic()
-            self.active[token] = ActiveDrain(entry.uri, entry.rank, entry.size_bytes)
+                outcome = "committed" if owned and entry is None else "held"
+                return DrainResult(token, entry.uri if entry is not None else "", outcome)
+            begun, breaker = time.monotonic(), self.breaker(entry.location)
+            work = self._drain if entry.state == READY else partial(write_back.drain, self)
+            active = self.active[token] = ActiveDrain(entry.uri, entry.rank, entry.size_bytes)
+            self.retries.waiting_bytes[breaker.name] += entry.size_bytes
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.create_task(self._watch_silence(), name="watch drains")
+            wait = wait_random_exponential(PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)  # full jitter
+            pause = partial(self._pause, entry, active)
             try:
-                drain = self._drain if entry.state == READY else self._drain_file
-                outcome = await self._with_retries(entry, lambda: drain(entry, patient), patient)
+                async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
+                    tried_at = time.monotonic()
+                    try:
+                        outcome = await work(entry, patient)
+                        break
+                    except TierckptError as error:
+                        if not (patient and error.retryable and await self._may_retry(entry, active, error, tried_at)):
+                            raise
+                        one.retry_state.set_result(None)
             except TierckptError as error:
                 ERRORS.emit(1, operation="drain", error=type(error).__name__)
                 await self._note_failure(entry, error, patient)
                 raise
             finally:
                 self.active.pop(token, None)
+                self.retries.waiting_bytes[breaker.name] -= entry.size_bytes
             return await self._drained(entry, outcome, begun)
+
+    async def _pause(self, entry: Entry, active: ActiveDrain, seconds: float) -> None:
+        """Sleep before the next try; less when a store that was down is up again, at most until the next note."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NOTE_SECONDS):
+                if not await available(self.store(entry.location)):
+                    active.next_try_at = time.monotonic() + seconds
+                    await asyncio.sleep(seconds)
+
+    async def _may_retry(self, entry: Entry, active: ActiveDrain, error: TierckptError, tried_at: float) -> bool:
+        """Note that ``entry`` waits for its store; False when it has done so for ``PASSING_SECONDS``, over restarts."""
+        RETRIES.emit(1, operation="drain")
+        breaker = self.breaker(entry.location)
+        if breaker.ended_at < tried_at:  # else this request is the rest of an outage that is over
+            breaker.report(error.message, error.hint, time.time(), ends_with_drain=True)
+        log.debug("%s: its drain waits for the store: %s", entry.uri, error)
+        if time.monotonic() >= self._noted_at.get(entry.token, 0.0):
+            self._noted_at[entry.token] = time.monotonic() + NOTE_SECONDS
+            noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
+            if noted is not None and time.time() - noted.failing_since_unix_seconds > PASSING_SECONDS:
+                return False
+        active.enter(STORE, error)
+        return True
 
     async def commit_if_complete(self, token: str) -> DrainResult:
         """Commit an entry whose files are on the shared tier already. ``waiting``: other ranks' parts are not, yet.
@@ -259,48 +288,6 @@ class Drainer:
             )
             error.is_logged = True
 
-    async def _may_wait(self, entry: Entry) -> bool:
-        """Note that ``entry`` waits for its store; False when it has done so for ``PASSING_SECONDS``, over restarts."""
-        if time.monotonic() < self._noted_at.get(entry.token, 0.0):
-            return True
-        self._noted_at[entry.token] = time.monotonic() + NOTE_SECONDS
-        noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
-        return noted is None or time.time() - noted.failing_since_unix_seconds <= PASSING_SECONDS
-
-    async def _with_retries(self, entry: Entry, work: Callable[[], Awaitable[str]], patient: bool) -> str:
-        """Try again while the store is unavailable, its own retries spent: when a store that was down is up again, at
-        once, else after a jittered pause."""
-        if not patient:
-            return await work()
-        from tenacity import AsyncRetrying, retry_always, wait_random_exponential  # late, as in ``Retries.again``
-
-        breaker, active = self.breaker(entry.location), self.active[entry.token]
-
-        async def pause(seconds: float) -> None:
-            with contextlib.suppress(TimeoutError):  # then it is tried all the same, and noted
-                async with asyncio.timeout(NOTE_SECONDS):
-                    if not await available(self.store(entry.location)):
-                        active.next_try_at = time.monotonic() + seconds
-                        await asyncio.sleep(seconds)
-
-        wait = wait_random_exponential(PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)  # full jitter
-        async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
-            begun = time.monotonic()
-            try:
-                return await work()
-            except TierckptError as error:
-                if not error.retryable:
-                    raise
-                RETRIES.emit(1, operation="drain")
-                if breaker.ended_at < begun:  # else this request is the rest of an outage that is over
-                    breaker.report(error.message, error.hint, time.time(), ends_with_drain=True)
-                log.debug("%s: its drain waits for the store: %s", entry.uri, error)
-                if not await self._may_wait(entry):
-                    raise
-                active.enter(STORE, error)
-                one.retry_state.set_result(None)
-        raise AssertionError
-
     async def _drain(self, entry: Entry, patient: bool) -> str:
         # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.
         with translated(self.directory(entry.location), is_above=True):
@@ -310,7 +297,6 @@ class Drainer:
                 if await self._was_cleaned_up(entry):
                     return "committed"  # by another mover, with files that were there already: leave no part record
                 await self.send_files(entry)
-                self.awaiting.add(entry.token)
                 # From here on others are waited for. The rate limit may have made our own sending take long.
                 return await self._await_commit(entry, self.settings.commit_timeout_seconds if patient else 0.0)
             except TierckptError as error:
@@ -318,11 +304,6 @@ class Drainer:
                 if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
                     raise
                 return await self._forget(entry)
-            finally:
-                self.awaiting.discard(entry.token)
-
-    async def _drain_file(self, entry: Entry, patient: bool) -> str:
-        return await write_back.drain(self, entry, patient=patient)
 
     async def _await_commit(self, entry: Entry, timeout_seconds: float) -> str:
         active = self.active[entry.token]
@@ -392,7 +373,8 @@ class Drainer:
         """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         flow = self.limiter.flow(entry.created_unix_seconds)
-        self.note_flow(entry, flow)
+        if (active := self.active.get(entry.token)) is not None:
+            active.flow = flow
         done = 0
 
         def on_bytes(count: int) -> None:
@@ -405,7 +387,8 @@ class Drainer:
         async def move(file: manifests.FileEntry) -> None:
             async with flow.slot():
                 with files.moving(file.path, file.size_bytes) as on_file:
-                    await send(store, directory / file.key, file, entry.chunk_size_bytes, on_file, flow)
+                    path = directory / file.key
+                    await again(store, partial(send, store, path, file, entry.chunk_size_bytes, on_file, flow))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -421,11 +404,6 @@ class Drainer:
         if entry.manifest is not None:
             await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
         await store.put(part(entry.token), b"{}")
-
-    def note_flow(self, entry: Entry, flow: DrainFlow) -> None:
-        """The files of ``entry`` are sent by ``flow``."""
-        if (active := self.active.get(entry.token)) is not None:
-            active.flow = flow
 
     def note_progress(self, entry: Entry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
         """``done_bytes`` of ``entry`` were sent in this try; ``files`` are in flight."""

@@ -9,6 +9,7 @@ would write into whatever gets the descriptor next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import os
 import secrets
@@ -27,7 +28,7 @@ from ..ownership import file_mode
 from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.common import to_completion
-from ..stores.verified_read import again, get_checked
+from ..stores.verified_read import get_checked
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
 from .rate_limiter import DrainFlow
@@ -57,10 +58,8 @@ async def send(
 
     ``replaces``: the name is not new, and what is there now is another file. Then it is always sent.
 
-    What is read and sent is taken from ``flow``, chunk by chunk; a link takes nothing.
-
-    A transfer that fails in a way that may pass begins again, and so finds out by the HEAD when it was only the answer
-    that got lost.
+    ``flow`` lets each chunk through; a link needs no leave. This is one attempt, which the caller repeats
+    (``verified_read.again``): the HEAD finds an object whose answer was lost. A failed attempt uncounts its bytes.
 
     Raises:
         IntegrityError: the local bytes are not what was staged; the transfer is aborted, nothing appears.
@@ -72,35 +71,27 @@ async def send(
         counted += size_bytes
         on_bytes(size_bytes)
 
-    async def attempt() -> None:
-        count(-counted)
-        if replaces or not await _is_there(store, path, entry, count):
-            await _send(store, path, entry, chunk_size_bytes, count, flow)
-
-    await again(store, attempt)
-
-
-async def _is_there(store: Store, path: Path, entry: FileEntry, on_bytes: OnBytes) -> bool:
     try:
+        if not replaces and await _is_there(store, path, entry):
+            count(entry.size_bytes)
+            return
+        begun = time.monotonic()
+        pieces = _checked_chunks(path, entry, chunk_size_bytes, count, flow)
+        await store.put_stream(entry.key, pieces, entry.size_bytes)
+        _count("send", begun)
+    except BaseException:
+        count(-counted)
+        raise
+
+
+async def _is_there(store: Store, path: Path, entry: FileEntry) -> bool:
+    with contextlib.suppress(ObjectNotFoundError):
         if (await store.head(entry.key)).size_bytes == entry.size_bytes:
-            on_bytes(entry.size_bytes)
             return True
-    except ObjectNotFoundError:
-        pass
     if await store.link(entry.key, path):
-        on_bytes(entry.size_bytes)
         BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
         return True
     return False
-
-
-async def _send(
-    store: Store, path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, flow: DrainFlow | None
-) -> None:
-    begun = time.monotonic()
-    pieces = _checked_chunks(path, entry, chunk_size_bytes, on_bytes, flow)
-    await store.put_stream(entry.key, pieces, entry.size_bytes)
-    _count("send", begun)
 
 
 async def _checked_chunks(

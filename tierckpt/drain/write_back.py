@@ -28,8 +28,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from ..checkpoint.journal import ASIDE, FILE, Entry, Journal, is_uri
 from ..checkpoint.namespace import root_of
@@ -41,28 +42,14 @@ from ..errors import CommitAbandonedError, ObjectNotFoundError, TierckptError
 from ..format.layout import METADATA, Location, written_file
 from ..format.manifest import FileEntry, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
-from ..stores.base import Store
+from ..stores.verified_read import again
 from .file_transfer import send
-from .rate_limiter import DrainFlow, RateLimiter
+
+if TYPE_CHECKING:
+    from .drainer import Drainer
 
 METADATA_BYTES_MAX = 1 << 30
 _SHARD = re.compile(rb"__\d+_\d+\.distcp")
-
-
-class Mover(Protocol):
-    """What a drain of one file needs of the one that drains it."""
-
-    settings: Settings
-    journal: Journal
-    limiter: RateLimiter
-
-    def store(self, location: Location) -> Store: ...
-
-    def note_flow(self, entry: Entry, flow: DrainFlow) -> None: ...
-
-    def note_progress(self, entry: Entry, done_bytes: int) -> None: ...
-
-    async def drain(self, token: str, *, patient: bool) -> Any: ...
 
 
 def can_carry(location: Location) -> bool:
@@ -132,11 +119,11 @@ def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[F
     return Entry(token, location.uri, 0, FILE, time.time(), chunk_size_bytes, files)
 
 
-async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
+async def drain(drainer: Drainer, entry: Entry, patient: bool) -> str:
     """Send one file, or remove it, when all that was closed before it there has its turn (W2)."""
-    root, place = mover.settings.local_root, written_file(mover.settings.local_root, entry.token)
+    root, place = drainer.settings.local_root, written_file(drainer.settings.local_root, entry.token)
     with translated(place):
-        wait_seconds = mover.settings.commit_timeout_seconds if patient else 0.0
+        wait_seconds = drainer.settings.commit_timeout_seconds if patient else 0.0
         previous, look_at = None, 0.0
         async for _ in Poll(wait_seconds, LOCAL):
             if entry.files and not place.exists():
@@ -144,44 +131,45 @@ async def drain(mover: Mover, entry: Entry, *, patient: bool) -> str:
             # Of many files that wait for each other all but one only look whether the one before them has gone.
             if previous is not None and previous.exists() and time.monotonic() < look_at:
                 continue
-            while before := await asyncio.to_thread(_before, mover.journal, entry):
+            while before := await asyncio.to_thread(_before, drainer.journal, entry):
                 if before[0].state in ASIDE:
                     raise _waited(entry, f"{before[0].uri}, which was set aside,", 0.0)
                 drained = None
                 with suppress(CommitAbandonedError):  # it waits for others itself
-                    drained = await mover.drain(before[0].token, patient=False)  # nobody has begun it
+                    drained = await drainer.drain(before[0].token, patient=False)  # nobody has begun it
                 if drained is None or drained.outcome == "held":
                     break
             if not before:
                 break
-            previous, look_at = mover.journal.path(before[-1].token), time.monotonic() + SHARED.longest_seconds
+            previous, look_at = drainer.journal.path(before[-1].token), time.monotonic() + SHARED.longest_seconds
         else:
             raise _waited(entry, "what was written there before it", wait_seconds)
         at, key = root_of(entry.location)
-        store = mover.store(at)
-        written = await asyncio.to_thread(mover.journal.files, entry.uri)
+        store = drainer.store(at)
+        written = await asyncio.to_thread(drainer.journal.files, entry.uri)
         later = [one for one in written if one.token == entry.token or not _waits_for_its_file(one)]
         is_last = not later or later[-1].token == entry.token
         if is_last and not entry.files:
             await store.delete(key)
             await asyncio.to_thread(_remove_empty, entry)
         elif is_last:
-            await _await_shards(mover, entry, place, wait_seconds)
-            flow, (file,) = mover.limiter.flow(entry.created_unix_seconds), entry.files
-            mover.note_flow(entry, flow)
+            await _await_shards(drainer, entry, place, wait_seconds)
+            flow, (file,) = drainer.limiter.flow(entry.created_unix_seconds), entry.files
+            drainer.active[entry.token].flow = flow
             done = 0
 
             def on_bytes(count: int) -> None:
                 nonlocal done
                 done += count
-                mover.note_progress(entry, done)
+                drainer.note_progress(entry, done)
 
             async with flow.slot():
                 await flow.spend(0)  # a drain that is paused has not begun
                 with try_lock(_lock_of(place), remove=True) as idle:
                     if is_last := bool(idle) and place.exists():
                         named = replace(file, path=key)
-                        await send(store, place, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
+                        put = partial(send, store, place, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
+                        await again(store, put)
         # The entry goes after the bytes: without them it is taken for one that was never whole, and goes too.
         await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
     return "committed" if is_last else "superseded"
@@ -223,7 +211,7 @@ def _above(entry: Entry) -> set[str]:
     return {"/".join(names[:count]) for count in range(1, len(names))}
 
 
-async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: float) -> None:
+async def _await_shards(drainer: Drainer, entry: Entry, place: Path, wait_seconds: float) -> None:
     """Return when the shared tier has the shards that a ``.metadata`` names (W2)."""
     if entry.location.name != METADATA:
         return
@@ -236,7 +224,7 @@ async def _await_shards(mover: Mover, entry: Entry, place: Path, wait_seconds: f
     async for _ in Poll(wait_seconds, SHARED):
         for shard in sorted(missing):
             with suppress(ObjectNotFoundError):
-                await mover.store(at).head(shard)
+                await drainer.store(at).head(shard)
                 missing.discard(shard)
         if not missing:
             return

@@ -105,8 +105,8 @@ class NearestSource:
                 log.debug("%s: %s", self.uri, error)
         return await self._store.get_range(key, byte_range, if_match=if_match)
 
-    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
-        return await again(self._store, work)
+    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        return again(self._store, work)
 
     async def reconnect(self, damage: TierckptError) -> None:
         """Chunks of peers are verified when they come here: the damage is the store's."""

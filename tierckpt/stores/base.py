@@ -138,7 +138,7 @@ class ReadsWhole(Protocol):
 class Recoverable(Protocol):
     """Stores behind a network: recovery from failures that may pass."""
 
-    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         """Do ``work``, made of verbs of this store, again while it fails in a way that may pass."""
 
     async def reconnect(self, damage: TierckptError) -> None:

@@ -193,8 +193,8 @@ class HttpStore(UniversalStore):
 
     # --- ways back -----------------------------------------------------------------------------------------------
 
-    async def again(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        return await self.retries.again(work)
+    def again(self, work: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
+        return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
         if not await self.retries.pay():

@@ -180,9 +180,9 @@ class RemoteStore:
         moving = get_concurrency.WINDOW_SECONDS + size_bytes / get_concurrency.BYTES_PER_SECOND_MIN
         return min(moving, self.settings.store_timeout_seconds)
 
-    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
+    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         """Do ``work``, made of verbs of this store, again while it fails in a way that may pass (within the budget)."""
-        return await self.retries.again(work)
+        return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
         """Give up the connections after a damaged answer, so that the next request takes another way.
@@ -489,31 +489,27 @@ class RemoteStore:
             generation = self._bucket.generation
             try:
                 async with self.retries.asking(self._breaker, self._probe):
-                    await self._put_parts(key, pieces, size_bytes)
+                    writer = obstore.open_writer_async(
+                        await self._client(PART_RETRIES_MAX),
+                        self._prefix + key,
+                        buffer_size=part_size_bytes(size_bytes),
+                        max_concurrency=self.settings.concurrency,
+                    )
+                    try:
+                        written = 0
+                        async for piece in pieces:
+                            async with self._errors(key, writing=True):
+                                written += await to_completion(writer.write(frozen_piece(piece)))
+                        check_size(self.uri, key, size_bytes, written)
+                        async with self._errors(key, writing=True):
+                            await to_completion(writer.close())
+                    except BaseException as error:
+                        await self._abort(writer, key, error)
+                        raise
             except PermissionDeniedError as error:
                 if await self._bucket.renewed(generation, error):
                     raise renewed_meanwhile(error) from error
                 raise
-
-    async def _put_parts(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        client = await self._client(PART_RETRIES_MAX)
-        writer = obstore.open_writer_async(
-            client,
-            self._prefix + key,
-            buffer_size=part_size_bytes(size_bytes),
-            max_concurrency=self.settings.concurrency,
-        )
-        try:
-            written = 0
-            async for piece in pieces:
-                async with self._errors(key, writing=True):
-                    written += await to_completion(writer.write(frozen_piece(piece)))
-            check_size(self.uri, key, size_bytes, written)
-            async with self._errors(key, writing=True):
-                await to_completion(writer.close())
-        except BaseException as error:
-            await self._abort(writer, key, error)
-            raise
 
     async def _abort(self, writer: Any, key: str, cause: BaseException) -> None:
         try:

@@ -102,8 +102,8 @@ class Retries:
         self.settings = settings
         self.budget = RetryBudget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
-        self.waiting_bytes: Callable[[str], int] = lambda name: 0
-        """Returns the bytes that drains of this process still have to send to a store."""
+        self.waiting_bytes: Counter[str] = Counter()
+        """By store, the size of what drains of this process send there."""
         self._breakers: dict[str, StoreBreaker] = {}
         self._refusals: dict[str, tuple[str, float]] = {}
         """By run, the operation that its store refuses and when (Unix seconds) that was logged."""
@@ -116,8 +116,7 @@ class Retries:
         """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
         if name not in self._breakers:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
-            waiting_bytes = lambda name: self.waiting_bytes(name)  # noqa: E731
-            self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience, waiting_bytes)
+            self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience, self.waiting_bytes)
         return self._breakers[name]
 
     def refused(self, run: str, operation: str, error: TierckptError) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from ..errors import StoreUnavailableError, TierckptError
 from ..quantities import human_bytes
@@ -42,11 +42,11 @@ class StoreBreaker:
         name: str,
         pause_seconds_max: float,
         patience_seconds: float = PATIENCE_SECONDS,
-        waiting_bytes: Callable[[str], int] = lambda name: 0,
+        waiting_bytes: Mapping[str, int] | None = None,
     ) -> None:
-        """``waiting_bytes`` returns the bytes that drains of this process still have to send to a store."""
+        """``waiting_bytes``: by store, the size of what drains of this process send there."""
         self.name = name
-        self._waiting_bytes = waiting_bytes
+        self._waiting_bytes = waiting_bytes if waiting_bytes is not None else {}
         self._reported_at = 0.0
         """When (Unix seconds) the outage that was logged began; 0 without one."""
         self._ends_with_drain = False
@@ -121,7 +121,7 @@ class StoreBreaker:
             return
         self._reported_at, self._ends_with_drain = since_unix_seconds, ends_with_drain
         next_try_seconds = max(0.0, self._next_probe_at - time.monotonic()) if self.is_open else 0.0
-        waiting_bytes = self._waiting_bytes(self.name)
+        waiting_bytes = self._waiting_bytes.get(self.name, 0)
         log.warning(
             "%s does not answer: %s (since %s, %s, %s for it)%s",
             self.name,

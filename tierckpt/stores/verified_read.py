@@ -29,9 +29,9 @@ READS_MAX = 3
 """Reads of damaged bytes before the object itself counts as damaged."""
 
 
-async def again(store: Store, work: Callable[[], Awaitable[T]]) -> T:
+def again(store: Store, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
     """Do ``work``, made of verbs of ``store``, again while it fails in a way that may pass. It must be idempotent."""
-    return await store.again(work) if isinstance(store, Recoverable) else await work()
+    return store.again(work) if isinstance(store, Recoverable) else work()
 
 
 async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:

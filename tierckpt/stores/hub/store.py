@@ -251,8 +251,8 @@ class HubStore:
 
     # --- recovery, and unsupported verbs --------------------------------------------------------------------------
 
-    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
-        return await self.retries.again(work)
+    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
         if not await self.retries.pay():
