@@ -1,10 +1,10 @@
 """Throttles the flush to a small share of a processor while the node's processors are busy: training comes first (P8).
 
-A low priority is not enough. It decides who runs when two threads want one processor, but not what two hardware
-threads of one core take from each other, nor the interpreter lock. What is left is to work less per second.
+A low priority is not enough. It orders two threads that want one processor, but does not limit what two hardware
+threads of one core take from each other, nor the interpreter lock. So the flush does less work per second.
 
-Busy is judged twice: by this process's own processor time, which is exact within milliseconds, and by the node's, which
-the kernel counts in ticks of 10 ms. Neither counts a flush: ours is subtracted, that of other ranks is niced.
+Two measures detect a busy node: this process's own processor time, exact within milliseconds, and the node's, which
+the kernel counts in ticks of 10 ms. Neither counts a flush: ours is subtracted, and flushes of other ranks are niced.
 """
 
 from __future__ import annotations

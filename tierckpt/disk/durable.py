@@ -45,13 +45,13 @@ UNKNOWN_BYTES = 1 << 62
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR, errno.EPERM, errno.EACCES}
-"""What is answered about the fsync of a directory, or of a file that is open for reading."""
+"""Errors of an fsync of a directory, or of a file that is open for reading."""
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
-# What a network mount or a FUSE daemon answers while its server is away.
+# Errors of a network mount or a FUSE daemon while its server is away.
 _AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
-# What a file system answers that has no such link, or no such call: another one, none, too many, or forbidden.
+# Errors of a file system without such a link or call: another file system, unsupported, too many, or forbidden.
 CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -133,7 +133,7 @@ def space_of(path: Path) -> Space:
 
 
 def check_names(directory: Path, paths: Iterable[str] = ()) -> None:
-    """Raise ConfigError when ``directory``, or one of ``paths`` below it, is too long for its file system."""
+    """Raise ConfigError if ``directory``, or one of ``paths`` under it, is too long for its file system."""
     name_bytes_max = _name_bytes_max(directory)
     for path in ("", *paths):
         whole = os.fsencode(directory / path)
@@ -167,7 +167,7 @@ def _free_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -> Iterator[None]:
-    """Raise what the system refuses as an error of ours; ``is_above``: of the path below ``path`` that it names."""
+    """Translate OS errors into typed errors; ``is_above``: name the path under ``path`` that the error names."""
     try:
         yield
     except OSError as error:
@@ -192,9 +192,9 @@ def fsync_dir(path: Path) -> None:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """What lies in ``directory`` under names like ``pattern``, sorted; nothing where it is gone, or no directory.
+    """Return the entries of ``directory`` that match ``pattern``, sorted; [] if it is missing or not a directory.
 
-    Other processes remove what is found at any moment. (``Path.glob`` raises when they remove ``directory`` itself.)
+    Other processes may remove entries at any moment. (``Path.glob`` raises if they remove ``directory`` itself.)
     """
     try:
         names = os.listdir(directory)  # noqa: PTH208  # a third of the time
@@ -208,8 +208,8 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -> None:
     """Make directory ``path`` and its parents, each one durable. Cost: one fsync for each directory made.
 
-    Below a local root nobody else can write to what is made, whatever the umask; what lies there and is no directory is
-    set aside (``quarantine``).
+    Under a local root no other user can write to the new directories, for any umask; an entry that is not a directory
+    is moved into quarantine (``quarantine``).
 
     Raises:
         PermissionDeniedError: a directory below a local root is not safe to use (``ownership``).
@@ -221,7 +221,7 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
             try:
                 _make_missing(path, is_durable=is_durable)
                 return
-            except FileNotFoundError as error:  # another process has removed one of them before the next was made
+            except FileNotFoundError as error:  # another process has removed a parent meanwhile
                 if not left:
                     raise _not_made(path, error) from None
             except (FileExistsError, NotADirectoryError) as error:
@@ -286,7 +286,7 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
 
 
 def publish(new: Path, path: Path, file: int | None = None) -> None:
-    """Give ``new``, whose bytes are durable, the name ``path``, durably: rename, fsync of the directory.
+    """Rename ``new``, whose bytes are durable, to ``path``, durably: rename, fsync of the directory.
 
     ``file``: its descriptor, where its bytes are not durable yet. A directory takes the place of an empty one only.
     Raises OSError, or an error of ours.
@@ -299,7 +299,7 @@ def publish(new: Path, path: Path, file: int | None = None) -> None:
 
 
 def replace_file(new: Path, path: Path) -> None:
-    """Rename ``new`` over ``path``; a directory of that name below a local root is set aside. Raises OSError."""
+    """Rename ``new`` over ``path``; under a local root, a directory there is moved into quarantine. Raises OSError."""
     try:
         with requests.asking():
             new.replace(path)
@@ -310,7 +310,7 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """``os.link``. Raises OSError: one of ``CANNOT_LINK`` where no hard link can be made."""
+    """``os.link``. Raises OSError: one of ``CANNOT_LINK`` without support for hard links."""
     try:
         with requests.asking():
             os.link(source, target)
@@ -337,8 +337,8 @@ def name_new(new: Path, path: Path) -> None:
     A hard link decides between racing callers, also over NFS; where there is none, RENAME_NOREPLACE.
 
     Raises:
-        FileExistsError: ``path`` is there.
-        OSError: one of ``CANNOT_LINK`` where the file system has neither.
+        FileExistsError: ``path`` exists.
+        OSError: one of ``CANNOT_LINK`` if the file system supports neither.
     """
     try:
         hard_link(new, path)
@@ -351,7 +351,7 @@ def name_new(new: Path, path: Path) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory and all below it. No link is followed, whoever plants one meanwhile. Raises OSError.
+    """Remove a directory tree. Follows no link, even if one is planted meanwhile. Raises OSError.
 
     ``shutil.rmtree`` compares inode numbers, and removes nothing where those change at each look (FUSE).
     """
@@ -391,7 +391,7 @@ def _empty(folder: int) -> None:
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """True for two names of one file. Where inode numbers change at each look, size and time decide. Raises OSError."""
+    """Return True for two names of one file. With unstable inode numbers, size and time decide. Raises OSError."""
     status, status_of_other = one.stat(), other.stat()
     if os.path.samestat(status, status_of_other):
         return True
@@ -400,7 +400,7 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 
 def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool:
-    """Give the file ``source`` the second name ``target``, durably. False where no hard link can be made (then copy).
+    """Link the file ``source`` to ``target``, durably. False without support for hard links (then copy).
 
     Outside of a local root ``target`` gets the mode and the group of a new file there. False where it cannot.
 
@@ -426,7 +426,7 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 
 
 def _match_new_file(path: Path) -> bool:
-    """Give ``path``, which was made below a local root, the mode and the group of a new file at its place.
+    """Give ``path``, made under a local root, the mode and the group of a new file in its directory.
 
     Its mode there is narrower than the umask lets it be, and its group this process's, whatever the directory's is.
     A file made under another umask keeps its mode. False when that takes another file: an ACL, a group of others.
@@ -463,7 +463,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 @contextlib.contextmanager
 def temporary_beside(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
-    """Yield a new name beside ``path``; whatever is left under it is removed. ``is_owned``: it says whose it is."""
+    """Yield a new name next to ``path``; a file left under it is removed. ``is_owned``: the name tells its owner."""
     name = temporary_of_this_process(path.name) if is_owned else f".{stem_of(path.name)}.{secrets.token_hex(6)}.tmp"
     temporary = path.parent / name
     try:

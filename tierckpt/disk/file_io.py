@@ -26,7 +26,7 @@ log = logger("disk")
 
 FICLONERANGE = 0x4020940D
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What a file system without direct I/O answers: most when a file is opened, some when it is read or written."""
+"""Errors of a file system without direct I/O: mostly of ``open``, some of reads and writes."""
 devices_without: set[int] = set()
 
 
@@ -53,7 +53,7 @@ class DirectFile:
         self.direct = direct
 
     def create(self, path: Path) -> None:
-        """Make the file. Where the file system has no direct I/O, it is written through the page cache."""
+        """Make the file. Without direct I/O in the file system, it is written through the page cache."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         if self.direct:
             fd = open_direct(path, flags)
@@ -86,8 +86,8 @@ class DirectFile:
             view, offset = view[count:], offset + count
 
     def _leave_direct(self) -> None:
-        """Open the file anew, under the same descriptor: other threads write to it, and FUSE is told flags at the open
-        only. Raises OSError."""
+        """Reopen the file under the same descriptor: other threads write to it, and FUSE reads flags only in ``open``.
+        Raises OSError."""
         file = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.dup2(file, self.fd, inheritable=False)
@@ -139,7 +139,7 @@ def read_into(file: int, into: memoryview, offset: int) -> int:
 
 
 def stat_version(status: os.stat_result) -> str:
-    """The version of a file, as far as its status tells: the time of the last write, and the size.
+    """Return the version of a file according to its status: the time of the last write, and the size.
 
     No inode number: FUSE servers give one file another at each look, and a copy of a tree has others. No ctime: a hard
     link or a chmod changes it, and no byte. So a rewrite within one tick of the file system's clock (2 s on vfat, some
@@ -166,7 +166,7 @@ def open_file(path: Path) -> int:
 
 
 def pread_all(file: int, byte_range: ByteRange, path: Path, tier: Tier = Tier.LOCAL) -> bytes:
-    """Return what is there of the range: less, where the file is too short."""
+    """Return the bytes of the range; fewer if the file is too short."""
     with translated(path, tier):
         pieces, offset = [], byte_range.start
         while offset < byte_range.stop:
@@ -208,7 +208,7 @@ def allocate(file: int, size_bytes: int) -> None:
 def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
     """Have ``target`` share the blocks of ``source`` in the range (reflink). False where the file system cannot.
 
-    What is written to one of them later is not seen in the other.
+    Later writes to one of them are not visible in the other.
     """
     start, size_bytes = byte_range.start, byte_range.size_bytes
     try:
@@ -220,5 +220,5 @@ def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
 
 
 def begin_writeback(file: int, start: int, size_bytes: int) -> None:
-    """Have the disk begin with what was written there through the page cache. A hint: errors come with the fsync."""
+    """Start writeback of this range of the page cache. A hint: errors are reported by the fsync."""
     libc.sync_file_range(file, start, size_bytes, _SYNC_FILE_RANGE_WRITE)

@@ -1,6 +1,6 @@
 """Tells a disk that is slow from one that is ill, for training, which waits for the first and not for the second.
 
-A disk is ill when it has ended no request of this process for ``ILL_SECONDS``, while it had one.
+A disk is ill if it has completed none of this process's requests for ``ILL_SECONDS``, while it had one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HINT = "look for a hung disk or mount (dmesg)"
 
 
 class Requests:
-    """What this process has asked its local disks for and has not got yet. Thread-safe."""
+    """Pending requests of this process to its local disks. Thread-safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -36,7 +36,7 @@ class Requests:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """A disk is asked for one thing. Cost: a microsecond."""
+        """Count a request to a disk. Cost: a microsecond."""
         number = next(self._numbers)
         self._begun[number] = time.monotonic()
         try:
@@ -46,8 +46,8 @@ class Requests:
             self._ended_at = time.monotonic()
 
     def seconds_left(self) -> float:
-        """How long from now the disk is ill, should it end nothing until then: 0 when it is; ``ILL_SECONDS`` when it
-        was asked for nothing."""
+        """Return the seconds until the disk is ill, unless it completes a request: 0 if it is; ``ILL_SECONDS`` without
+        a request."""
         begun = min(tuple(self._begun.values()), default=None)
         if begun is None:
             return ILL_SECONDS
@@ -87,7 +87,7 @@ class Errands:
         self._last.set_result(None)
         self._clocks: list[int] = []
         self._hung_at = -1.0
-        """Processor time of the last errand when it was given up."""
+        """Processor time of the last abandoned errand."""
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
         """Have ``work`` done, as one request of the disk. Raises CheckpointSkippedError while an earlier one hangs."""
@@ -125,7 +125,7 @@ class Errands:
         return -1.0
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, or raise what it raises.
+        """Return the result of ``work``, or raise its error.
 
         Raises:
             CheckpointSkippedError: it hangs, or an earlier one does.

@@ -5,16 +5,16 @@ ones try each shape once, the rest use the cheapest of those that are as good as
 shape gets a second chance, because devices and neighbours change.
 
 Reads: past the page cache, or through it, into place or through buffers. The first large load from a device tries each
-way on a part of its own bytes, and goes on in the best. What was found is kept under the local root and serves every
-later load of the node, until it boots again. A load that cannot tell (small, or its bytes are in memory) teaches
-nothing.
+mode on a part of its own bytes, and continues in the fastest. The result is kept under the local root for all
+later loads of the node, until it reboots. A small load, or one with its bytes in memory, does not
+count.
 
-Chunks of a checkpoint are read into buffers, to be verified there. Model files are verified where they end, so there
-is one way more for them: straight into the tensors. That copies nothing, and yet is not always the fastest: the few
-buffers stay in the processor's caches, which a disk, or a hypervisor that copies what the disk has, may fill faster
+Chunks of a checkpoint are read into buffers and verified there. Model files are verified in place, so they have
+one more mode: straight into the tensors. That copies nothing, and yet is not always the fastest: the few
+buffers stay in the processor's caches, which a disk, or a hypervisor that copies the disk's data, may fill faster
 than memory.
 
-Source: the order of the ways is that of their cost in processor time, measured in docs/internals/load.md; of the shapes
+Source: the modes are ordered by their processor time, measured in docs/internals/load.md; the shapes
 in docs/adr/0007-flush.md.
 """
 
@@ -46,7 +46,7 @@ log = logger("restore")
 MiB = 1 << 20
 
 AS_GOOD = 0.95
-"""What is as fast as this part of the fastest is as good: the difference is noise, and the cheaper is better."""
+"""Modes within this share of the fastest count as equal: the difference is noise, and the cheaper one is chosen."""
 
 T = TypeVar("T")
 
@@ -132,15 +132,15 @@ class WriteTuner:
 # --- reads -----------------------------------------------------------------------------------------------------------
 
 BUFFERED_GAIN_MIN = 1.25
-"""How much faster the page cache must be: it costs five times the processor time, and throws out what lies there."""
+"""Required gain of the page cache: it costs five times the processor time, and evicts other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
     """Read with O_DIRECT (``direct``) or with readahead through the page cache, by so many threads.
 
-    ``straight``: into the memory that is to have the bytes, which else are copied there from small buffers.
-    ``ranks``: so many processes of this node read the same files just now; 0: nobody knows.
+    ``straight``: into the final memory, without a copy from small buffers.
+    ``ranks``: number of processes of this node that read the same files now; 0: unknown.
     """
 
     direct: bool
@@ -166,8 +166,8 @@ class ReadMode:
 
 
 WAYS = (ReadMode(True, 8), ReadMode(False, 4))
-"""What is tried, from the cheapest to the dearest in processor time. Eight threads keep a disk busy while some of them
-digest and copy; the page cache is read ahead by the kernel, which needs fewer."""
+"""Modes to try, ordered by processor time. Eight threads keep a disk busy while some of them
+digest and copy; the kernel reads ahead for the page cache, which needs fewer."""
 
 MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
 """The same for model files."""
@@ -192,12 +192,12 @@ class ReadTuner:
         """What there is to try."""
         self.path = (model_read_modes if ways == MODEL_WAYS else read_modes)(settings.local_root)
         self._format_1_path = self.path.with_name(self.path.name.replace("modes", "ways"))
-        """What the version before has measured: good until the node boots, when everything is measured again."""
+        """Results of an earlier process: valid until the node reboots, then everything is measured again."""
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
     def way(self, device: str) -> ReadMode:
-        """How to read ``device`` as far as is known."""
+        """Return the best known read mode of ``device``."""
         if len(self.ways) < 2:
             return self.ways[0]
         with self._lock:
@@ -206,7 +206,7 @@ class ReadTuner:
             return self._known.get(device, self.ways[0])
 
     def is_known(self, device: str) -> bool:
-        """True when nothing is to be tried: it was, or there is one way."""
+        """Return True if no mode is to be tried: done before, or only one mode."""
         self.way(device)
         return device in self._known or len(self.ways) < 2
 
@@ -261,7 +261,7 @@ RECORD_BYTES_MAX = 1 << 20
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """What is kept at ``path``, by device; nothing when it is not there or is not ours."""
+    """Return the results kept at ``path``, by device; {} if the file is missing or belongs to another user."""
     try:
         found: Json = json.loads(read_whole(path, RECORD_BYTES_MAX))
     except (TierckptError, ValueError):
@@ -270,7 +270,7 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def device_of(file: int) -> str:
-    """A name of what an open file lies on: device and mount, and the boot that they are of."""
+    """Return an id of an open file's device: device, mount and boot."""
     mount = boot = "?"
     with contextlib.suppress(OSError):
         boot = boot_id()
@@ -280,7 +280,7 @@ def device_of(file: int) -> str:
     return f"{os.major(status)}:{os.minor(status)} {mount} {boot}"
 
 
-# --- those of this process -------------------------------------------------------------------------------------------
+# --- of this process -------------------------------------------------------------------------------------------------
 
 tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
 _write_tuners: dict[int, WriteTuner] = {}

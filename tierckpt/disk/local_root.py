@@ -20,7 +20,7 @@ log = logger("disk")
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 LEFTOVER_SECONDS = 3600.0
-"""A temporary file that nobody has written to for so long belongs to nobody: a live transfer writes more often."""
+"""A temporary file without a write for so long is abandoned: a live transfer writes more often."""
 
 checked: set[Path] = set()
 
@@ -77,9 +77,9 @@ def check_local_root(settings: Settings) -> None:
 def clear_leftovers(local_root: Path) -> int:
     """Remove what killed processes left under names nobody looks for: temporary files, locks. Returns how many.
 
-    What a process of this machine wrote that has ended goes at once: the name says whose it is. Of the rest only what
-    was not touched for LEFTOVER_SECONDS. A lock is removed while it is held (K3), and never one whose journal
-    entry stands: its next owner takes the lock's name for the entry's.
+    Files of ended processes of this machine are removed at once: the name tells the process. Other files only after
+    LEFTOVER_SECONDS without a write. A lock is removed while it is held (K3), and never if its journal
+    entry exists: its next owner would take the lock's name for the entry's.
 
     Cost: one walk over the names below ``local_root``, and a stat for each temporary file and lock.
     """
@@ -97,7 +97,7 @@ def clear_leftovers(local_root: Path) -> int:
 
 def _clear(path: Path, before_unix_seconds: float) -> bool:
     if is_abandoned(path.name):
-        path.unlink()  # its process has ended, and no other writes under this name
+        path.unlink()  # its process has ended, and no other process writes under this name
         return True
     if path.stat().st_mtime > before_unix_seconds:
         return False
@@ -121,7 +121,7 @@ def filesystem_type(path: Path) -> str:
     for line in lines:
         left, _, right = line.partition(" - ")
         mount = left.split()[4].replace("\\040", " ")
-        # The last of equal mounts lies on top, so >= lets it win.
+        # The last of equal mounts is on top, so >= is right.
         if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
     return kind

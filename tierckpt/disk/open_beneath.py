@@ -1,4 +1,4 @@
-"""Opening a file below a directory, whatever symbolic links somebody plants there: none is followed, nothing leads out.
+"""Opens files under a directory without following any symbolic link.
 
 Cost: two system calls for each part of the path.
 """
@@ -15,7 +15,7 @@ _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 
 
 def open_beneath(directory: Path, relative: str) -> int:
-    """Open the regular file ``relative`` of ``directory`` for reading; close what is returned.
+    """Open the regular file ``relative`` of ``directory`` for reading; the caller closes it.
 
     The last part of ``directory`` may be no link either; what leads there is the administrator's.
 

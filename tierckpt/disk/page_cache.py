@@ -11,7 +11,7 @@ from ..types import ByteRange
 PAGE_BYTES = mmap.PAGESIZE
 
 WINDOW_BYTES = 64 << 20
-"""Of this much it is remembered that nothing is in the page cache: a load asks for each 2 MiB."""
+"""Range per cached result of "not in the page cache": a load asks for each 2 MiB."""
 
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -20,8 +20,8 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 class Resident:
     """Asks the kernel by ``mincore(2)`` on a mapping of ``file`` that nobody ever touches.
 
-    Where it cannot be known (no mapping, or somebody else's file, of which the kernel tells nothing) nothing is there.
-    What is brought in after its window was found empty is not seen: it is read past the page cache, which is right too.
+    If residency is unknown (no mapping, or the kernel hides it for a file of another user), none is assumed.
+    Pages that appear after a window was found empty are not used: the range is read past the page cache.
     """
 
     def __init__(self, file: int) -> None:
@@ -46,7 +46,7 @@ class Resident:
         return b"\0" not in self.pages(start, byte_range.stop)
 
     def _was_empty(self, window: int) -> bool:
-        """True when nothing of it was in the page cache the first time that it was looked at."""
+        """Return True if none of it was in the page cache at the first check."""
         if window not in self._is_empty:
             start = window * WINDOW_BYTES
             self._is_empty[window] = b"\1" not in self.pages(start, min(start + WINDOW_BYTES, self._size_bytes))

@@ -24,8 +24,8 @@ BEST_EFFORT_LOWEST = (2 << 13) | 7
 def lower_this_thread(nice: int) -> None:
     """Lower the CPU and I/O priority of the calling thread, for good: raising it again needs privileges.
 
-    Linux keeps both per thread, and a thread begins with those of the one that starts it. Best effort:
-    what the kernel refuses is logged and the thread works on as it is.
+    Linux keeps both per thread, and a new thread inherits them. Best effort:
+    a refusal of the kernel is logged and the thread continues unchanged.
     """
     _lower(threading.get_native_id(), nice)
 

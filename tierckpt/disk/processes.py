@@ -1,7 +1,7 @@
-"""Processes: what tells one from a later one with its number, from one of another container, and of another host.
+"""Identifies processes across pid reuse, containers and hosts.
 
-A pid says something within one pid namespace of one boot of one machine. The number of a namespace alone does not tell
-hosts apart: that of the first one is the same on every machine.
+A pid is valid within one pid namespace of one boot of one machine. The number of a namespace alone does not identify
+a host: the number of the first one is the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @functools.cache
 def boot_id() -> str:
-    """The id of this boot of this machine. Where the kernel has none, an id of this process and its children."""
+    """Return the id of this boot of this machine; without one in the kernel, an id of this process and its children."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or secrets.token_hex(16)
     except OSError:
@@ -30,7 +30,7 @@ def host_id() -> int:
 
 @functools.cache
 def pid_namespace() -> int:
-    """32 bits that differ between pid namespaces, of all hosts; 0 where pids of this process cannot be looked up."""
+    """Return 32 bits that differ between pid namespaces of all hosts; 0 if pids of this process cannot be looked up."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115  # /proc is of another namespace
             return 0
@@ -52,7 +52,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, started_ticks: int, namespace: int) -> bool | None:
-    """True when that process is gone, False while it lives, None when it is of another namespace: nobody knows here."""
+    """Return True if that process has ended, False if it lives, None if it is in another namespace (unknown)."""
     if not namespace or namespace != pid_namespace():
         return None
     return start_ticks(pid) != started_ticks

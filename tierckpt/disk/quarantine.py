@@ -1,10 +1,10 @@
 """Quarantine: moves files of an unexpected kind below a local root aside, and reports them.
 
-    <local_root>/quarantine/<hex>.<name>    what lay where something of another kind belongs
+    <local_root>/quarantine/<hex>.<name>    files of an unexpected kind
 
-A local root that was copied without its links, unpacked from an archive, or repaired by a file system check may hold a
-file for a directory, a directory for a file, a link, a FIFO. None of them is read, waited for, or followed: it goes out
-of the way by one rename, nothing is deleted, and the work goes on as if nothing had been there.
+A local root that was copied without its links, unpacked from an archive, or repaired by a file system check may have a
+file in place of a directory, a directory in place of a file, a link, a FIFO. None of them is read, waited for, or
+followed: one rename moves it away, nothing is deleted, and the work continues as if it were missing.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _KINDS = {
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     """``os.open`` of a regular file, which never waits; below a local root it follows no link either.
 
-    What else lies there, below a local root, is set aside: then the file is missing, or with O_CREAT made.
+    An entry of another kind under a local root is quarantined: then the file is missing, or made with O_CREAT.
 
     Raises:
         OSError: as ``os.open``.
-        StoreError: something else lies there and cannot be set aside.
-        PermissionDeniedError: its directory is not safe to use, or below a local root another user owns it
-            (``ownership``): it was put there when the directory could still be written by others.
+        StoreError: an entry of another kind that cannot be quarantined.
+        PermissionDeniedError: its directory is not safe to use, or under a local root another user owns it
+            (``ownership``): it dates from a time when others could write to the directory.
     """
     is_state = check(path.parent)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_state else 0)
@@ -78,9 +78,9 @@ def _check_owner(file: int, status: os.stat_result, path: Path) -> None:
 
 
 def set_aside(path: Path) -> bool:
-    """Rename what lies at ``path``, and does not belong there, into the quarantine of its local root; say and count it.
+    """Move the unexpected entry ``path`` into the quarantine of its local root; log and count it.
 
-    False when it is below no local root, or cannot be moved. True when it has gone already.
+    False if it is under no local root, or cannot be moved. True if it is gone already.
     """
     root = root_of(path)
     if root is None or root == path:

@@ -17,7 +17,7 @@ _MADE_HERE = re.compile(r"^\..+\.(?:[0-9a-f]{12}|[0-9a-f]{40})\.tmp$", re.DOTALL
 
 
 STEM_BYTES_MAX = 97
-"""A name has 255 bytes at most, 143 on eCryptfs, of which a temporary one takes up to 46 for itself."""
+"""Maximum name length: 255 bytes, 143 on eCryptfs, of which a temporary name needs up to 46 for itself."""
 
 
 def stem_of(name: str) -> str:
@@ -45,20 +45,20 @@ def is_temporary(name: str) -> bool:
 
 
 def is_made_here(name: str) -> bool:
-    """True for a temporary name of this version. A file of a user may look like one of another version."""
+    """Return True for a temporary name of this version. A user's file may resemble one of another version."""
     return bool(_MADE_HERE.match(name))
 
 
 def temporary_of_this_process(name: str) -> str:
-    """A temporary name that says whose it is, so that ``is_abandoned`` can tell."""
+    """Return a temporary name that identifies its process, for ``is_abandoned``."""
     return f".{stem_of(name)}.{_this_process()}{secrets.token_hex(4)}.tmp"
 
 
 def is_abandoned(name: str) -> bool:
-    """True for a temporary name of a process of this machine that has ended: nobody goes on with it.
+    """Return True for a temporary name of an ended process of this machine.
 
-    A number that the system has given again has another start. Of a process of another container, or another host that
-    has the directory mounted, nobody can tell here.
+    A reused pid has another start time. For a process of another container, or of another host that
+    mounts the directory, this is unknown.
     """
     match = _OWNED.search(name)
     if match is None:

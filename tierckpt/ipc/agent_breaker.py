@@ -6,10 +6,10 @@ Training does not depend on the agent: whatever it does for a process, that proc
 stopped, hung, out of descriptors or answers nonsense costs ``PATIENCE_SECONDS`` once. From then on the circuit is open
 and everybody does without it, at once, while a thread waits for a proven answer, which closes the circuit again.
 
-An agent that has said nothing to that thread for ``HUNG_SECONDS``, or for ``STOPPED_SECONDS`` when the kernel says that
-it is stopped, is killed, where it is certain which process it is: it owns journal entries that nobody else may drain,
-and locks that saves wait for. That is safe as any kill of an agent is (P6), and the next one goes on where the journal
-says. One that cannot be told for sure (another container's) is left alone, and done without.
+An agent that has not answered that thread for ``HUNG_SECONDS``, or for ``STOPPED_SECONDS`` if the kernel reports
+it as stopped, is killed, if its identity is certain: it owns journal entries that no other process may drain,
+and locks that saves wait for. That is as safe as any kill of an agent (P6), and the next one continues from the
+journal. An agent of uncertain identity (another container's) is left alone, and not used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 0.4
 STARVED_SECONDS = 2.0
 """The same while the machine lets the agent wait for a processor."""
 STARVED_SHARE = 0.5
-"""Of the time that one of its threads was not asleep, how much of it waited for a processor in a starved process."""
+"""Share of the time awake that threads of a starved process wait for a processor."""
 HUNG_SECONDS = 20.0
 STOPPED_SECONDS = 3.0
 PROBE_PAUSES = Pauses(0.5, 60.0)
@@ -138,7 +138,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP, or one of its kind, has stopped it. A debugger does it another way."""
+    """Return True if SIGSTOP, or a similar signal, has stopped it. A debugger stops it differently."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
 
 
@@ -149,7 +149,7 @@ def _has_ended(pidfd: int) -> bool:
 
 
 class Starvation:
-    """Whether a process waits for a processor since this was made: then it is the machine that is slow."""
+    """Return True if the process has waited for a processor since this object was made: then the machine is slow."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._begun, self._before = pid, time.monotonic(), _waited_seconds(pid)

@@ -1,12 +1,12 @@
 """The client of a node's agent: one Unix socket under the local root, one message at a time.
 
-A message is a length (4 bytes, big-endian) and a JSON object; descriptors of staging memory travel beside it
-(SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; one that takes long is announced by
-``{"busy": ...}`` every ``BUSY_SECONDS``. Every message says all that it needs, so that it can be sent again, to another
-agent if need be. Only when a process has ended does the agent act on what it promised; what it had sent is read first,
-so the last word of a dying process counts.
+A message is a length (4 bytes, big-endian) and a JSON object, with descriptors of staging memory as ancillary data
+(SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; a slow one is preceded by
+``{"busy": ...}`` every ``BUSY_SECONDS``. Every message is self-contained, so that it can be sent again, also to another
+agent. The agent acts on a process's promises only after that process has ended, and reads its pending messages first,
+so the last message of a dying process counts.
 
-Only the user who owns the directory may connect: it is 0700, and both sides look at the other's credentials.
+Only the user that owns the directory may connect: it is 0700, and both sides check the other's credentials.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class NotAnsweringError(AgentUnavailableError):
 
 
 class NoneRunsError(AgentUnavailableError):
-    """None was to be started, and none is there."""
+    """There is no agent, and none was to be started."""
 
 
 class _DeafError(AgentUnavailableError):
@@ -83,11 +83,11 @@ class _Gone(Exception):
 
 
 class _SilentError(Exception):
-    """Nothing has come for as long as a living agent needs at most."""
+    """No byte has arrived for the maximum time that a living agent needs."""
 
 
 def is_known(error: BaseException) -> bool:
-    """True when ``error`` is about an agent of which the log has said already that it does not answer."""
+    """Return True if ``error`` is about an agent that the log has already reported as not answering."""
     return isinstance(error, NotAnsweringError)
 
 
@@ -99,7 +99,7 @@ def encode(message: Json) -> bytes:
 def take_message(buffer: bytearray) -> Json | None:
     """Take the first whole message out of ``buffer``; None while it has not all come.
 
-    Raises ValueError for what is no message: the connection is then of no use.
+    Raises ValueError for a malformed message: the connection is then unusable.
     """
     if len(buffer) < _LENGTH.size:
         return None
@@ -118,13 +118,13 @@ def take_message(buffer: bytearray) -> Json | None:
 def private_directory(local_root: Path) -> Path:
     """Return the agent's directory, made 0700.
 
-    Raises PermissionDeniedError when it belongs to somebody else: whoever owns it could answer in the agent's name.
+    Raises PermissionDeniedError if it belongs to another user, who could answer in the agent's name.
     """
     directory = agent_dir(local_root)
     make_dirs(directory.parent)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    make_dirs(directory)  # what else may lie there is set aside
+    make_dirs(directory)  # an entry of another kind is quarantined
     status = directory.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionDeniedError(
@@ -141,7 +141,7 @@ def has_socket(local_root: Path) -> bool:
 
 
 class socket_path:
-    """A path to the socket that fits into an address, however deep the local root lies (108 bytes, unix(7))."""
+    """A path to the socket that fits into an address, for any depth of the local root (108 bytes, unix(7))."""
 
     def __init__(self, directory: Path) -> None:
         self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -174,8 +174,8 @@ class AgentClient:
     """This process's connection to the agent of a local root. Thread-safe; connects when first asked something.
 
     Args:
-        breaker: gives up on an agent that does not answer within ``PATIENCE_SECONDS``, for all contacts that share it,
-            until it has answered in the background. Without one each message waits for its whole time.
+        breaker: stops using an agent that does not answer within ``PATIENCE_SECONDS``, for all clients that share it,
+            until it has answered in the background. Without one each message waits for its own timeout.
     """
 
     def __init__(self, settings: Settings, breaker: AgentBreaker | None = None) -> None:
@@ -200,13 +200,13 @@ class AgentClient:
         """Return the agent's answer.
 
         Args:
-            start: start an agent when there is none.
-            on_busy: called with what an agent that still works on it says of its progress. What it raises is raised.
+            start: start an agent if there is none.
+            on_busy: called with the progress of an agent that is still working on it. Its exceptions propagate.
 
         Raises:
-            NoAgentError: none is there, or it went away twice. The message may or may not have been acted upon.
-            NotAnsweringError: the same, and the log has said so.
-            OperationTimeoutError: no answer within ``timeout_seconds``. The same holds.
+            NoAgentError: there is none, or it went away twice. The message may or may not have been processed.
+            NotAnsweringError: the same, and the log has reported it.
+            OperationTimeoutError: no answer within ``timeout_seconds``. It may have been processed, too.
             TierckptError: the agent refuses.
         """
         _reap()
@@ -254,7 +254,7 @@ class AgentClient:
             try:
                 self.ask(message, start=False)
             except AgentUnavailableError:
-                pass  # what it was to be told of has gone with it, or is void without it
+                pass  # the message is obsolete without that agent
             except (TierckptError, OSError) as error:
                 log.warning("could not send the agent of %s %s: %s", self.settings.local_root, message["op"], error)
             finally:
@@ -380,7 +380,7 @@ class AgentClient:
             self.connection = None
 
     def close(self) -> None:
-        """Hang up, once the agent has what it was told; one that does not answer is not waited for."""
+        """Disconnect once the agent has its messages; does not wait for an agent that does not answer."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         for _ in Poll(PATIENCE_SECONDS, BRIEF):
             if not self._untold:
@@ -390,17 +390,17 @@ class AgentClient:
             self._lock.release()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: let go of the connection without a word, so that it ends when the parent does."""
+        """In a forked child: drop the connection silently, so that it ends when the parent does."""
         self._lock = threading.Lock()
         self._drop()
 
 
 class _Listening:
-    """What comes on a connection, message by message, until a deadline (monotonic seconds).
+    """Iterate over the messages of a connection, until a deadline (monotonic seconds).
 
-    With ``is_patient`` nothing else ends it. Without, an agent has to say something within ``PATIENCE_SECONDS``, be it
-    that it is busy; bytes that are no whole message yet say nothing. Where it is the machine that has no processor for
-    it, as the kernel counts, it has ``STARVED_SECONDS``.
+    With ``is_patient`` only the deadline ends it. Without, an agent has to send a message within ``PATIENCE_SECONDS``,
+    at least that it is busy; incomplete messages do not count. If the kernel shows that the agent waits for
+    a processor, it has ``STARVED_SECONDS``.
     """
 
     def __init__(self, connection: socket.socket, deadline: float, *, is_patient: bool) -> None:
@@ -412,7 +412,7 @@ class _Listening:
     def next(self) -> Json:
         """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (it is no message)."""
         while (message := take_message(self._buffer)) is None:
-            # Who waits for this thread as long as it gets on (``Errands``) sees that it does.
+            # A caller that watches the progress of this thread (``Errands``) sees it.
             self._connection.settimeout(min(self._seconds_to_wait(), BUSY_SECONDS))
             with contextlib.suppress(TimeoutError):  # how long is enough is decided above
                 received = self._connection.recv(1 << 16)
@@ -456,7 +456,7 @@ def _open(directory: Path) -> socket.socket:
 
 
 def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
-    """Start an agent that outlives us: a session of its own, no terminal. Beside one of the site's it leaves."""
+    """Start an agent that outlives this process: its own session, no terminal. It exits if another one is running."""
     log_file = directory / LOG
     with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
         if log_file.stat().st_size > LOG_BYTES_MAX:
@@ -478,7 +478,7 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
 
 
 def _reap() -> None:
-    """Wait for agents that have ended: one that left when idle, or found another at work."""
+    """Reap ended agents: idle ones, and those that found another one running."""
     for child in [child for child in _children if child.poll() is not None]:
         with contextlib.suppress(ValueError):
             _children.remove(child)

@@ -1,8 +1,8 @@
 """Starts Python processes of ours (the agent, the process that finishes a staged save) so that they run our code only.
 
-Python looks for modules in the working directory, and where relative or empty entries of PYTHONPATH point; whoever may
-write there runs code as this user. So a child gets an absolute executable, ``-P``, a directory of root's to be in, and
-of the environment no directory that is relative or that everybody may write to. Where tierckpt itself lies it is told.
+Python imports modules from the working directory, and from relative or empty entries of PYTHONPATH; a user with write
+access there could run code as this user. So a child gets an absolute executable, ``-P``, a working directory of root's,
+and no relative or world-writable directory in its environment. The location of tierckpt is passed explicitly.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..types import Json
 
 DIRECTORY = "/"
 DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
-"""What makes Python import modules, or wait at a prompt. LD_PRELOAD and its kin stay: torch may not run without them,
-and what is relative in them is looked for in ``DIRECTORY``."""
+"""Variables that make Python import modules, or wait at a prompt. LD_PRELOAD and the like stay: torch may need them,
+and relative paths in them are resolved in ``DIRECTORY``."""
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start ``python -m module arguments``; ``options`` are those of ``Popen``. Raises OSError."""
+    """Start ``python -m module arguments``; ``options``: see ``Popen``. Raises OSError."""
     if not Path(sys.executable or "").is_absolute():
         raise FileNotFoundError(f"sys.executable is {sys.executable!r}, which does not say where Python is")
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -50,7 +50,7 @@ def start_with_order(module: str, order: Json, descriptors: Sequence[int] = ()) 
 
 
 async def ended(process: subprocess.Popen[bytes], timeout_seconds: float) -> None:
-    """Return when ``process`` has ended with code 0; it is killed when the time is up. Raises RuntimeError."""
+    """Wait for ``process`` to end with code 0; kill it after the timeout. Raises RuntimeError."""
     async for _ in Poll(timeout_seconds):
         if process.poll() is not None:
             break
