@@ -55,7 +55,7 @@ class ChunkWriter:
     """Writes chunks into ``filling``. Runs on one event loop, except for ``reserve``.
 
     Args:
-        pool: grants room; None: nobody needs to be asked.
+        pool: grants room; None: no room needs to be reserved.
     """
 
     def __init__(self, filling: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
@@ -83,7 +83,7 @@ class ChunkWriter:
         self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
 
     async def write(self, index: int, chunk: int, data: Buffer, digest: str, *, keep: bool = False) -> None:
-        """Write one chunk. Where the caller keeps the bytes (``keep``) no room is no error.
+        """Write one chunk. A caller that keeps the bytes (``keep``) gets no error for want of room.
 
         Raises:
             CapacityError: no room, and not ``keep``.

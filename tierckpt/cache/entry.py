@@ -62,14 +62,14 @@ class CacheEntry:
         is_selected: Callable[[str], bool] = lambda path: True,
         held: Sequence[Held] = (),
     ) -> None:
-        """Use ``open_entry`` or ``open_directory``.
+        """Call ``begin`` next.
 
         Args:
-            gate: bounds what this process fetches at a time.
+            gate: bounds the chunks that this process fetches at a time.
             fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
             sharing: how to join the other nodes; None: there are none.
             is_selected: as ``PartialEntry`` has it.
-            held: directories whose chunks are copied instead of fetched.
+            held: directories with chunks to copy instead of fetching them.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
         self._is_selected, self._held = is_selected, held
@@ -88,7 +88,7 @@ class CacheEntry:
         self._fetcher: ChunkFetcher | None = None
         """None while all of the entry is here."""
 
-    # --- what it is ----------------------------------------------------------------------------------------------
+    # --- description ---------------------------------------------------------------------------------------------
 
     @property
     def files(self) -> dict[str, FileSpec]:
@@ -113,14 +113,14 @@ class CacheEntry:
         return self._target if self._is_whole or self._look() else None
 
     def path(self, path: str) -> Path:
-        """Where a file lies now, whole or with holes. The name may change once, when the entry becomes whole."""
+        """Return the present path of a file, whole or with holes. It may change once, when the entry becomes whole."""
         index = self.frozen.index_of(path)
         if self._filling is None or self.directory is not None:
             return self._target / path
         return self._filling.prepare(index)
 
     def _look(self) -> bool:
-        """True when the entry has become whole."""
+        """True once the entry is whole."""
         if not self._is_whole and self._filling is not None and self._filling.is_published():
             self._is_whole = True
         return self._is_whole
@@ -128,7 +128,7 @@ class CacheEntry:
     # --- opening and closing -------------------------------------------------------------------------------------
 
     def begin(self, *, whole: bool) -> None:
-        """Blocking part of opening: lease the entry, and join who fills it if it is not whole.
+        """Blocking part of opening: lease the entry, and join the processes that fill it if it is not whole.
 
         ``whole``: all of it is wanted, so all of its room is reserved first. Raises CapacityError.
         """
@@ -163,10 +163,10 @@ class CacheEntry:
         return [self.pool.directory(row.name) for row in rows if row.name != self.frozen.name]
 
     def _join_filling(self, whole: bool) -> PartialEntry | None:
-        """Join who fills the entry; None when it is whole. It may become whole, and be tidied, at any moment.
+        """Join the processes that fill the entry; None when it is whole.
 
-        So it is looked at again after joining: when it was published in between, what was joined is a directory made
-        anew, in which nothing has landed, and all of it would be fetched once more.
+        Another process may publish it at any moment. When that was between the look and the joining, this process has
+        joined an empty directory made a second time, and would fetch everything again: so it looks again.
         """
         for left in reversed(range(JOINS_MAX)):
             receipt = whole_receipt(self._target, self.frozen.version)
@@ -199,7 +199,7 @@ class CacheEntry:
         return self._fetcher.peers if self._fetcher is not None else None
 
     async def close(self) -> None:
-        """Let go of the entry, and stop what is being fetched for it. Idempotent."""
+        """Stop the fetches for the entry and give up its lease. Idempotent."""
         left = list(self._in_flight.values())
         for task in left:
             task.cancel()
@@ -246,8 +246,7 @@ class CacheEntry:
             return False
 
     def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data``, which was read from ``path(path)``, is what landed there. Any thread. ``read_into`` has
-        what is not good brought anew."""
+        """True when ``data``, read from ``path(path)``, is as it landed. Any thread. ``read_into`` repairs damage."""
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
@@ -288,10 +287,10 @@ class CacheEntry:
         return index
 
     async def read(self, path: str, byte_range: ByteRange) -> memoryview:
-        """Return the range. What has not landed is fetched, and kept if there is room.
+        """Return the range. Missing chunks are fetched, and kept if there is room.
 
         Raises:
-            IntegrityError: the bytes are not those of the frozen version.
+            IntegrityError: the store has other bytes than the frozen version.
             StoreError: they are not here and cannot be had.
         """
         into = memoryview(bytearray(max(0, byte_range.size_bytes)))
@@ -308,7 +307,7 @@ class CacheEntry:
         await asyncio.gather(*(self._read_chunk(index, chunk, byte_range, into) for chunk in chunks))
 
     async def _read_chunk(self, index: int, chunk: int, byte_range: ByteRange, into: memoryview) -> None:
-        """Copy what one chunk has of ``byte_range``: out of memory if it was just fetched, else out of the file."""
+        """Copy the part of ``byte_range`` in one chunk: out of memory if it was just fetched, else out of the file."""
         at = self.frozen.chunk_range(index, chunk)
         part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
@@ -323,7 +322,7 @@ class CacheEntry:
     async def ensure(self, path: str, byte_range: ByteRange) -> None:
         """Have the range on this node. Raises as ``read``; CapacityError: there is no room to keep it."""
         index = self._check(path, byte_range)
-        for _ in range(2):  # what has landed goes again when a fill of the whole file finds it damaged meanwhile
+        for _ in range(2):  # a fill of the whole file forgets its chunks when it finds damage
             await asyncio.gather(*(self._ensure_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
             if self.landed(path, byte_range):
                 return
@@ -333,7 +332,7 @@ class CacheEntry:
         )
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
-        """Return when the range has landed, whoever fetches it. Raises OperationTimeoutError."""
+        """Wait until the range has landed; does not fetch. Raises OperationTimeoutError."""
         async for _ in Poll(timeout_seconds):
             if self.landed(path, byte_range):
                 return
@@ -361,12 +360,12 @@ class CacheEntry:
         try:
             return await asyncio.shield(task)
         finally:
-            del task  # it holds its error, whose traceback holds this frame
+            del task  # its error has a traceback, which holds this frame
 
     def _settled(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
         self._in_flight.pop(key, None)
         if not done.cancelled():
-            done.exception()  # looked at: those who waited for it may have been cancelled
+            done.exception()  # retrieved here: every waiter may have been cancelled
 
     async def _ensure(self, index: int, chunk: int) -> Buffer | None:
         """Return None when the chunk has landed through somebody else."""
@@ -396,7 +395,7 @@ class CacheEntry:
     # --- filling -------------------------------------------------------------------------------------------------
 
     async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
-        """Fetch every chunk of ``paths`` (default: all files) that is not here, together with whoever else does.
+        """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that do.
 
         When all files are whole the entry is published. Raises, with nothing published:
             PartialTransferError: some files could not be had; names each. All of them: the error of the first.
@@ -441,7 +440,7 @@ class CacheEntry:
     async def _wait_for_host(self, filling: PartialEntry, listener: ProgressListener) -> bool:
         """Wait while another host that has the file system mounted fills the entry. True when it is whole then.
 
-        False when this host is to fill it: the other has ended, or has landed nothing for ``stall_seconds``.
+        False when this host is to fill it: the other released it or landed nothing for ``stall_seconds``.
         """
         what, landed, moved_at = f"prefetch {self.frozen.uri}", filling.progress_bytes(), time.monotonic()
         async for _ in Poll():

@@ -23,7 +23,7 @@ log = logger("prefetch")
 
 
 class InOrder:
-    """One after the other; what is put back comes last."""
+    """One chunk after the other; a chunk that is put back comes last."""
 
     def __init__(self, todo: Iterable[tuple[int, int]]) -> None:
         self._todo = deque(Work(*one) for one in todo)

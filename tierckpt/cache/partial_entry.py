@@ -12,9 +12,9 @@
 
 Invariants:
     G1  A line is appended after its bytes were verified and written, and only appended: O_APPEND, one write. A torn
-        line is not a line. Whoever reads it may read the chunk.
+        line is not a line. A process that reads the line may read the chunk.
     G2  Writing a chunk twice, from two processes, writes the same bytes: they are of one frozen version and verified.
-    G3  Lines are believed for the same boot only: after a power cut the page cache may have lost what they claim.
+    G3  Lines are believed for the same boot only: after a power cut the bytes may be lost.
     G4  A new directory is renamed when every byte is durable and the receipt is in it. So it is whole or not there.
         Into one that was there the files are moved (R1 of ``replacement``).
     G5  Nothing in prefetched.blocks is believed before it has passed its chunk's digest: that it is damaged, or lost by
@@ -100,8 +100,8 @@ _MARK = re.compile(rb"([!=])(\d+)\.")
 
 
 def incoming_of(directory: Path, version: str) -> Path:
-    """Where to gather the files, on the file system of ``directory``: beside it, or inside where there is one (somebody
-    may have mounted it, or given it an owner and a mode)."""
+    """Return the directory that gathers the files: next to ``directory``, or inside it where it exists (it may be a
+    mount, or have an owner and a mode of its own)."""
     inside = directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
     return inside if directory.exists() else incoming_beside(directory, version)
 
@@ -111,7 +111,7 @@ def incoming_beside(directory: Path, version: str) -> Path:
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
-    """Bytes of each file that have landed on the way to ``directory``; {} when nobody has begun. Changes nothing."""
+    """Bytes of each file that have landed on the way to ``directory``; {} when no fill has begun. Changes nothing."""
     incoming = incoming_of(directory, version)
     frozen = read_entry(incoming)
     if frozen is None or frozen.version != version:
@@ -137,7 +137,7 @@ def _read_lines(incoming: Path, frozen: FileSet) -> ProgressLog:
 
 
 def read_entry(incoming: Path) -> FileSet | None:
-    """What ``incoming`` is to become; None when nobody knows (then it is of no use)."""
+    """Return the contents that ``incoming`` is to get; None when they are unknown (then it is of no use)."""
     try:
         return _entry_of(incoming)
     except (ObjectNotFoundError, ManifestError):
@@ -145,7 +145,7 @@ def read_entry(incoming: Path) -> FileSet | None:
 
 
 def _entry_of(incoming: Path) -> FileSet:
-    """Raises ObjectNotFoundError: nobody has begun. ManifestError: it is damaged."""
+    """Raises ObjectNotFoundError: no fill has begun. ManifestError: the record is damaged."""
     return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
 
 
@@ -169,7 +169,7 @@ def is_being_filled(incoming: Path) -> bool:
 
 
 def remove_dir(directory: Path) -> None:
-    """Remove ``directory``: it is out of sight by one rename before anything in it goes. No error when it is gone."""
+    """Remove ``directory``: first one rename, then the files in it. No error when there is none."""
     aside = directory.with_name(f".{secrets.token_hex(6)}.evicted")
     with translated(directory):
         try:
@@ -180,7 +180,7 @@ def remove_dir(directory: Path) -> None:
 
 
 class ProgressLog:
-    """What the lines of a progress file say."""
+    """The contents of a progress file."""
 
     def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
@@ -249,7 +249,7 @@ class PartialEntry:
         preallocate: bool,
         is_selected: Callable[[str], bool] = lambda path: True,
     ) -> None:
-        """Join who fills it, or be the first. Raises StoreError and the like when it cannot be written.
+        """Join the processes that fill it, or be the first. Raises StoreError when it cannot be written.
 
         Args:
             is_selected: True for paths that would be in ``frozen`` if the source had them. Of an earlier prefetch those
@@ -271,9 +271,8 @@ class PartialEntry:
                 make_dirs(self.incoming / FILLING, is_durable=False)  # durable when it is published, not before (G3)
                 self.claims = Claims(self.incoming / CLAIMS)
                 stack.callback(self.claims.close)
-                self.claims.share(
-                    FILLS
-                )  # before there is an entry: without one of the two it is being made (_is_begun)
+                # Before there is an entry: a directory without either is being made (_is_begun).
+                self.claims.share(FILLS)
                 self.frozen = self._agree(frozen)
                 self._lines = ProgressLog(self.frozen)
                 self.progress_path = self._lines.path(self.incoming)
@@ -285,10 +284,10 @@ class PartialEntry:
         self.refresh()
 
     def _agree(self, frozen: FileSet) -> FileSet:
-        """Take over what stands there already: the chunk size of whoever was first.
+        """Adopt the record that is there: the chunk size of the first process.
 
-        Not there and damaged are told apart by one read. By two, an entry that another has made between them would
-        count as damaged, and what has landed since would go with it.
+        One read tells missing from damaged. With two, a record that another process makes between them would count as
+        damaged, and its landed chunks would be lost.
         """
         path = self.incoming / ENTRY
         for _ in range(TRIES):
@@ -300,7 +299,7 @@ class PartialEntry:
             except ManifestError:
                 self._forget(path)
             except ObjectNotFoundError:
-                pass  # the first, or one of them
+                pass  # this process may be the first
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             write_new(temporary, frozen.encode(), file_mode(path))
             try:
@@ -322,7 +321,7 @@ class PartialEntry:
         return matching(self.incoming / FILLING, "progress-*")
 
     def close(self) -> None:
-        """Leave. What has landed stays. Idempotent."""
+        """Leave. Landed chunks stay. Idempotent."""
         if self._log < 0:
             return
         self.claims.close()
@@ -331,13 +330,13 @@ class PartialEntry:
         self._log = -1
 
     def tidy(self) -> None:
-        """After ``close``, of an entry that is published: remove the directory that a late one of us made once more."""
+        """After ``close``: remove the directory that a late process made again after the entry was published."""
         if self.incoming.exists() and self.is_published() and not is_being_filled(self.incoming):
             with contextlib.suppress(TierckptError):
                 remove_dir(self.incoming)
 
     def progress_bytes(self) -> dict[str, int]:
-        """The size of each progress file: that of another host grows while it makes progress."""
+        """The size of each progress file. The file of another host grows while that host makes progress."""
         found = {}
         for path in self._lists():
             with contextlib.suppress(OSError):
@@ -388,10 +387,10 @@ class PartialEntry:
         else:
             self.claims.release(at)
 
-    # --- what has landed -----------------------------------------------------------------------------------------
+    # --- landed chunks -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """See what others have landed since. Cost: one fstat when nothing has."""
+        """Read the lines that other processes have appended since. Cost: one fstat when there are none."""
         with self._lock, translated(self.progress_path):
             try:
                 if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
@@ -427,7 +426,7 @@ class PartialEntry:
         """Take one chunk: verify, write, and say so (G1).
 
         Args:
-            digest: of ``data``, when it is known already.
+            digest: of ``data``, if the caller has it.
             clone_of: a file with the same bytes in the same place; its blocks are shared where they can be.
 
         Raises:
@@ -450,7 +449,7 @@ class PartialEntry:
             self._make_durable(index)
 
     def take_over(self, index: int, chunk: int, digest: str, blocks: bytes) -> None:
-        """Note a chunk of a file that was linked here, of another version: with the digest with which it landed there.
+        """Note a chunk of a file linked from another version, with its digest there.
 
         Args:
             blocks: digests of its blocks, as far as they are known. They are believed when they pass ``digest`` (G5).
@@ -460,8 +459,7 @@ class PartialEntry:
         self.append_line(f"{index} {chunk} {digest}")
 
     def keep(self, index: int) -> None:
-        """Have a file durable whose chunks were taken over. One that is not what it should be is forgotten: it will be
-        fetched."""
+        """Make a file durable after ``take_over`` of its chunks. A damaged one is forgotten, and fetched later."""
         self.refresh()
         if self.has_file(index):
             with contextlib.suppress(IntegrityError):
@@ -491,25 +489,25 @@ class PartialEntry:
     def prepare(self, index: int) -> Path:
         """Return the path of a file, which is there with its full size.
 
-        Making it is idempotent and loses nothing, whoever does it how often: a file is only ever extended.
+        Idempotent, between processes too, and loses nothing: a file is only ever extended.
         """
         item = self.frozen.files[index]
         path = self.incoming / item.path
         if index in self._prepared:
             return path
         if not (self.incoming / ENTRY).exists():
-            raise ObjectNotFoundError(f"{self.incoming} has gone: published, or removed", tier=Tier.LOCAL)
+            raise ObjectNotFoundError(f"{self.incoming} was published or removed", tier=Tier.LOCAL)
         with translated(path):
             make_dirs(path.parent, is_durable=False)
             self.refresh()
             had = bool(self._lines.landed.get(index))
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
-                if had and self.is_published():  # since we looked, and another has made the directory anew
+                if had and self.is_published():  # since the look: another process has made the directory again
                     os.close(file)
-                    raise ObjectNotFoundError(f"{self.incoming} has gone: published", tier=Tier.LOCAL)
-                if had:  # somebody has removed the file and left its lines
-                    log.warning("%s has gone: fetching it again", path)
+                    raise ObjectNotFoundError(f"{self.incoming} was published", tier=Tier.LOCAL)
+                if had:  # the file was removed, its lines were not
+                    log.warning("%s is missing: fetching it again", path)
                     self.append_line(f"!{index}.")
             except FileExistsError:
                 file = open_regular(path, os.O_RDWR)
@@ -526,7 +524,7 @@ class PartialEntry:
         return path
 
     def _check_own_name(self, path: Path, item: FileSpec) -> None:
-        """Raise StoreError when ``path`` is another file here, whose name differs by case only (vfat, exFAT, SMB)."""
+        """Raise StoreError when ``path`` is another file with a name that differs by case only (vfat, exFAT, SMB)."""
         twins = [other.path for other in self.frozen.files if other.path.casefold() == item.path.casefold()]
         if len(twins) > 1 and path.name not in os.listdir(path.parent):  # noqa: PTH208
             raise StoreError(
@@ -537,7 +535,7 @@ class PartialEntry:
             )
 
     def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy a range whose chunks have all landed; False when one has not, after a look."""
+        """Copy a range, when all of its chunks have landed; else False."""
         chunks = self.frozen.touched(byte_range)
         if not all(self.has(index, chunk) for chunk in chunks):
             self.refresh()
@@ -558,7 +556,7 @@ class PartialEntry:
         is at it, or when a file had to be forgotten.
 
         Raises:
-            StoreError, CapacityError: a file could not be made durable. Its chunks will be fetched again.
+            StoreError, CapacityError: the fsync of a file failed. Its chunks will be fetched again.
         """
         if self.is_published():
             return True
@@ -653,8 +651,8 @@ class PartialEntry:
         return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
 
     def _make_durable(self, index: int) -> None:
-        """Check what a whole file holds, and fsync it. One that fails has lost bytes nobody knows of, or was sent wrong
-        ones: all of it is forgotten."""
+        """Check the content of a whole file, and fsync it. When either fails, all of its chunks are forgotten: nothing
+        tells which of them are lost or wrong."""
         path = self.incoming / self.frozen.files[index].path
         with translated(path):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -671,7 +669,7 @@ class PartialEntry:
 
 
 def same_digest(data: Buffer, digest: str, expected: str) -> bool:
-    """True when ``data``, whose digest is ``digest``, is what was recorded as ``expected``, in whatever form."""
+    """True when ``data``, with the digest ``digest``, has the digest ``expected``, which may be of the older form."""
     return digest == expected or has_digest(data, expected)
 
 
@@ -689,7 +687,7 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
 
 
 def tidy(directory: Path) -> None:
-    """Remove what a fill has left in a directory that is whole, when there is something. Best effort."""
+    """Remove the files of the fill from a whole directory. Best effort."""
     base = directory / FILLING
     if base.exists():
         remove_tree(base, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Replaces the files of a directory by those of another version, inside the directory: it keeps inode, owner and mode.
+"""Replaces the files of a directory with another version, inside the directory: it keeps inode, owner and mode.
 
     .tierckpt/written.json     names of files of other prefetches that the directory still has, or may have
     .tierckpt/publishing       the lease of the host that replaces files
@@ -54,7 +54,7 @@ def turn_at(directory: Path) -> Iterator[bool]:
 
 
 class Replacement:
-    """The files of ``frozen`` in ``incoming`` take the place of those of earlier prefetches in ``directory``.
+    """Moves the files of ``frozen`` from ``incoming`` to ``directory``, in the place of earlier prefetches.
 
     Args:
         is_selected: True for the paths that would be in ``frozen`` if the source had them.
@@ -120,7 +120,7 @@ def inherit_group(directory: Path, incoming: Path) -> None:
     status = directory.stat()
     if status.st_mode & stat.S_ISGID:
         for folder in (incoming.parent, incoming):
-            with contextlib.suppress(PermissionError):  # it belongs to another user, who has done it
+            with contextlib.suppress(PermissionError):  # it belongs to another user, whose process has done it
                 os.chown(folder, -1, status.st_gid)
                 folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
 

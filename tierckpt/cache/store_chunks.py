@@ -1,13 +1,12 @@
-"""Reads chunks of a frozen version from its store: of the version that was listed, verified, and whole files where the
-server gives no ranges.
+"""Reads chunks of a frozen version from its store, verified; whole files where the server gives no ranges.
 
 Servers disagree about conditions: some refuse ``If-Match``, or compare a weak etag with it, which never matches; some
-give an object another etag in a listing than in an answer. A refused condition is looked into once for each file: while
-the store still says of the file what it said when it was listed, the file has not changed.
+give an object another etag in a listing than in an answer. After a refusal the store is asked once for each file: while
+it answers as it did in the listing, the file has not changed.
 
-A file whose server answers a range with all of it is streamed: each chunk lands as it passes. Of the processes of a
-node one streams a file (the claim ``STREAM``), and the others see its chunks land. Chunks of a stream that broke off
-stay; the next one begins at the first byte, and writes the missing ones.
+Some servers answer a range with the whole file. Such a file is streamed: each chunk lands as it passes. One process of
+the node streams a file (the claim ``STREAM``), and the others see its chunks land. A stream that breaks off begins
+again at the first byte, and writes the missing chunks.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class StoreChunks:
         return data, digest
 
     async def _read_streamed(self, index: int, chunk: int, into: memoryview | None) -> tuple[Buffer, str]:
-        """A chunk of a file that its server gives only whole: all of it lands, and all who want a part share that."""
+        """Read a chunk of a file that its server gives only whole: all of the file lands, in one stream."""
         at, writer = self.frozen.chunk_range(index, chunk), self._writer
         data = into if into is not None else memoryview(bytearray(at.size_bytes))
         if writer is not None and writer.has_room and not await asyncio.to_thread(writer.filling.is_published):
@@ -121,7 +120,7 @@ class Versions:
     def __init__(self, store: RangeSource) -> None:
         self.store = store
         self._etags: dict[str, str | None] = {}
-        """For keys whose condition was refused: the answer of ``head`` for the version that was listed."""
+        """By key, where the condition was refused: the etag in the answer of ``head`` for the listed version."""
         self._unconditional: set[str] = set()
 
     async def read(self, item: FileSpec, byte_range: ByteRange, memory: memoryview | None) -> Buffer:
@@ -214,7 +213,7 @@ class FileStream:
         self._task = asyncio.ensure_future(self._run())
 
     async def wait(self, chunk: int) -> None:
-        """Return when ``chunk`` has landed, or all has ended. Raises what ended the transfer."""
+        """Return when ``chunk`` has landed or the transfer is over. Raises the error of the transfer."""
         waiter = asyncio.ensure_future(self._landed[chunk].wait())
         try:
             await asyncio.wait([self._task, waiter], return_when=asyncio.FIRST_COMPLETED)
@@ -275,7 +274,7 @@ async def _stream(versions: Versions, frozen: FileSet, index: int, target: FileS
     It begins again after a failure that may pass. One chunk is written while the next is received.
 
     Raises:
-        IntegrityError: a chunk is not what it should be.
+        IntegrityError: a chunk is damaged.
         PreconditionFailedError: the file has changed. StoreError: it cannot be had.
     """
     await again(cast(Store, versions.store), partial(_stream_once, versions, frozen, index, target))

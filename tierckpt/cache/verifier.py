@@ -1,9 +1,8 @@
 """Verifies reads from the files of an entry, by the digests recorded when their chunks were written; repairs damage.
 
-    V1  The bytes that are digested are those that the caller gets, where he gets them. A chunk or block of which he
-        wants a part is completed from the file.
-    V2  That a block was good once is no reason to believe it again: what is kept is its digest, not that it was good.
-        Memory of 16 bytes for each block of 256 KiB that was read replaces the list of what has passed.
+    V1  Digests are taken of the caller's bytes, in the caller's memory. A chunk or block that it wants in part is
+        completed from the file.
+    V2  A block that was good once may be bad now: its digest is kept in memory (16 bytes for 256 KiB), not its state.
 
 Source: as for the shards of a checkpoint, docs/adr/0011-digests-of-blocks.md.
 """
@@ -57,10 +56,10 @@ class Checker:
         """Chunks (file, chunk) that were found damaged and not mended."""
 
     def is_good(self, index: int, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data`` is ``byte_range`` of a file as it landed, or nobody knows how it landed.
+        """True when ``data`` is ``byte_range`` of a file as it landed, or the digest is unknown.
 
-        Cost: that of a digest of ``data``, and reading and digesting what is missing of a block at either end; of a
-        whole chunk, once, where there are no digests of blocks.
+        Cost: a digest of ``data``; reading and digesting the rest of a block at either end, or once of a whole chunk
+        where there are no digests of blocks.
         """
         for chunk in self.frozen.touched(byte_range):
             at = self.frozen.chunk_range(index, chunk)
@@ -180,7 +179,7 @@ def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
         try:
             write_at(directory / path, data, start)
         except ObjectNotFoundError:
-            continue  # it lies in the other one
+            continue  # it is in the other one
         except TierckptError as error:
             log.warning("%s: cannot repair the damage in %s: %s", frozen.uri, directory, error)
             return

@@ -1,11 +1,11 @@
 """Claims: which process does a piece of work, decided by locks on the bytes of a file; and a lease between hosts.
 
 Invariants:
-    C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in
-        whatever container of the host, and frees it when the process ends, whatever ends it. Nothing is left behind.
+    C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in all
+        containers of the host, and frees it when the process ends, however it ends. Nothing remains to clean up.
     C2  A forked child holds no claim of its parent (K5 of ``file_lock``).
-    C3  A claim decides which process works, never what is right: work that two do has the same result. Where a file
-        system has no locks, each process gets each claim.
+    C3  A claim saves work and protects no data: two processes that do the same work have the same result. On a file
+        system without locks, each process gets each claim.
     C4  Locks do not reach another host that has the file system mounted: a ``HostLease`` does. It ends when its holder
         releases it, or has not written to it for ``SILENT_SECONDS``.
 """
@@ -42,7 +42,7 @@ _FLOCK = struct.Struct("hhqqi0q")
 
 
 class Claims:
-    """Claims on the bytes of the file ``path``, which is made if it is not there. Any thread. Close it.
+    """Claims on the bytes of the file ``path``, created if missing. Any thread. Close it.
 
     Cost of a call: one system call, about 1 microsecond.
     """
@@ -67,6 +67,8 @@ class Claims:
         return self._set(fcntl.F_RDLCK, at)
 
     def release(self, at: int) -> None:
+        if self._pid != os.getpid():
+            return  # a block that the fork has copied ends: the number of the file may be another file's here (C2)
         with self._lock:
             self._taken.discard(at)
             self._set(fcntl.F_UNLCK, at)
@@ -98,7 +100,7 @@ class Claims:
 
 
 def locked(file: int, start: int, stop: int) -> list[int]:
-    """Return the bytes of a range on which other open files have locks; [] where the file system has no locks.
+    """Return the bytes of a range that other open files have locked; [] on a file system without locks.
 
     Cost: a system call for each lock, and for each gap between them.
     """
@@ -119,12 +121,12 @@ def locked(file: int, start: int, stop: int) -> list[int]:
 
 
 def holder_name(*, has_locks: bool) -> str:
-    """The holder of a ``HostLease``: this host, or where locks do not keep its processes apart, one of them."""
+    """Name a holder of a ``HostLease``: this host, or this process on a file system without locks."""
     return f"{host_id()}" if has_locks else f"{host_id()}-{secrets.token_hex(4)}"
 
 
 class HostLease:
-    """A lease on the file ``path``, which names its holder: all processes of a host have it together. Blocking."""
+    """A lease by the file ``path``, which names its holder; all processes of one host hold it together. Blocking."""
 
     def __init__(self, path: Path, holder: str) -> None:
         self._path, self._holder = path, holder.encode()
@@ -137,8 +139,8 @@ class HostLease:
         """Hold the lease until ``release``; False while another holder has it. Idempotent.
 
         Raises:
-            ObjectNotFoundError: its directory has gone.
-            StoreError, PermissionDeniedError: no such file can be made or read there.
+            ObjectNotFoundError: its directory does not exist.
+            StoreError, PermissionDeniedError: the file can be neither created nor read.
         """
         with translated(self._path):
             for _ in range(TRIES if self._file < 0 else 0):
@@ -162,7 +164,7 @@ class HostLease:
                 found = self._read()
                 return found is not None and found[0] != self._holder and not self._is_silent(found[1])
         except OSError:
-            return True  # nobody knows
+            return True  # unknown: the careful answer
 
     def release(self, *, is_last: bool = True) -> None:
         """Give the lease up. ``is_last``: no other process of the holder goes on. Idempotent."""
@@ -190,7 +192,7 @@ class HostLease:
     def _read(self) -> tuple[bytes, int] | None:
         """Return the holder, b"" while its name is not written, and when it wrote last; None without one.
 
-        The file is opened: a network mount may answer a ``stat`` with what it knew a minute ago.
+        The file is opened: a network mount may answer a ``stat`` from a cache that is a minute old.
         """
         try:
             file = open_regular(self._path)

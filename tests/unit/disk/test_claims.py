@@ -106,7 +106,12 @@ def test_a_forked_child_holds_nothing_and_releases_nothing(path: Path) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
+        reused = Claims(path)  # its file may have the number that the parent's has
+        reused.take(2)
+        mine.release(2)
         mine.close()
+        if Claims(path).take(2):
+            os._exit(1)
         os.close(write)
         os.read(read, 1)  # until the parent has looked
         os._exit(0)
@@ -115,7 +120,7 @@ def test_a_forked_child_holds_nothing_and_releases_nothing(path: Path) -> None:
     mine.close()
     assert others.take(1), "the child holds nothing"
     os.close(write)
-    os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_without_locks_every_process_gets_every_claim(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
