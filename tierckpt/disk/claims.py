@@ -56,6 +56,8 @@ class Claims:
 
     def take(self, at: int) -> bool:
         """Claim a byte; False when another claim has it, of this process or of another."""
+        if self._pid != os.getpid():
+            return True  # as without locks (C3): the descriptor was closed at the fork (C2)
         with self._lock:
             if at in self._taken or not self._set(fcntl.F_WRLCK, at):
                 return False
@@ -68,15 +70,14 @@ class Claims:
 
     def release(self, at: int) -> None:
         if self._pid != os.getpid():
-            return  # a block that the fork has copied ends: the number of the file may be another file's here (C2)
+            return  # a block that the fork has copied ends; the descriptor may be another file's by now
         with self._lock:
             self._taken.discard(at)
             self._set(fcntl.F_UNLCK, at)
 
     def held(self, start: int, stop: int) -> list[int]:
         """Return the bytes of a range that anybody holds, in order."""
-        with self._lock:
-            own = [at for at in self._taken if start <= at < stop]
+        own = [at for at in tuple(self._taken) if start <= at < stop]
         return sorted({*own, *locked(self._file, start, stop)})
 
     def close(self) -> None:
