@@ -30,6 +30,7 @@ from ..ipc.agent_breaker import LOCK
 from ..ipc.agent_client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
 from ..mover import Mover
 from ..peer.peer_catalog import Live, live_of
+from ..poll import LOCAL, Poll
 from ..process_start import END_SECONDS, end_later
 from ..quantities import human_bytes
 from ..replication.replicator import Replicator
@@ -51,7 +52,6 @@ CONNECTIONS_MAX = 1024
 RECOVER_SECONDS = 60.0
 ENDING_SECONDS = 0.1
 ACCEPT_AGAIN_SECONDS = 1.0
-FINISH_POLL_SECONDS = 0.1
 SENT_AT_ONCE_BYTES_MAX = 1 << 16
 SEND_SECONDS = 10.0
 
@@ -293,15 +293,13 @@ class Agent:
 
         The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
         """
-        deadline = time.monotonic() + self.settings.grace_seconds
         await self.mover.drains.newest_first()
-        while time.monotonic() < deadline:
+        async for _ in Poll(self.settings.grace_seconds, LOCAL):
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
             is_drained = not (self.mover.drains.draining or self._prune_at or await self._left())
             if self.handoffs.is_empty and is_drained:
                 break
-            await asyncio.sleep(FINISH_POLL_SECONDS)
         left = await self._left()
         for entry in left:
             log.warning(

@@ -11,21 +11,20 @@ Invariants:
     W4  Every member fills and takes in the order of the units, so whoever is furthest behind never waits for a slot.
     W5  Who does not come in time is not waited for, and does not get in any more (``join``).
 
-W1 is of open file descriptions (fcntl(2), F_OFD_SETLK), as which each member opens the file for itself.
+W1: each member opens the file for itself, since a record lock belongs to the open file (``disk/file_lock.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..disk.file_lock import lock_record
 from ..disk.processes import start_ticks
 from ..errors import CapacityError, ConfigError, OperationTimeoutError
 from ..poll import BRIEF, Poll
@@ -41,7 +40,6 @@ DEATH_CHECK_SECONDS = 0.1
 DOOR_SECONDS = 5.0
 
 _WORDS_AT, _JOINED_AT, _CLOSED_AT, _DOOR_AT, _UNITS_AT = 0, 2048, 2304, 2305, 4096
-_FLOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +192,12 @@ class Window:
 
     def _try_lock(self, at: int) -> bool:
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
+            return lock_record(self._file, fcntl.F_WRLCK, at)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise CapacityError(f"no lock to be had on shared memory: {error.strerror}") from error
-        return True
+            raise CapacityError(f"shared memory cannot be locked: {error.strerror}") from error
 
     def _unlock(self, at: int) -> None:
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, at, 1, 0))
+        lock_record(self._file, fcntl.F_UNLCK, at)
 
     def leave(self) -> None:
         """Take no part any more. The last to leave gives the pages back. Own memory stays open, for those to come."""

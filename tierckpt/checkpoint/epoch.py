@@ -25,13 +25,13 @@ import fcntl
 import os
 import secrets
 import signal
-import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..disk.durable import make_dirs
+from ..disk.file_lock import lock_record, record_holder
 from ..disk.quarantine import open_regular
 from ..errors import CommitAbandonedError, TierckptError
 from ..format.layout import Location, agent_dir, epoch_file
@@ -45,8 +45,6 @@ ALIVE, COMMIT = 0, 1
 """Bytes of the file that are locked: shared by the trainers of the run, and by one process that commits."""
 COMMIT_SECONDS = 60.0
 EPOCH_BYTES = 16
-
-_FLOCK = "hhqqi4x"  # struct flock: fcntl(2)
 
 
 @dataclass(eq=False)
@@ -77,14 +75,14 @@ def enter(local_root: Path, run: Location, *, trains: bool) -> None:
             found = _open(local_root, run)
             if found.is_joined:
                 return
-            if _try_lock(found.file, ALIVE, fcntl.LOCK_EX):
+            if lock_record(found.file, fcntl.F_WRLCK, ALIVE, is_process=True):
                 _begin(found, run)
                 if trains:
-                    _try_lock(found.file, ALIVE, fcntl.LOCK_SH)  # the exclusive lock becomes a shared one
+                    lock_record(found.file, fcntl.F_RDLCK, ALIVE, is_process=True)  # exclusive becomes shared
                 else:
-                    _unlock(found.file, ALIVE)
+                    lock_record(found.file, fcntl.F_UNLCK, ALIVE, is_process=True)
             elif trains:
-                _wait_for(found.file, ALIVE, fcntl.LOCK_SH, PATIENCE_SECONDS)  # another rank is beginning it
+                _wait_for(found.file, ALIVE, fcntl.F_RDLCK, PATIENCE_SECONDS)  # another rank is beginning it
             found.is_joined = trains
     except (OSError, TierckptError) as error:
         log.warning("%s: a staged save of an earlier start may still commit: %s", run.uri, error)
@@ -104,7 +102,7 @@ def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
     """
     with _lock:
         file = _open(local_root, run).file
-    if not _wait_for(file, COMMIT, fcntl.LOCK_EX, COMMIT_SECONDS):
+    if not _wait_for(file, COMMIT, fcntl.F_WRLCK, COMMIT_SECONDS):
         raise CommitAbandonedError(f"{run.uri}: another process has been committing for {COMMIT_SECONDS:g} s")
     try:
         if current(local_root, run) != epoch:
@@ -114,24 +112,24 @@ def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
             )
         yield
     finally:
-        _unlock(file, COMMIT)
+        lock_record(file, fcntl.F_UNLCK, COMMIT, is_process=True)
 
 
 def _begin(found: _Run, run: Location) -> None:
     before = os.pread(found.file, EPOCH_BYTES, 0)
     if before and before == found.begun:
         return  # no later trainer, so no later staged save
-    if not _wait_for(found.file, COMMIT, fcntl.LOCK_EX, PATIENCE_SECONDS):
+    if not _wait_for(found.file, COMMIT, fcntl.F_WRLCK, PATIENCE_SECONDS):
         holder = _holder(found.file)
         log.warning("%s: process %d, which commits an old save of it, takes too long and is ended", run.uri, holder)
         if holder > 0:
             _kill(holder, found.file)
-        _wait_for(found.file, COMMIT, fcntl.LOCK_EX, PATIENCE_SECONDS)
+        _wait_for(found.file, COMMIT, fcntl.F_WRLCK, PATIENCE_SECONDS)
     try:
         found.begun = secrets.token_hex(EPOCH_BYTES // 2).encode()
         os.pwrite(found.file, found.begun, 0)  # no fsync: a power cut loses staged saves as well
     finally:
-        _unlock(found.file, COMMIT)
+        lock_record(found.file, fcntl.F_UNLCK, COMMIT, is_process=True)
 
 
 def _open(local_root: Path, run: Location) -> _Run:
@@ -142,27 +140,13 @@ def _open(local_root: Path, run: Location) -> _Run:
     return runs[path]
 
 
-def _try_lock(file: int, byte: int, how: int) -> bool:
-    try:
-        fcntl.lockf(file, how | fcntl.LOCK_NB, 1, byte)
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody else has it
-        return False
-    return True
-
-
-def _unlock(file: int, byte: int) -> None:
-    fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
-
-
-def _wait_for(file: int, byte: int, how: int, timeout_seconds: float) -> bool:
-    return any(_try_lock(file, byte, how) for _ in Poll(timeout_seconds, BRIEF))
+def _wait_for(file: int, byte: int, kind: int, timeout_seconds: float) -> bool:
+    return any(lock_record(file, kind, byte, is_process=True) for _ in Poll(timeout_seconds, BRIEF))
 
 
 def _holder(file: int) -> int:
-    """The process that holds COMMIT, as the kernel says; 0 where there is none, or it is another container's."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, COMMIT, 1, 0)
-    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-    return max(0, pid) if kind != fcntl.F_UNLCK else 0
+    """The process that holds COMMIT, as the kernel says; 0 without one, and for one of another container."""
+    return max(0, record_holder(file, COMMIT, is_process=True) or 0)
 
 
 def _kill(pid: int, file: int) -> None:

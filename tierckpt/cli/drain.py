@@ -23,11 +23,11 @@ from ..errors import (
 from ..format.layout import control_file, parse_uri
 from ..ipc.agent_client import contact_for
 from ..mover import Mover
+from ..poll import Pauses, Poll
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client, rate_of
 
-POLL_SECONDS = 0.5
 NOTHING = "The journal is empty: nothing to drain."
 
 Wait = Annotated[
@@ -221,6 +221,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
     await mover.drains.recover()  # with drain=False: only removes what dead processes never finished
     await mover.drains.promote_newest()
     await _look(mover, work)
+    pauses = Poll(pauses=Pauses(0.5, 0.5))
     while not work.is_done:
         before = len(work.left)
         results, work.errors = await mover.drains.drain_all(patient=wait)
@@ -233,7 +234,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
         if wait and not work.is_done:
             with contextlib.suppress(TierckptError, OSError):  # an agent that owns them and hangs is ended
                 await asyncio.to_thread(contact_for(mover.settings).ask, {"op": "here"}, start=False)
-            await asyncio.sleep(POLL_SECONDS)
+            await pauses.pause_async()
 
 
 async def _look(mover: Mover, work: _Work) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,15 +20,12 @@ from ..errors import TierckptError
 from ..format.layout import flush_mark
 from ..telemetry import BYTES, FLUSH_SECONDS, STEPPED_BACK_SECONDS, logger
 from ..types import Tier
-from .file_lock import close_lock, open_lock
+from .file_lock import close_lock, lock_record, open_lock, record_holder
 from .quarantine import open_regular
 
 log = logger("flush")
 
 STEP_BACK_SECONDS_MAX = 2.0
-
-_FLOCK = "hhqqi0q"
-"""``struct flock`` where off_t has 64 bits: type, whence, start, length, pid."""
 
 
 @contextmanager
@@ -49,7 +45,7 @@ def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
         if file >= 0 and pid == os.getpid():
             with suppress(OSError):
                 # Not only by closing: a child that C code forked meanwhile has a copy of the descriptor.
-                fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, 0, 0, 0, 0))
+                lock_record(file, fcntl.F_UNLCK)
             close_lock(file)
 
 
@@ -57,7 +53,7 @@ def _mark(local_root: Path) -> int:
     file = -1
     try:
         file = open_lock(flush_mark(local_root))
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, 0, 0, 0, 0))
+        lock_record(file, fcntl.F_RDLCK)
         return file
     except (OSError, TierckptError) as error:
         log.debug("drains do not see this flush: %s", error)
@@ -78,11 +74,9 @@ class FlushMark:
         try:
             if self._file < 0:
                 self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
-            answer = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked))
+            return record_holder(self._file) is not None
         except (OSError, TierckptError):
             return False
-        return bool(answer[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -5,13 +5,15 @@ import fcntl
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.fuse_mount import mounted
-from tierckpt.disk.file_lock import lock, try_lock
+from tierckpt.disk.file_lock import lock, lock_record, record_holder, try_lock
 from tierckpt.errors import OperationTimeoutError, StoreError
 
 
@@ -125,3 +127,45 @@ def test_a_lock_holds_where_inode_numbers_change_at_each_look(tmp_path: Path) ->
             path.unlink()
             with try_lock(path) as second:
                 assert second  # K3
+
+
+# --- record locks ------------------------------------------------------------------------------------------------
+
+
+def record_of_a_child(path: Path, kind: str, is_process: bool) -> subprocess.Popen[str]:
+    """A process that locks byte 1 of ``path`` and waits."""
+    lines = (
+        "import fcntl, os, sys, time; from tierckpt.disk.file_lock import lock_record\n"
+        "file = os.open(sys.argv[1], os.O_RDWR)\n"
+        f"print(lock_record(file, fcntl.{kind}, 1, is_process={is_process}), flush=True)\n"
+        "time.sleep(120)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", lines, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "True\n"
+    return process
+
+
+@pytest.mark.parametrize("is_process", [False, True])
+def test_a_record_lock_is_of_one_byte_ends_with_its_holder_and_is_seen_without_taking_it(
+    tmp_path: Path, is_process: bool
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    file = os.open(path, os.O_RDWR)
+    child = record_of_a_child(path, "F_RDLCK", is_process)
+    try:
+        holder = record_holder(file, 1, is_process=is_process)
+        assert holder == (child.pid if is_process else -1)
+        assert record_holder(file, 0, is_process=is_process) is None
+        assert not lock_record(file, fcntl.F_WRLCK, 1, is_process=is_process)
+        assert lock_record(file, fcntl.F_RDLCK, 1, is_process=is_process), "others may share it"
+        assert lock_record(file, fcntl.F_UNLCK, 1, is_process=is_process)
+        assert lock_record(file, fcntl.F_WRLCK, 0, is_process=is_process), "another byte"
+        child.kill()
+        child.wait()
+        assert record_holder(file, 1, is_process=is_process) is None
+        assert lock_record(file, fcntl.F_WRLCK, 1, is_process=is_process)
+    finally:
+        child.kill()
+        child.wait()
+        os.close(file)
