@@ -1,4 +1,4 @@
-"""How deep the way of a byte is: the Python stack at the system call, for a save, a load and a prefetch.
+"""How deep the way of a byte is: the Python stack at the system call, for a save, a load, a logged step and a prefetch.
 
     python tools/frames.py            prints each stack, from the call a framework makes to the system call
 
@@ -93,6 +93,38 @@ def traced(
     return spy.stacks
 
 
+def show_log(folder: str) -> None:
+    """A gradient, from the hook of its optimizer to the log on disk."""
+    from tierckpt.replay.link import Copy, Link
+    from tierckpt.replay.log_writer import LogWriter
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    spies = {
+        "before the update": Spy(Copy, "__init__"),
+        "after the update": Spy(Link, "update_ends"),
+        "Checkpointer.step": Spy(LogWriter, "put"),
+        "the thread of the log": Spy(os, "pwrite"),
+    }
+    every_step = tierckpt.EveryStep(gradient_log=True)
+    with contextlib.ExitStack() as stack, tierckpt.Checkpointer(f"{folder}/log", every_step=every_step) as checkpointer:
+        for spy in spies.values():
+            stack.enter_context(spy)
+        for step in range(1, 5):
+            model(torch.rand(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step(step, {"model": model, "optimizer": optimizer})
+    spies["the thread of the log"].stacks = [
+        stack
+        for stack in spies["the thread of the log"].stacks
+        if {"_work", "_append"} <= {frame.name for frame in stack}
+        and "_begin_segment" not in {frame.name for frame in stack}
+    ]
+    for name, spy in spies.items():
+        show(f"gradient log, {name}", spy.name, spy.stacks)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(TIERCKPT_LOCAL_ROOT=f"{folder}/local", TIERCKPT_MOVER="inline")
@@ -106,6 +138,7 @@ def main() -> None:
 
         show("write_data", "pwrite", traced(os, "pwrite", save))
         show("read_data", "preadv", traced(os, "preadv", load))
+        show_log(folder)
         sys.path.insert(0, str(ROOT))
         from tests.services import moto_server
 
