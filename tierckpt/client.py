@@ -76,7 +76,7 @@ class Client(LoopThread):
             self.call_soon(self.mover.drains.submit, token)
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
-        """Limit the drains of this node to ``bytes_per_second`` for ``seconds``; None: to what the settings say."""
+        """Limit the drains of this node to ``bytes_per_second`` for ``seconds``; None: to the rate of the settings."""
         if self.settings.mover == "agent":
             message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
             self._tell_agent(message, "could not set the drain rate on the agent")
@@ -136,7 +136,7 @@ class Client(LoopThread):
             self._tell_agent({"op": "here"}, "no agent to recover with, so this process does it", here)
 
     def enter(self, run: Location, *, trains: bool) -> None:
-        """Wait for the staged saves of ended trainers of ``run``; none of them is committed later.
+        """Wait for the staged saves of ended trainers of ``run``, and refuse later commits of theirs.
 
         Args:
             trains: this process saves to the run. False: it only reads.
@@ -330,7 +330,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
 def close_all() -> None:
     """Stop every shared client of this process at once, and release staging memory that nothing refers to.
 
-    What the clients were draining stays in the journal.
+    Their unfinished drains stay in the journal.
     """
     with _lock:
         clients = list(_clients.values())

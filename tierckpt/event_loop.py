@@ -1,7 +1,7 @@
 """One event loop on a thread of its own, for blocking callers on other threads; its fork and its exit.
 
-Timeouts are applied inside the loop, so they cancel what they time out. A forked child has neither the thread nor the
-connections: what was opened before the fork is refused there.
+Timeouts are applied inside the loop, so they cancel the work itself. A forked child has neither the thread nor the
+connections: it refuses calls on objects of its parent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LoopThread:
         """``root``: the path in errors of the operating system that name none."""
         self._root = root
         self._calls: set[concurrent.futures.Future[Any]] = set()
-        """What threads wait for."""
+        """The calls in progress."""
         self._is_closed, self._entering = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tierckpt", daemon=True)
@@ -55,7 +55,7 @@ class LoopThread:
 
     @property
     def patience(self) -> float:
-        """Seconds that ``close`` waits for what runs on the loop, within its own bounds."""
+        """Seconds that ``close`` waits for cancelled tasks, within its own bounds."""
         return CLOSE_TIMEOUT_SECONDS
 
     @short_traceback
@@ -81,7 +81,7 @@ class LoopThread:
             path = Path(os.fsdecode(error.filename)) if error.filename else self._root
             raise translate_os_error(error, path, Tier.LOCAL) from error
         except BaseException:
-            if not future.done():  # interrupted: the caller closes what the work uses, so first the work ends
+            if not future.done():  # interrupted: the work ends before the caller closes its files
                 future.cancel()
                 asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
             raise
@@ -127,7 +127,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def close(self) -> None:
-        """End what runs on the loop, then the thread. Idempotent."""
+        """Cancel all calls, then end the thread. Idempotent."""
         if self._is_closed or not self.is_ours:
             return
         self.run(self._stop())
@@ -141,14 +141,14 @@ class LoopThread:
             self._loop.close()
 
     def _stop_loop(self, turns: int = 3) -> None:
-        """Stop the loop once what was cancelled has had its turn."""
+        """Stop the loop after the cancelled calls have run."""
         if turns:
             self._loop.call_soon(self._stop_loop, turns - 1)
         else:
             self._loop.stop()
 
     async def _stop(self) -> None:
-        """Cancel what still runs, and wait until it has put its files away."""
+        """Cancel all tasks, and wait until they have closed their files."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -187,10 +187,10 @@ def at_exit(call: Callable[[], None]) -> None:
 
 
 def _keep_parents() -> None:
-    """In a forked child, keep what the parent's loops hold alive for ever.
+    """In a forked child, keep the objects of the parent's loops alive for ever.
 
-    A coroutine that is freed releases its locks and connections, which are the parent's, and native code waits for
-    threads that the child does not have. So nothing of it may be freed here, not even when the child ends.
+    A freed coroutine releases its locks and connections, which are the parent's, and native code waits for threads that
+    the child does not have. So none may be freed here, not even when the child ends.
     """
     parents = [(one, asyncio.all_tasks(one._loop)) for one in list(_every)]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))

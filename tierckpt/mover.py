@@ -2,8 +2,8 @@
 
 Verbs are functions in their folders that take a ``Mover``. Each process has one for its settings (``client.py`` runs
 it), and so has a node's agent (``agent/agent_server.py``). Where ``settings.mover`` is "agent" only the agent drains,
-and its limits are those of the node. A process whose agent does not answer drains with limits of its own: files at a
-time and bytes per second (``drain/rate_limiter.py``), retries (``stores/retry.py``).
+and its limits are the limits of the node. A process without an answer of its agent drains with limits of its own:
+files at a time and bytes per second (``drain/rate_limiter.py``), retries (``stores/retry.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mover:
         *,
         live: Callable[[], Awaitable[Live]] | None = None,
     ) -> None:
-        """``live``: returns the other nodes. None: this node's agent is asked, where there are ``peers``.
+        """``live``: returns the other nodes. None: requests to this node's agent, with ``peers``.
 
         Raises PermissionDeniedError: ``local_root`` is not safe to use.
         """
@@ -48,8 +48,8 @@ class Mover:
         self.journal, self.limiter = drainer.journal, drainer.limiter
         self.store, self.directory = drainer.store, drainer.directory
         self.drains = BackgroundDrains(settings, drainer)
-        """What this process drains, and has drained."""
-        # The agent knows the other nodes itself, and fetches nothing that it would have to ask others for.
+        """The drains of this process."""
+        # The agent knows the other nodes itself, and fetches nothing from them.
         self.sharing = PeerJoiner(settings) if settings.peers is not None and live is None else None
         self.node_cache = NodeCache(settings, drainer.store, listener, self.sharing)
         self.peers = catalog_of(settings, live)

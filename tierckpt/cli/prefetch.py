@@ -273,12 +273,12 @@ def _watch_rollout(
     """Watch one version fill all nodes that want it, until it is whole on all of them, or Ctrl-C.
 
     Args:
-        location: whose; None: what most nodes are filling.
-        fetching: what this node fetches meanwhile; when it fails there is nothing more to watch.
+        location: the version; None: the one that most nodes are filling.
+        fetching: the fetch of this node; when it fails the watch ends.
 
     Raises:
         ConfigError: there are no ``peers``.
-        ObjectNotFoundError: nobody has begun to fill it in a minute.
+        ObjectNotFoundError: no node fills it within a minute.
     """
     if settings.peers is None:
         raise ConfigError("no peers are set, so there is one node to watch", hint="Set peers (TIERCKPT_PEERS)")
@@ -294,7 +294,7 @@ def _watch_rollout(
 async def _watch_nodes(
     seen: RolloutWatch, out: _RolloutLine, fetching: Future[Report] | None, *, shown_on: int
 ) -> None:
-    """Watch until all nodes have it. Where this node fetches nothing, end when ``shown_on`` has no reader."""
+    """Watch until all nodes have it, or without a fetch of this node until ``shown_on`` has no reader."""
     begun, settled = time.monotonic(), 0
     try:
         while settled < SETTLED_TICKS and (fetching is not None or has_reader(shown_on)):

@@ -34,7 +34,7 @@ SET_ASIDE = (
     "`tierckpt drain --forget URI` gives them up"
 )
 GROUPED_MIN = 4
-"""Cached objects of one place from which on they are one line."""
+"""Cached objects of one place share a line if there are so many."""
 
 Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
@@ -133,7 +133,7 @@ def _document(settings: Settings) -> Json:
 
 
 def _gradient_logs(root: Path, copied: Sequence[Json]) -> Iterator[Json]:
-    """What lies behind the checkpoints of this node, of each rank, and up to which step its holders have it."""
+    """Yields the gradient log of each rank of this node, and the newest step that its holders have."""
     base, peers = root / "checkpoints", {(row["uri"], row["rank"]): row["peers_step"] for row in copied}
     for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
         sizes = [file_size(path) for path in log_segments.paths_in(directory)]
@@ -209,7 +209,7 @@ def _drain_text(item: Json) -> str:
 
 
 def _cause_text(item: Json) -> str:
-    """What a drain waits for, and since when."""
+    """The cause of a waiting drain, and how long it waits."""
     drain = item["drain"]
     if drain is None or not drain["cause"]:
         return str(item["last_error"]) if drain is None else ""
@@ -280,7 +280,7 @@ def _view(document: Json) -> list[RenderableType]:
     return [facts(summary, document, **lines), *(table(columns, found) for columns, found in rows.items())]
 
 
-# --- --peers: the other nodes, what goes between them and this one, and what would survive ---------------------------
+# --- --peers: the other nodes, the traffic with them, and the losses that a checkpoint survives ----------------------
 
 MEMBER_STATES = ("live", "suspect", "dead", "left")
 
@@ -328,7 +328,7 @@ def _served(serves: Json) -> str:
 
 
 def _copies(copies: Json, me: str) -> str:
-    """Whose fresh checkpoints are here, who holds ours, and whether the newest is held by all of them."""
+    """The copies of other nodes here, the holders of ours, and how many runs have all copies of the newest."""
     held = f"{human_bytes(copies['copied_bytes'])} copied here for {', '.join(copies['sources']) or 'nobody'}"
     holders = [name for name in copies["holders"] if name != me]
     newest = list(copies["newest"].values())

@@ -35,9 +35,9 @@ log = logger("restore")
 
 
 async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
-    """Bring those of ``entries`` that this node lacks to the local tier, verified, from peers or the shared tier.
+    """Bring the missing ``entries`` to the local tier, verified, from peers or the shared tier.
 
-    Best effort: readers go there themselves for what could not be kept here.
+    Best effort: readers use the other tiers for files that cannot be kept here.
     """
     if checkpoint.manifest is None:
         return
@@ -65,7 +65,7 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
             await adopt(checkpoint)  # so that peers find each file here from the moment that it is whole
         await asyncio.gather(*(one(entry) for entry in missing))
         if is_elsewhere:
-            await adopt(checkpoint)  # what was brought is known to retention and eviction
+            await adopt(checkpoint)  # for retention and eviction
 
 
 async def bring(

@@ -49,7 +49,7 @@ class PrefetchRequest:
     """``directory`` is a Hugging Face cache, by default this user's."""
     size_bytes_max: int | None = None
     wait_seconds: float | None = None
-    """How long to wait for what is not committed or not there yet. None: that is an error."""
+    """How long to wait for missing or uncommitted files. None: they are an error."""
 
     def place(self, mover: Mover, resolved: ResolvedUri) -> Path | None:
         """Return the directory to fill; None: the node cache. An adopted checkpoint goes there: it has other names."""
@@ -148,7 +148,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
     with contextlib.ExitStack() as leases:
         held = await asyncio.to_thread(_held, mover, resolved, target, leases)
         common: dict[str, Any] = {
-            # Of a model the size of the chunks is free: that of the copies lets their digests be compared.
+            # A model has no chunk size of its own: the one of the copies makes their digests comparable.
             "chunk_size_bytes": (held[-1][1] if held else resolved).frozen.chunk_size_bytes,
             "concurrency": mover.settings.concurrency * 2,
             "listener": mover.listener,
@@ -201,7 +201,7 @@ def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.
 async def _freeze(mover: Mover, request: PrefetchRequest) -> tuple[ResolvedUri, Checkpoint | None]:
     """Return the files at the location, fixed, and the checkpoint there if a peer has committed it.
 
-    A checkpoint is there as soon as one node has committed it, on the shared tier or not yet.
+    One commit of any node is enough, on the shared tier or not yet.
     """
     location = request.location
     if mover.peers is not None and location.name in await mover.peers.committed(location.parent):

@@ -71,7 +71,7 @@ async def restore(mover: Mover, location: Location, directory: Path) -> RestoreR
         checkpoint = (await mover.selector.newest(location, walk.step_max)).checkpoint
         if checkpoint is None:
             walk.end()
-            checkpoint = await mover.selector.find(location)  # it says what is wrong
+            checkpoint = await mover.selector.find(location)  # for its error
         try:
             async with mover.reading(checkpoint):
                 if await catalog.stands(checkpoint):

@@ -27,8 +27,8 @@ PROBE_SILENT_SECONDS = 0.5
 REPORT_SECONDS = 8.0
 """A save that waits for so long for the answer of its store logs an outage."""
 SILENT_SECONDS = 60.0
-"""How long a store that did not answer a save is asked for ``PROBE_SILENT_SECONDS`` at most, and training does not wait
-for its answer."""
+"""After a save without an answer, how long requests to that store time out after ``PROBE_SILENT_SECONDS``, and training
+does not wait for them."""
 
 
 class ReplacedAttempts:
@@ -41,22 +41,22 @@ class ReplacedAttempts:
         self._asking: list[tuple[tuple[str, str], float, asyncio.Timeout]] = []
         """The stores that saves are asking, and when (of the loop's clock) one counts as silent."""
         self._blind: set[Location] = set()
-        """Runs whose store was reported to have no conditional puts."""
+        """Runs with a warning that their store has no conditional puts."""
 
     def here(self, location: Location) -> tuple[bool, set[str]]:
-        """Return whether the local tier has a checkpoint at ``location``, and the attempts that either tier may hold by
-        what this node knows. Blocking."""
+        """Return whether the local tier has a checkpoint at ``location``, and the attempts that this node expects on
+        either tier. Blocking."""
         directory = self._drainer.directory(location)
         try:
             local = local_commit.read_local_manifest(directory)
         except (ManifestError, StoreError) as error:
-            # Set aside by the commit, no sooner: what the journal still has to drain is known by it.
+            # The commit quarantines it, not this method: the journal names its entries by that manifest.
             log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
             return False, self._attempts_in_journal(location)
         if local is None:
             return False, set()
         is_drained = marks.is_drained(directory, local.attempt)
-        return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may be at one of those
+        return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may hold any of these
 
     def is_silent(self, location: Location) -> bool:
         """Whether the store of ``location`` keeps a save waiting, or did within ``SILENT_SECONDS``. Thread-safe."""
@@ -93,9 +93,9 @@ class ReplacedAttempts:
     ) -> tuple[str, ...]:
         """Return the attempts at ``location`` now: a new save replaces exactly these.
 
-        A shared tier that does not answer in time is passed over, because a save must not wait for it: the drain finds
-        an attempt there. So is one that refuses requests after it was reached in this process: credentials may have
-        expired, and the save is safe on this node.
+        A save does not wait for a shared tier that does not answer in time: the drain finds an attempt there. Refused
+        requests do not fail it either, once this process has reached the tier: credentials may have expired, and the
+        save is safe on this node.
 
         Args:
             here: the result of ``here``.
@@ -143,7 +143,7 @@ class ReplacedAttempts:
         return {entry.manifest.attempt if entry.manifest else entry.token for entry in entries}
 
     def _say_if_blind(self, store: Store, location: Location) -> None:
-        """Warn once for each run whose store cannot tell that another job saves to it too."""
+        """Warn once for each run if the store cannot detect a second job that saves to it."""
         run = location.parent
         if store.has_put_if_absent or run in self._blind:
             return

@@ -1,8 +1,8 @@
 """The only printer: results on stdout, everything else on stderr, for people or as JSON.
 
 With ``--json`` stdout holds exactly one JSON document when there is a result, and stderr one when there is an error;
-warnings become a field of it. What is printed for people never holds control characters: object names come from
-strangers, and a terminal obeys what it is sent.
+warnings become a field of it. Text for people never holds control characters: object names come from strangers, and a
+terminal obeys them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a verb has to say: one document for programs, the same for people, and the exit code."""
+    """The result of a verb: one document for programs, a view of it for people, and the exit code."""
 
     document: types.Json
     view: Sequence[RenderableType] = ()
@@ -80,7 +80,7 @@ class Report:
 
 
 class Output:
-    """Prints one report or one error. Collects the library's warnings from the moment it is made until ``close``.
+    """Prints one report or one error. Collects the library's warnings until ``close``.
 
     Args:
         is_compact: an error is one line too, as ``--progress json`` has it for all of stderr.
@@ -268,7 +268,7 @@ def progress_bar(
 
 
 class _Formatter(string.Formatter):
-    """Fills ``{key:format}`` from a mapping or an object; ``format`` is one of ``FORMATS`` or Python's own."""
+    """Fills ``{key:format}`` from a mapping or an object; ``format``: of ``FORMATS``, or of Python."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if key in kwargs:
@@ -366,7 +366,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "of": lambda part: f"{100 * part[0] / max(1, part[1]):.0f} %",
     "lost": lambda names: ", ".join(names) or "lost",
 }
-"""How views show values, beside Python's own format specifications."""
+"""Formats of the values in views, in addition to Python's own."""
 
 
 def plain(text: str) -> Text:
