@@ -89,7 +89,7 @@ def test_two_movers_that_prune_one_run_leave_nothing_of_what_they_remove(s3_uri:
     movers = [Mover(Settings.load(local_root=f"{os.environ['TIERCKPT_LOCAL_ROOT']}-{n}")) for n in range(2)]
 
     async def both() -> list[PruneResult]:
-        found = await asyncio.gather(*(one.prune(parse_uri(s3_uri), Policy.of(keep_last=2)) for one in movers))
+        found = await asyncio.gather(*(one.pruner.prune(parse_uri(s3_uri), Policy.of(keep_last=2)) for one in movers))
         for one in movers:
             await one.close()
         return found
