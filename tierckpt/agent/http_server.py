@@ -66,7 +66,7 @@ class HttpServer:
         self.connections: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
         """Malformed requests, and connections refused by L2 (overflowed)."""
-        self._by_host: Counter[str] = Counter()
+        self.by_host: Counter[str] = Counter()
         self._listener: asyncio.Server | None = None
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
         self._failures = Repeats(log, logging.ERROR, f"a request to {name} could not be answered: %s: %s")
@@ -115,27 +115,18 @@ class HttpServer:
     def admit(self, host: str) -> bool:
         """Count a connection of ``host``. False when there are too many (L2)."""
         most = min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        if self._by_host.total() >= most or self._by_host[host] >= max(1, most // 2):
+        if self.by_host.total() >= most or self.by_host[host] >= max(1, most // 2):
             self.counts["overflowed"] += 1
             return False
-        self._by_host[host] += 1
+        self.by_host[host] += 1
         return True
-
-    def release(self, host: str) -> None:
-        self._by_host[host] -= 1
-        if not self._by_host[host]:
-            del self._by_host[host]
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, _Connection)
-        connection.begin_answer()
+        connection.set_answering(True)
         try:
-            if request.version in ((1, 0), (1, 1)):
-                response = await self._handler(request)
-            else:
-                self.note_malformed(request.remote or "?", "another version of HTTP")
-                response = refusal(HTTPStatus.BAD_REQUEST)
+            response = await self._handler(request)
             async with asyncio.timeout(send_seconds(response.content_length or 0)):
                 await response.prepare(request)
                 await response.write_eof()
@@ -145,7 +136,7 @@ class HttpServer:
             log.debug("a request to %s could not be answered", self.name, exc_info=True)
             self._failures.note(type(error).__name__, error)
         else:
-            connection.end_answer()
+            connection.set_answering(False)
             return response
         connection.abort()
         raise ConnectionResetError("the request could not be answered")
@@ -217,7 +208,7 @@ class _Connection(web.RequestHandler):
             raise
         finally:
             self._site.connections.discard(task)
-            self._site.release(self._client)
+            self._site.by_host -= Counter((self._client,))
             self._abort_in(LINGER_SECONDS)
 
     def handle_error(
@@ -233,12 +224,9 @@ class _Connection(web.RequestHandler):
         self._site.note_malformed(self._client, type(exc).__name__)
         return refusal(HTTPStatus.BAD_REQUEST)
 
-    def begin_answer(self) -> None:
-        self._is_answering, self._received_bytes = True, 0
+    def set_answering(self, value: bool) -> None:
+        self._is_answering, self._received_bytes = value, 0
         self._cancel_deadline()
-
-    def end_answer(self) -> None:
-        self._is_answering = False
 
     def abort(self) -> None:
         """Close the connection at once; what was not sent yet is dropped."""

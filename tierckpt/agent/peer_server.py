@@ -40,8 +40,8 @@ from ..peer.peer_http import (
     ChunkReport,
     WireError,
     address_of,
+    parse_headers,
     parse_json,
-    parse_request,
     route,
 )
 from ..resources import ThreadPool
@@ -206,9 +206,9 @@ class PeerServer:
     # --- requests ------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        client = request.remote or "?"
+        client, target = request.remote or "?", request.raw_path
         try:
-            asked = parse_request(request.method, request.raw_path, request.raw_headers)
+            headers = parse_headers(target, request.raw_headers)
         except WireError as error:
             self.http.note_malformed(client, error)
             return refusal(HTTPStatus.BAD_REQUEST)
@@ -216,29 +216,28 @@ class PeerServer:
             self.counts["malformed"] += 1
             return refusal(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
         try:
-            name, nonce = self.verifier.check(asked.method, asked.target, asked.headers)
+            name, nonce = self.verifier.check(request.method, target, headers)
         except OtherTime as error:
             self.counts["other_time"] += 1
             log.debug("a member's clock is another: %s", client)
-            response = self._signed(error.nonce, HTTPStatus.UNAUTHORIZED, headers={TIME: str(int(error.now))})
-            response.force_close()
-            return response
+            return self._signed(refusal(HTTPStatus.UNAUTHORIZED, {TIME: str(int(error.now))}), error.nonce)
         except Refused as error:
             self.counts["refused"] += 1
             self._strangers.note(client, error)
             return refusal(HTTPStatus.UNAUTHORIZED)
         except Crowded as error:
             self.counts["busy"] += 1
-            return _Asked(self, request, "", error.nonce).busy()
+            return self._signed(_busy(), error.nonce)
         self.members.asked(name)
-        found = route(asked.target) if "range" not in asked.headers else None
-        return await self._answer(_Asked(self, request, name, nonce), *(found or ("", ())))
+        kind, words = (route(target) if "range" not in headers else None) or ("", ())
+        response = await self._answer(_Asked(request, name, nonce), kind, words)
+        return self._signed(response, nonce) if isinstance(response, web.Response) else response
 
-    def _signed(
-        self, nonce: str, status: HTTPStatus, body: bytes = b"", headers: Mapping[str, str] = {}
-    ) -> web.Response:
-        said = {"Content-Length": str(len(body)), **headers}
-        return web.Response(status=status, body=body, headers=said | self.verifier.prove(nonce, status, said, body))
+    def _signed(self, response: web.Response, nonce: str) -> web.Response:
+        body = response.body if isinstance(response.body, bytes) else b""
+        response.headers["Content-Length"] = str(len(body))
+        response.headers.update(self.verifier.prove(nonce, response.status, response.headers, body))
+        return response
 
     async def _answer(self, asked: _Asked, kind: str, words: tuple[str, ...]) -> web.StreamResponse:
         if kind == "chunk":
@@ -256,25 +255,25 @@ class PeerServer:
             version, size, after, interested = words
             if interested == "1":
                 self._interested.note(version, asked.name, INTEREST_SECONDS)
-            return asked.json(await self._in_thread(self._held_here, version, int(size), int(after)))
+            return _json(await self._in_thread(self._held_here, version, int(size), int(after)))
         if kind == "manifest":
             data = await self._in_thread(self.holdings.manifest, words[0])
-            return asked.whole(data) if data is not None else asked.missing()
+            return web.Response(body=data) if data is not None else _missing()
         if kind == "steps":
-            return asked.json({"steps": await self._in_thread(self.holdings.steps, words[0])})
+            return _json({"steps": await self._in_thread(self.holdings.steps, words[0])})
         if kind == "slow":
             self._slow.note(words[0], asked.name, SLOW_SECONDS)
-            return asked.json({})
+            return _json({})
         if kind == "status":
-            return asked.json(await self._in_thread(self.status))
+            return _json(await self._in_thread(self.status))
         if kind == "fresh" and self._fresh is not None:
             fresh = await self._in_thread(self._fresh)
-            return asked.json(fresh) if fresh is not None else asked.missing()
+            return _json(fresh) if fresh is not None else _missing()
         if kind == "drains" and self._drains is not None:
-            return asked.json(await self._drains())
+            return _json(await self._drains())
         if kind == "members":
-            return asked.json(self.members.answer(_row(asked.request.headers)))
-        return asked.missing()
+            return _json(self.members.answer(_row(asked.request.headers)))
+        return _missing()
 
     def _held_here(self, version: str, size: int, after: int) -> Json:
         held = self.holdings.held(version, size, after)
@@ -298,7 +297,7 @@ class PeerServer:
         for _ in range(TRIES):
             if not await self._take_slot(asked.name, deadline):
                 self.counts["busy"] += 1
-                return asked.busy()
+                return _busy()
             try:
                 found = self.holdings.open_now(version, size, ordinal, after)
                 found = found or await self._in_thread(self._open, version, size, ordinal, after)
@@ -309,7 +308,7 @@ class PeerServer:
             if not await self._await_chunk(version, size, ordinal, deadline):
                 break
         self.counts["missing"] += 1
-        return asked.missing()
+        return _missing()
 
     async def _from_hub(self, asked: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
         """Send a range of a file of a Hub once it is here. The first request for it starts the fetch."""
@@ -326,7 +325,7 @@ class PeerServer:
 
     def _nothing(self, asked: _Asked, *, is_coming: bool) -> web.StreamResponse:
         self.counts["busy" if is_coming else "missing"] += 1
-        return asked.busy() if is_coming else asked.missing()
+        return _busy() if is_coming else _missing()
 
     async def _range(
         self, asked: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
@@ -451,23 +450,21 @@ class PeerServer:
 class _Asked:
     """A proven request of the member ``name``. Its answer refers to ``nonce``."""
 
-    server: PeerServer
     request: web.BaseRequest
     name: str
     nonce: str
 
-    def missing(self) -> web.Response:
-        return self.server._signed(self.nonce, HTTPStatus.NOT_FOUND)
 
-    def busy(self) -> web.Response:
-        again = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return self.server._signed(self.nonce, HTTPStatus.SERVICE_UNAVAILABLE, headers=again)
+def _missing() -> web.Response:
+    return web.Response(status=HTTPStatus.NOT_FOUND)
 
-    def whole(self, body: bytes) -> web.Response:
-        return self.server._signed(self.nonce, HTTPStatus.OK, body)
 
-    def json(self, body: Json) -> web.Response:
-        return self.whole(json.dumps(body, separators=(",", ":")).encode())
+def _busy() -> web.Response:
+    return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def _json(body: Json) -> web.Response:
+    return web.Response(body=json.dumps(body, separators=(",", ":")).encode())
 
 
 def _row(headers: Mapping[str, str]) -> Json | None:

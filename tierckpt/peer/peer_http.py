@@ -70,13 +70,6 @@ class WireError(HttpError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    method: str
-    target: str
-    headers: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkReport:
     """A node's report of its chunks of a version: ``new`` are the lines of its list from the requested one on.
 
@@ -164,8 +157,8 @@ def hub_target(uri: str, start: int, size_bytes: int, reads: bool = True) -> str
     return f"/v1/hub/{start}/{size_bytes}/{quote(uri, safe='')}?reads={int(reads)}"
 
 
-def parse_request(method: str, target: str, lines: Sequence[tuple[bytes, bytes]]) -> Request:
-    """Check a request that the HTTP server has parsed: its target and its headers as they were sent.
+def parse_headers(target: str, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Check the target and the headers of a request, as they were sent. Returns the headers by name in lower case.
 
     Raises:
         WireError: it is no request of a peer: a header twice, a body, an odd byte.
@@ -175,7 +168,7 @@ def parse_request(method: str, target: str, lines: Sequence[tuple[bytes, bytes]]
         raise WireError("a target that no peer sends")
     if "transfer-encoding" in headers or headers.get("content-length", "0") != "0" or "host" not in headers:
         raise WireError("a request with a body, or without a host")
-    return Request(method, target, headers)
+    return headers
 
 
 def parse_response(data: bytes) -> Response:

@@ -94,7 +94,6 @@ MALFORMED = [
     b"GET / HTTP/1.1\nHost: x\n\n\r\n\r\n",
     b"GET /v1 HTTP/9.9\r\nHost: x\r\n\r\n",
     b"GET *\r\n\r\n",
-    b"GET /\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     get("/", " folded: x"),
