@@ -16,6 +16,7 @@ from tests.certificates import Authority
 from tests.peer_node import (
     CHUNK,
     EVENT_SECONDS,
+    SECRET,
     Node,
     begin,
     bytes_of,
@@ -43,8 +44,10 @@ from tierckpt.errors import (
 )
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import inventory
+from tierckpt.peer.auth import Signer
 from tierckpt.peer.chunk_files import frozen_of
 from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_http import PROOF, chunk_target, encode_head
 
 DATA = model()
 FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
@@ -344,6 +347,36 @@ async def test_too_many_connections_are_closed_and_the_others_go_on(
 
 
 # --- who may ask ---------------------------------------------------------------------------------------------------
+
+
+async def test_no_byte_of_a_request_can_be_changed(tmp_path: Path) -> None:
+    target = chunk_target(publish(tmp_path, DATA).version, CHUNK, 1, 0, 0.0)
+    async with serving(tmp_path) as node:
+        host, _, port = node.member.address.rpartition(":")
+
+        async def answer(at: int | None) -> bytes:
+            proof, _ = Signer(SECRET.encode(), "client").sign("GET", target, "server")
+            head = bytearray(encode_head(f"GET {target} HTTP/1.1", {"Authorization": proof, "Host": "x"}))
+            if at is not None:
+                if at >= head.index(b"\r\nHost"):
+                    return b"the end"
+                head[at] ^= 1
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                async with asyncio.timeout(EVENT_SECONDS):
+                    writer.write(head)
+                    return await reader.readuntil(b"\r\n\r\n")
+            except (EOFError, ConnectionError):
+                return b""
+            finally:
+                writer.transport.abort()
+
+        assert PROOF.encode() in await answer(None)
+        tried = 0
+        while (said := await answer(tried)) != b"the end":
+            assert PROOF.encode() not in said, tried
+            tried += 1
+        assert tried > 250
 
 
 async def test_another_secret_is_no_member(tmp_path: Path) -> None:

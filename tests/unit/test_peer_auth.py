@@ -25,7 +25,7 @@ from tierckpt.peer.auth import (
     read_secret,
     server_tls,
 )
-from tierckpt.peer.peer_http import DIGEST, HELD, ME, PROOF, WireError, encode_head, parse_request
+from tierckpt.peer.peer_http import DIGEST, HELD, ME, PROOF
 
 TARGET = f"/v1/chunk/{'a' * 32}/65536/3?after=0&wait=0.000"
 KEY = SECRET.encode()
@@ -139,24 +139,6 @@ def test_more_requests_than_can_be_remembered_are_put_off(monkeypatch: pytest.Mo
         checks.check("GET", TARGET, signed())
     with pytest.raises(Refused, match="wrong proof"):  # who is no member does not even learn that
         checks.check("GET", TARGET, signed(key=b"the secret of another job"))
-
-
-def test_no_byte_of_a_request_can_be_changed() -> None:
-    answered, tried = [], 0
-    for at in range(400):
-        proof = Signer(KEY, "node-1").sign("GET", TARGET, "server")[0]
-        head = bytearray(encode_head(f"GET {TARGET} HTTP/1.1", {"Authorization": proof, "Host": "x"}))
-        if at >= head.index(b"\r\nHost"):
-            break
-        head[at] ^= 1
-        tried += 1
-        try:
-            request = parse_request(bytes(head))
-            answered.append((request.method, verifier().check(request.method, request.target, request.headers)))
-        except (WireError, Refused):
-            pass
-    assert answered == []
-    assert tried > 250
 
 
 def _signed_at(now: float) -> dict[str, str]:

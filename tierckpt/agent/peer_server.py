@@ -208,7 +208,7 @@ class PeerServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         client, target = request.remote or "?", request.raw_path
         try:
-            headers = parse_headers(target, request.raw_headers)
+            headers = parse_headers(target, request.version, request.raw_headers)
         except WireError as error:
             self.http.note_malformed(client, error)
             return refusal(HTTPStatus.BAD_REQUEST)

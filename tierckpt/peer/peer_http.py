@@ -157,15 +157,15 @@ def hub_target(uri: str, start: int, size_bytes: int, reads: bool = True) -> str
     return f"/v1/hub/{start}/{size_bytes}/{quote(uri, safe='')}?reads={int(reads)}"
 
 
-def parse_headers(target: str, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Check the target and the headers of a request, as they were sent. Returns the headers by name in lower case.
+def parse_headers(target: str, version: tuple[int, int], lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Check target, HTTP version and headers of a request, as they were sent. Returns the headers by lower-case name.
 
     Raises:
         WireError: it is no request of a peer: a header twice, a body, an odd byte.
     """
     headers = _headers(lines)
-    if _TARGET.fullmatch(target) is None:
-        raise WireError("a target that no peer sends")
+    if version != (1, 1) or _TARGET.fullmatch(target) is None:
+        raise WireError("not HTTP/1.1, or a target that no peer sends")
     if "transfer-encoding" in headers or headers.get("content-length", "0") != "0" or "host" not in headers:
         raise WireError("a request with a body, or without a host")
     return headers

@@ -124,7 +124,7 @@ def test_anything_else_is_no_path(target: str) -> None:
 
 
 def parse(*lines: tuple[bytes, bytes], target: str = "/v1/members") -> dict[str, str]:
-    return parse_headers(target, [(b"Host", b"x"), *lines])
+    return parse_headers(target, (1, 1), [(b"Host", b"x"), *lines])
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,11 @@ def test_a_target_that_no_peer_sends_is_refused(target: str) -> None:
         parse(target=target)
 
 
-def test_a_request_without_a_host_is_refused() -> None:
+def test_a_request_without_a_host_or_of_http_1_0_is_refused() -> None:
     with pytest.raises(WireError):
-        parse_headers("/v1/members", [])
+        parse_headers("/v1/members", (1, 1), [])
+    with pytest.raises(WireError):
+        parse_headers("/v1/members", (1, 0), [(b"Host", b"x")])
 
 
 @pytest.mark.parametrize(
