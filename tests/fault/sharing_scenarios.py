@@ -66,7 +66,7 @@ def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug:
     """Load; at the ``nth`` read of the ``victim`` the fault happens to it."""
     is_victim = dist.get_rank() == victim
     shared_read.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
-    read_sharing.PATIENCE_SECONDS = 3.0 if fault == "stop" or bug else 30.0
+    read_sharing.IDLE_SECONDS_MAX = 3.0 if fault == "stop" or bug else 30.0
     read_sharing.WINDOW_BYTES = WINDOW_BYTES
     if bug:
         BUGS[bug]()
@@ -104,14 +104,14 @@ def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
 
 
 def _take_slowly(folder: Path) -> None:
-    real = shared_read.Crew.take_unit
+    real = shared_read.UnitThreads.take_unit
 
-    def take(self: shared_read.Crew, unit: int) -> None:
+    def take(self: shared_read.UnitThreads, unit: int) -> None:
         (folder / "fired").touch()
         time.sleep(0.1)  # the others are quicker, on a busy machine too
         real(self, unit)
 
-    shared_read.Crew.take_unit = take  # type: ignore[method-assign]
+    shared_read.UnitThreads.take_unit = take  # type: ignore[method-assign]
 
 
 def _reuse_at_once() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import tierckpt
 from tests.states import raises_ours, save
-from tierckpt.dcp import read_sharing
+from tierckpt.dcp import reader
 from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
 from tierckpt.read.file_copies import LocalCopy
@@ -149,13 +149,13 @@ def test_what_has_not_the_frame_of_its_metadata_is_parsed(file_uri: str, parsed:
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     """What a load asked of files."""
     asked: list[Piece] = []
-    real = read_sharing.pull
+    real = reader.pull
 
     def pull(wanted: Any, *args: Any, **options: Any) -> None:
         asked.extend(piece for _, pieces in wanted for piece in pieces)
         real(wanted, *args, **options)
 
-    monkeypatch.setattr(read_sharing, "pull", pull)
+    monkeypatch.setattr(reader, "pull", pull)
     return asked
 
 

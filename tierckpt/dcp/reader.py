@@ -25,8 +25,9 @@ from ..config import Settings
 from ..errors import IntegrityError, StateMismatchError, TierckptError, UnsafeCheckpointError
 from ..format.layout import METADATA, rank_metadata
 from ..format.manifest import FileEntry
-from ..read.parallel_read import Piece, windows
+from ..read.parallel_read import Piece, Pull, pull, windows
 from ..read.replicated_file import ReplicatedFile, VerifiedFile
+from ..read.shared_read import SharedRead
 from ..restore.fetch_file import fetch_missing
 from ..telemetry import logger
 from ..torch_internals import StorageInfo, StorageReaderTransforms
@@ -50,7 +51,7 @@ from .read_plan import (
     has_same_scale,
     is_framed,
 )
-from .read_sharing import Neighbours, Reading, spans
+from .read_sharing import ReadSharing, spans
 from .sealed import Objects, load_metadata, load_tensor
 from .target import Mount
 
@@ -118,7 +119,7 @@ class TierStorageReader(Mount, StorageReader):
         self._infos: dict[int, StorageInfo] = {}
         self._error: TierckptError | None = None
         self._metadata: tuple[tuple[str, FileEntry], Metadata] | None = None
-        self._neighbours = Neighbours(self.settings)
+        self._sharing = ReadSharing(self.settings)
         self._point_to(uri if uri is not None else path)
 
     # --- contract of StorageReader ------------------------------------------------------------------------------
@@ -206,12 +207,12 @@ class TierStorageReader(Mount, StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return ``plan`` with the byte ranges of this rank, so that ranks of a node can share their reads."""
         checkpoint = self._found().checkpoint
-        return self._neighbours.offered(plan, self._spans, checkpoint)
+        return self._sharing.with_interest(plan, self._spans, checkpoint)
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return each rank's plan with the byte ranges that other ranks of its node read too. On the coordinator."""
-        return self._neighbours.answered(plans)
+        return self._sharing.with_shared_plans(plans)
 
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -237,14 +238,14 @@ class TierStorageReader(Mount, StorageReader):
         with gc_paused():
             self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
         with contextlib.ExitStack() as stack:
-            reading = stack.enter_context(self._neighbours.reading(plan, self._spans))
+            shared = stack.enter_context(self._sharing.reading(plan, self._spans))
             found = self._found()
             with gc_paused():
                 entries = self._entries(found, plan)
                 missing = self._worth_fetching(found.checkpoint, entries, plan)
-                items = reading.order(plan.items, self._place)
+                items = shared.order(plan.items) if shared is not None else sorted(plan.items, key=self._place)
             self._fetch(found.checkpoint, missing)
-            work = _Load(planner, default_targets(planner), Objects(), reading)
+            work = _Load(planner, default_targets(planner), Objects(), shared)
             files = {
                 name: stack.enter_context(contextlib.closing(found.open(entry))) for name, entry in entries.items()
             }
@@ -347,9 +348,9 @@ class TierStorageReader(Mount, StorageReader):
             item = next(read.item for known, read in owned[copies.entry.path] if known is piece)
             error.context |= {"tensor": item.storage_index.fqn, "checkpoint": self.path}
 
-        pull = work.reading.pull_before(then)
+        pull_window: Pull = work.shared.pull_before(then) if work.shared is not None else pull
         wanted = [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()]
-        pull(wanted, read_buffers(), on_error=name)
+        pull_window(wanted, read_buffers(), on_error=name)
         work.copies.wait()
         for read in window:
             for item, target in read.finish():
@@ -485,7 +486,7 @@ class _Load:
     plain: Mapping[str, Any]
     """What the planner would look up, where it is DCP's own."""
     objects: Objects
-    reading: Reading
+    shared: SharedRead | None
     copies: DeviceCopies = field(default_factory=DeviceCopies)
     rows: RowBufferPool = field(default_factory=RowBufferPool)
 

@@ -1,13 +1,13 @@
-"""Shared reads: of bytes that several ranks of a node want, one rank reads each unit, and all copy it from memory.
+"""Shared reads: ranks of a node that want the same bytes read each of them once, and copy it from shared memory.
 
-They agree before the load on which bytes those are (``agree``), from the byte ranges that each of them wants. Then each
-walks through the units that it needs, in one order: copies what is there, else reads and verifies what nobody reads and
-puts it into the window (arena/shared_buffer.py), else waits. So the reading divides by speed: a slow rank reads
-less, and
-the unit that a killed one had begun is read by another.
+    interest    each rank names its node and the byte ranges that it wants (``ReadInterest``)
+    plan        one rank returns the ranges that several ranks of a node want (``SharedReadPlan``), cut into units
+    read        each rank visits the units that it wants, in order: it copies a unit that is in the window
+                (arena/shared_buffer.py), else reads and verifies one that no rank has claimed, else waits
 
-Nobody depends on another rank: who waits longer than ``timeout_seconds`` without taking anything reads the rest for
-itself. That costs time and reads, and nothing else.
+DCP's planning carries the first two (dcp/read_sharing.py). Fast ranks read more units than slow ones, and the unit of
+a killed rank is read by another. No rank depends on another: without progress for some time it reads the rest for
+itself, at the cost of more reads. The page cache does less: docs/internals/together.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from ..arena.memory import Memory
 from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window
@@ -30,35 +31,43 @@ from ..poll import Pauses, Poll
 from ..quantities import round_up
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
-from .parallel_read import REQUESTS_MAX, OnError, Piece, pull
+from .parallel_read import REQUESTS_MAX, OnError, Piece, Pull, pull
 from .read_threads import ReadThreads, Worker
 from .replicated_file import ReplicatedFile
 
 log = logger("restore")
 
+T = TypeVar("T")
+
 UNIT_BYTES = 8 << 20
-"""What is read at once, where chunks are not larger."""
+"""Size of a unit, unless chunks are larger."""
 SLOTS, SLOTS_MIN = 16, 4
-"""Slots of a small window, and of the smallest that is of use."""
+"""Slots of a small window, and of the smallest useful one."""
 JOIN_SECONDS = 10.0
-"""How long the others wait, when they could go on, for a rank that has not begun to read."""
+"""Longest wait of the other ranks, while they have nothing else to do, for a rank that has not begun to read."""
 THREADS = 4
-"""Of one rank: they read, digest and copy; others wait for the answers of stores."""
+"""Of one rank, for files on disks: they read, digest and copy."""
 UNIT_PAUSES = Pauses(0.0003, 0.005)
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 
+Spans: TypeAlias = Callable[[Any], tuple[str, list[tuple[int, int]]]]
+"""Returns the file of an item, and the wanted bytes of it, in order."""
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class ReadInterest:
-    """What one rank says of itself before a load.
+    """What one rank wants to read.
 
     Attributes:
-        group: who may read together: the same node, the same checkpoint, cut in the same way.
-        window: the name of the memory it has made, should it be the one to be used.
-        wanted: the bytes of each file that it wants, in order, apart from each other.
-        verify_block_bytes: what is read of a file begins and ends at multiples of this.
-        unit_bytes: what one unit has at most; no chunk lies in two units.
+        group: equal for ranks of one node, checkpoint and unit size.
+        window: name of the memory that this rank has reserved.
+        wanted: byte ranges of each file, in order, not adjacent.
+        verify_block_bytes: alignment of reads.
+        unit_bytes: largest unit. No chunk lies in two units.
     """
 
     group: str
@@ -72,7 +81,7 @@ class ReadInterest:
 
 @dataclass(frozen=True, slots=True)
 class SharedReadPlan:
-    """What the ranks of one node read together through the window of the first: these files, then these ranges."""
+    """The ranges that the ranks ``members`` of one node read together, through the window of the first of them."""
 
     members: tuple[Process, ...]
     me: int
@@ -82,48 +91,48 @@ class SharedReadPlan:
 
 
 def unit_bytes(chunk_size_bytes: int, window_bytes: int) -> int:
-    """What one unit has at most, of a checkpoint of these chunks: whole ones."""
+    """Return the size of a unit: whole chunks."""
     return chunk_size_bytes * max(1, min(UNIT_BYTES, window_bytes // SLOTS) // chunk_size_bytes)
 
 
-def agree(offers: Sequence[ReadInterest | None]) -> list[SharedReadPlan | None]:
-    """Return for each rank what it reads together with others; None: nothing. Pure, and cheap: it sees ranges only."""
-    pacts: list[SharedReadPlan | None] = [None] * len(offers)
+def plan_shared_reads(interests: Sequence[ReadInterest | None]) -> list[SharedReadPlan | None]:
+    """Return the shared plan of each rank; None for a rank that shares nothing. Pure."""
+    plans: list[SharedReadPlan | None] = [None] * len(interests)
     groups: dict[str, list[int]] = {}
-    for rank, offer in enumerate(offers):
-        if offer is not None:
-            groups.setdefault(offer.group, []).append(rank)
+    for rank, interest in enumerate(interests):
+        if interest is not None:
+            groups.setdefault(interest.group, []).append(rank)
     for ranks in groups.values():
-        members = [offer for rank in ranks if (offer := offers[rank]) is not None]
+        members = [interest for rank in ranks if (interest := interests[rank]) is not None]
         if len(members) < 2 or members[0].unit_bytes * SLOTS_MIN > members[0].window_bytes:
             continue
         ranges = _common(members)
         if not ranges:
             continue
-        processes = tuple(offer.process for offer in members)
+        processes = tuple(member.process for member in members)
         for number, rank in enumerate(ranks):
-            pacts[rank] = SharedReadPlan(processes, number, members[0].window, members[0].unit_bytes, ranges)
-    return pacts
+            plans[rank] = SharedReadPlan(processes, number, members[0].window, members[0].unit_bytes, ranges)
+    return plans
 
 
-def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
-    """The ranges of each file that more than one of ``offers`` wants, cut to the grain. No more than a window counts.
+def _common(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
+    """Return the ranges of each file that several ranks want, aligned; at most as many units as a window counts.
 
-    Bytes that only the grain has in common are not: two ranks that want neighbouring rows read them apart.
+    An overlap of alignment alone does not count: ranks that want neighbouring rows read them apart.
     """
-    grain, unit = offers[0].verify_block_bytes, offers[0].unit_bytes
-    room = UNITS_MAX
+    block, unit = members[0].verify_block_bytes, members[0].unit_bytes
+    units_left = UNITS_MAX
     common: dict[str, Ranges] = {}
-    for name in sorted(set(itertools.chain.from_iterable(offer.wanted for offer in offers))):
+    for name in sorted(set(itertools.chain.from_iterable(member.wanted for member in members))):
         ranges: list[tuple[int, int]] = []
-        for start, stop in overlaps(offer.wanted.get(name, ()) for offer in offers):
-            start, stop = start // grain * grain, round_up(stop, grain)
+        for start, stop in overlaps(member.wanted.get(name, ()) for member in members):
+            start, stop = start // block * block, round_up(stop, block)
             if ranges and start <= ranges[-1][1]:
                 ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
             else:
                 ranges.append((start, stop))
-        room -= sum(stop // unit - start // unit + 1 for start, stop in ranges)
-        if room < 0:
+        units_left -= sum(stop // unit - start // unit + 1 for start, stop in ranges)
+        if units_left < 0:
             log.info("from %s on every rank reads for itself: more than %d units", name, UNITS_MAX)
             break
         if ranges:
@@ -132,7 +141,7 @@ def _common(offers: Sequence[ReadInterest]) -> dict[str, Ranges]:
 
 
 def overlaps(lists: Iterable[Ranges]) -> list[tuple[int, int]]:
-    """The ranges that at least two of ``lists`` have. Each list is in order, and no two of its ranges meet."""
+    """Return the ranges that two or more of ``lists`` have. Each list is ``merged``."""
     edges = heapq.merge(*([edge for start, stop in ranges for edge in ((start, 1), (stop, -1))] for ranges in lists))
     found: list[tuple[int, int]] = []
     depth = begun = 0
@@ -146,7 +155,7 @@ def overlaps(lists: Iterable[Ranges]) -> list[tuple[int, int]]:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """``ranges`` in order, those that meet as one."""
+    """Return ``ranges`` in order, adjacent ones as one."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -156,29 +165,32 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-class Units:
-    """The units of a pact: numbered through the files in order of their names."""
+# --- reading -------------------------------------------------------------------------------------------------------
 
-    def __init__(self, pact: SharedReadPlan) -> None:
-        size, number = pact.unit_bytes, 0
+
+class Units:
+    """The units of a shared plan, numbered through the files in the order of their names."""
+
+    def __init__(self, plan: SharedReadPlan) -> None:
+        size, number = plan.unit_bytes, 0
         self._starts: dict[str, list[int]] = {}
         self._stops: dict[str, list[int]] = {}
         self._first: dict[str, int] = {}
-        for name in sorted(pact.ranges):
-            cuts = [cut for start, stop in pact.ranges[name] for cut in _cut(start, stop, size)]
+        for name in sorted(plan.ranges):
+            cuts = [cut for start, stop in plan.ranges[name] for cut in _cut(start, stop, size)]
             self._starts[name], self._stops[name] = [cut[0] for cut in cuts], [cut[1] for cut in cuts]
             self._first[name] = number
             number += len(cuts)
 
     def first_of(self, name: str, start: int, stop: int) -> int | None:
-        """The first unit that has some of these bytes."""
+        """Return the first unit that overlaps these bytes."""
         if name not in self._starts:
             return None
         at = bisect.bisect_right(self._stops[name], start)
         return self._first[name] + at if at < len(self._starts[name]) and self._starts[name][at] < stop else None
 
     def cut(self, name: str, start: int, stop: int) -> list[tuple[int, int, int | None]]:
-        """These bytes, as parts that lie in one unit or in none: (start, stop, unit)."""
+        """Return these bytes as parts ``(start, stop, unit)``, each inside one unit or outside all of them."""
         if name not in self._starts:
             return [(start, stop, None)]
         parts: list[tuple[int, int, int | None]] = []
@@ -207,8 +219,8 @@ def _cut(start: int, stop: int, size: int) -> Iterable[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class _Job:
-    """One unit of this rank: where it comes from, and the pieces of it that are wanted."""
+class _UnitJob:
+    """One unit that this rank wants: its source, its range, and the pieces to copy out of it."""
 
     copies: ReplicatedFile
     at: ByteRange
@@ -216,23 +228,50 @@ class _Job:
 
 
 class SharedRead:
-    """One rank's part in a load that it does with others of its node. ``leave`` when nothing more is to be read."""
+    """One rank's part in a shared read. ``leave`` ends it.
 
-    def __init__(self, pact: SharedReadPlan, window: Window, timeout_seconds: float) -> None:
-        self.units = Units(pact)
-        self._window, self._timeout_seconds = window, timeout_seconds
-        self._alone = not self._try(window.join)
-        if self._alone:
-            self._give_up("the others have begun without this one")
+    Args:
+        timeout_seconds: longest wait for the next unit from other ranks.
+    """
+
+    def __init__(self, plan: SharedReadPlan, window: Window, timeout_seconds: float, spans_of: Spans) -> None:
+        self.units = Units(plan)
+        self._window, self._timeout_seconds, self._spans_of = window, timeout_seconds, spans_of
+        self._alone = False
+        try:
+            has_joined = window.join()
+        except (OperationTimeoutError, CapacityError) as error:
+            log.debug("%s", error)
+            has_joined = False
+        if not has_joined:
+            self._read_alone("the others have begun without this one")
 
     @property
     def is_alone(self) -> bool:
-        """True when this rank has given up on the others."""
+        """True when this rank reads for itself from now on."""
         return self._alone
 
     def leave(self) -> None:
-        """Take no part any more. The window stays good for the others."""
+        """Take no further part. The window stays usable for the others."""
         self._window.leave()
+
+    def order(self, items: Iterable[T]) -> list[T]:
+        """Return ``items`` by file and place, shared ones first: no rank waits while another reads its own."""
+
+        def key(item: T) -> tuple[bool, str, int]:
+            name, ranges = self._spans_of(item)
+            return self._first_unit(item) is None, name, ranges[0][0]
+
+        return sorted(items, key=key)
+
+    def pull_before(self, then: Any) -> Pull:
+        """Return ``pull`` for the items before ``then`` in ``order``. None: for the last ones."""
+        return partial(self.pull, later=self._first_unit(then) if then is not None else None)
+
+    def _first_unit(self, item: Any) -> int | None:
+        name, ranges = self._spans_of(item)
+        units = (self.units.first_of(name, start, stop) for start, stop in ranges)
+        return next((unit for unit in units if unit is not None), None)
 
     def pull(
         self,
@@ -242,23 +281,23 @@ class SharedRead:
         later: int | None,
         on_error: OnError = lambda *_: None,
     ) -> None:
-        """``read.parallel_read.pull``, but bytes of the pact are read once for all ranks of the node.
+        """``read.parallel_read.pull``, with each byte of the plan read once for all ranks of the node.
 
         Args:
-            later: the first unit that a later call may need (again); None: there is no such call.
+            later: the first unit that a later call may need, also a second time. None: this is the last call.
         """
         origins: dict[int, Piece] = {}
         jobs, own = self._divide(wanted, origins)
-        # What this call needs itself must not wait for a later one: then the unit is read again.
+        # A call must not wait for a later one: that one reads a unit again which this one has passed.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
         def blame(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:
             on_error(error, copies, origins.get(id(piece), piece))
 
         if jobs:
-            left = Crew(self._window, jobs, after, buffers, blame).copied(self._timeout_seconds)
+            left = UnitThreads(self._window, jobs, after, buffers, blame, self._timeout_seconds).copied()
             if left:
-                self._give_up(f"nothing has come from them for {self._timeout_seconds:g} s")
+                self._read_alone(f"nothing has come from them for {self._timeout_seconds:g} s")
                 for job in left:
                     own.setdefault(job.copies, []).extend(job.pieces)
         if not self._alone:
@@ -269,9 +308,9 @@ class SharedRead:
 
     def _divide(
         self, wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
-    ) -> tuple[dict[int, _Job], dict[ReplicatedFile, list[Piece]]]:
-        """What is to be read together, by unit, and what by this rank alone. ``origins``: what parts are parts of."""
-        jobs: dict[int, _Job] = {}
+    ) -> tuple[dict[int, _UnitJob], dict[ReplicatedFile, list[Piece]]]:
+        """Return the shared part of ``wanted``, by unit, and the rest. ``origins`` gets the piece of each part."""
+        jobs: dict[int, _UnitJob] = {}
         own: dict[ReplicatedFile, list[Piece]] = {}
         for copies, pieces in wanted:
             name = copies.entry.path
@@ -286,70 +325,52 @@ class SharedRead:
                         continue
                     if unit not in jobs:
                         at = self.units.range(name, unit)
-                        jobs[unit] = _Job(copies, ByteRange(at.start, min(at.stop, copies.entry.size_bytes)))
+                        jobs[unit] = _UnitJob(copies, ByteRange(at.start, min(at.stop, copies.entry.size_bytes)))
                     jobs[unit].pieces.append(part)
         return jobs, own
 
-    def _try(self, action: Callable[[], bool]) -> bool:
-        try:
-            return action()
-        except (OperationTimeoutError, CapacityError) as error:
-            log.debug("%s", error)
-            return False
-
-    def _give_up(self, reason: str) -> None:
-        """From here on this rank reads for itself."""
+    def _read_alone(self, reason: str) -> None:
         self._alone = True
         self._window.advance(PASSED_ALL)
         READS_ALONE.emit(1)
         log.warning("this rank reads alone what other ranks of its node read too: %s", reason)
 
 
-class _Patience:
-    """A wait that ends ``seconds`` after the last sign of progress."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.begin()
-
-    def begin(self) -> None:
-        self._last, self._poll = time.monotonic(), Poll(self._seconds, UNIT_PAUSES)
-
-    @property
-    def waited_seconds(self) -> float:
-        return time.monotonic() - self._last
-
-    def go_on(self) -> bool:
-        """Sleep a little. False when the time is up."""
-        return self._poll.pause()
-
-
-class Crew(ReadThreads):
-    """The threads of one rank, on the units of one window of its load."""
+class UnitThreads(ReadThreads):
+    """The threads of one ``SharedRead.pull``."""
 
     def __init__(
-        self, window: Window, jobs: Mapping[int, _Job], after: int, buffers: BounceBufferPool, on_error: OnError
+        self,
+        window: Window,
+        jobs: Mapping[int, _UnitJob],
+        after: int,
+        buffers: BounceBufferPool,
+        on_error: OnError,
+        timeout_seconds: float,
     ) -> None:
         is_remote = any(job.copies.is_remote for job in jobs.values())
         count = min(REQUESTS_MAX if is_remote else THREADS, buffers.count_max, len(jobs))
-        super().__init__([Worker(self._work, "tierckpt-together")] * count, buffers)
+        super().__init__([Worker(self._work, "tierckpt-shared-read")] * count, buffers)
         self._window, self._jobs, self._after, self._on_error = window, jobs, after, on_error
         self._order = sorted(jobs)
         self._open = set(jobs)
-        """Units that are not copied yet; ``_order`` from ``_at`` on has all of them."""
+        """Units that are not copied yet. All of them are in ``_order`` from ``_at`` on."""
         self._busy: set[int] = set()
         self._at = 0
         self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._patience = _Patience(0)
+        self._timeout_seconds = timeout_seconds
+        self._note_progress()
         self._is_over = False
-        """Nothing has come for too long."""
+        """No progress for ``timeout_seconds``."""
 
-    def copied(self, timeout_seconds: float) -> list[_Job]:
-        """Copy all units. Return what was not had within ``timeout_seconds`` of the unit before."""
-        self._patience = _Patience(timeout_seconds)
+    def copied(self) -> list[_UnitJob]:
+        """Copy all units. Return those that did not come in time."""
         self._advance()
         self.run()
         return [self._jobs[unit] for unit in sorted(self._open)]
+
+    def _note_progress(self) -> None:
+        self._progressed_at, self._idle = time.monotonic(), Poll(self._timeout_seconds, UNIT_PAUSES)
 
     def _work(self, _: Memory | None) -> None:
         while (task := self._next()) is not None:
@@ -359,7 +380,7 @@ class Crew(ReadThreads):
             self.take_unit(unit)
 
     def _next(self) -> tuple[int, bool] | None:
-        """Wait for a unit to copy, or to read first (True). None: there is nothing more to do. One thread looks."""
+        """Wait for a unit to copy, or to read first (True). None: no work is left. One thread waits for all."""
         with self._turn:
             while not self._is_over and self.error is None:
                 task = self._look()
@@ -369,15 +390,15 @@ class Crew(ReadThreads):
                     if not self._open - self._busy:
                         return None
                     if self._busy:
-                        self._patience.begin()  # a thread of ours is at work: a wait for the disk, not for others
-                if self._patience.waited_seconds > JOIN_SECONDS and self._window.awaited():
+                        self._note_progress()  # a thread of this rank waits for the disk, not for other ranks
+                if time.monotonic() - self._progressed_at > JOIN_SECONDS and self._window.awaited():
                     self._window.close_door()
-                elif not self._patience.go_on():
+                elif not self._idle.pause():
                     self._is_over = True
         return None
 
     def _look(self) -> tuple[int, bool] | None:
-        """What can be done now: a unit that is there before one that is to be read, earlier ones first."""
+        """Return the first unit that is in the window, else the first that can be claimed."""
         with self._lock:
             near = [unit for unit in self._near() if unit not in self._busy]
             found = next(((unit, False) for unit in near if self._window.is_there(unit)), None)
@@ -390,7 +411,7 @@ class Crew(ReadThreads):
             return found
 
     def _near(self) -> Iterable[int]:
-        """The units still to be copied that a slot may hold."""
+        """Return the units still to be copied that fit into the window with the first of them."""
         near = [unit for unit in self._order[self._at : self._at + self._window.slots] if unit in self._open]
         return itertools.takewhile(lambda unit: unit < near[0] + self._window.slots, near)
 
@@ -415,7 +436,7 @@ class Crew(ReadThreads):
         with self._lock:
             self._open.discard(unit)
             self._busy.discard(unit)
-            self._patience.begin()
+            self._note_progress()
             self._advance()
 
     def _advance(self) -> None:

@@ -30,9 +30,9 @@ from tierckpt.read.shared_read import (
     SharedRead,
     SharedReadPlan,
     Units,
-    agree,
     merged,
     overlaps,
+    plan_shared_reads,
     unit_bytes,
 )
 
@@ -43,7 +43,7 @@ HERE = Process(1, 7)
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda pair: (pair[0], sum(pair))), max_size=8)
 
 
-def offer(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadInterest:
+def interest(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadInterest:
     return ReadInterest(
         group, HERE, f"/proc/{group}", MiB, {name: merged(found) for name, found in wanted.items()}, 4, 16
     )
@@ -73,10 +73,10 @@ def test_overlaps_are_what_two_or_more_want(lists: list[list[tuple[int, int]]]) 
 def test_a_piece_is_cut_into_parts_that_lie_in_one_unit_or_in_none(
     lists: list[list[tuple[int, int]]], start: int, size: int
 ) -> None:
-    pact = agree([offer(shard=found) for found in lists])[0]
-    if pact is None:
+    plan = plan_shared_reads([interest(shard=found) for found in lists])[0]
+    if plan is None:
         return
-    units = Units(pact)
+    units = Units(plan)
     parts = units.cut("shard", start, start + size)
     assert [part[0] for part in parts] == [start, *[part[1] for part in parts[:-1]]]
     assert parts[-1][1] == start + size
@@ -91,16 +91,16 @@ def test_a_piece_is_cut_into_parts_that_lie_in_one_unit_or_in_none(
     assert units.first_of("shard", start, start + size) == next(iter(numbers), None)
 
 
-def test_who_has_no_neighbour_or_wants_what_nobody_else_wants_gets_no_pact() -> None:
-    assert agree([None, offer(shard=[(0, 50)])]) == [None, None]
-    assert agree([offer("one", shard=[(0, 50)]), offer("other", shard=[(0, 50)])]) == [None, None]
-    assert agree([offer(shard=[(0, 50)]), offer(shard=[(50, 90)])]) == [None, None]
-    assert agree([offer(first=[(0, 50)]), offer(second=[(0, 50)])]) == [None, None]
+def test_a_rank_without_neighbours_or_common_bytes_gets_no_plan() -> None:
+    assert plan_shared_reads([None, interest(shard=[(0, 50)])]) == [None, None]
+    assert plan_shared_reads([interest("one", shard=[(0, 50)]), interest("other", shard=[(0, 50)])]) == [None, None]
+    assert plan_shared_reads([interest(shard=[(0, 50)]), interest(shard=[(50, 90)])]) == [None, None]
+    assert plan_shared_reads([interest(first=[(0, 50)]), interest(second=[(0, 50)])]) == [None, None]
 
 
 def test_each_node_agrees_for_itself() -> None:
-    pacts = agree([offer(group, shard=[(0, 50)]) for group in ("a", "b", "a", "b")] + [None])
-    assert [pact and (pact.me, pact.window) for pact in pacts] == [
+    plans = plan_shared_reads([interest(group, shard=[(0, 50)]) for group in ("a", "b", "a", "b")] + [None])
+    assert [plan and (plan.me, plan.window) for plan in plans] == [
         (0, "/proc/a"),
         (0, "/proc/b"),
         (1, "/proc/a"),
@@ -112,7 +112,7 @@ def test_each_node_agrees_for_itself() -> None:
 def test_what_a_window_cannot_count_is_read_apart() -> None:
     """As of metadata that names absurd offsets: nothing is made by their number."""
     huge = [(0, 1 << 60)]
-    assert agree([offer(shard=huge), offer(shard=huge)]) == [None, None]
+    assert plan_shared_reads([interest(shard=huge), interest(shard=huge)]) == [None, None]
     assert UNITS_MAX < (1 << 60) // 16
 
 
@@ -122,7 +122,7 @@ def test_units_are_whole_chunks_and_a_window_has_several() -> None:
     assert unit_bytes(64 << 10, 2 * MiB) == 128 << 10
     assert unit_bytes(100 * MiB, 256 * MiB) == 100 * MiB
     tight = ReadInterest("node", HERE, "w", 256 * MiB, {"shard": [(0, 50)]}, CHUNK, 100 * MiB)
-    assert agree([tight, tight]) == [None, None]  # not even four of them
+    assert plan_shared_reads([tight, tight]) == [None, None]  # not even four of them
 
 
 # --- the window -------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Watched(LocalCopy):
 
 
 def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
-    """One process: offers, gets its pact, reads, and tells what it has and how often it read."""
+    """One process: tells its interest, gets its plan, reads, and tells what it has and how often it read."""
     data = content()
     entry = FileEntry("f", FILE_BYTES, tuple(digest_of(data[at : at + CHUNK]) for at in range(0, FILE_BYTES, CHUNK)))
     wanted = merged(
@@ -233,11 +233,11 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
     )
     memory = reserve(8 * CHUNK)
     pipe.send(ReadInterest("node", Process.this(), str(memory.name), 8 * CHUNK, {"f": wanted}, CHUNK, 2 * CHUNK))
-    pact: SharedReadPlan = pipe.recv()
-    mine = (pact.members, pact.me, pact.unit_bytes)
-    window = Window(memory, *mine) if pact.me == 0 else Window.open(pact.window, *mine)
+    plan: SharedReadPlan = pipe.recv()
+    mine = (plan.members, plan.me, plan.unit_bytes)
+    window = Window(memory, *mine) if plan.me == 0 else Window.open(plan.window, *mine)
     window.slots = SLOTS  # fewer than there would be room for
-    together = SharedRead(pact, window, 20.0)
+    together = SharedRead(plan, window, 20.0, lambda item: ("f", []))
     copy = Watched(path, die_at)
     memories = [bytearray(stop - start) for start, stop in wanted]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memories]
@@ -254,16 +254,16 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
     pipe.recv()  # the first one's memory stays until all have ended
 
 
-def chunks_of(offers: list[ReadInterest]) -> set[int]:
+def chunks_of(interests: list[ReadInterest]) -> set[int]:
     return {
         index
-        for found in offers
+        for found in interests
         for start, stop in found.wanted["f"]
         for index in range(start // CHUNK, -(-stop // CHUNK))
     }
 
 
-class Crew:
+class Readers:
     """Three processes that read one file together; one of them may be a victim."""
 
     def __init__(self, seed: int, victim: int | None, path: Path) -> None:
@@ -279,9 +279,9 @@ class Crew:
             process.start()
 
     def begin(self) -> None:
-        self.offers: list[ReadInterest] = [ours.recv() for ours, _ in self.pipes]
-        for (ours, _), pact in zip(self.pipes, agree(self.offers), strict=True):
-            ours.send(pact)
+        self.interests: list[ReadInterest] = [ours.recv() for ours, _ in self.pipes]
+        for (ours, _), plan in zip(self.pipes, plan_shared_reads(self.interests), strict=True):
+            ours.send(plan)
 
     def outcomes(self) -> list[tuple[bool, int, bool]]:
         living = [ours for one, (ours, _) in enumerate(self.pipes) if one != self.victim]
@@ -300,16 +300,16 @@ class Crew:
 @pytest.mark.slow
 def test_processes_with_wishes_of_their_own_read_each_chunk_once_and_survive_a_kill(tmp_path: Path) -> None:
     (path := tmp_path / "f").write_bytes(content())
-    crews = [Crew(1, None, path), Crew(2, 0, path), Crew(3, 2, path)]
+    teams = [Readers(1, None, path), Readers(2, 0, path), Readers(3, 2, path)]
     try:
-        for crew in crews:
-            crew.begin()
-        found = [crew.outcomes() for crew in crews]
+        for team in teams:
+            team.begin()
+        found = [team.outcomes() for team in teams]
     finally:
-        codes = [crew.end() for crew in crews]
+        codes = [team.end() for team in teams]
     assert [[right for right, _, _ in outcomes] for outcomes in found] == [[True] * 3, [True] * 2, [True] * 2]
     assert not any(alone for outcomes in found for _, _, alone in outcomes)
-    reads, wanted = sum(reads for _, reads, _ in found[0]), len(chunks_of(crews[0].offers))
+    reads, wanted = sum(reads for _, reads, _ in found[0]), len(chunks_of(teams[0].interests))
     assert wanted <= reads <= wanted + 2 * TAKERS  # more only at the ends of what one of them wants
     killed = -signal.SIGKILL
     assert codes == [[0, 0, 0], [killed, 0, 0], [0, 0, killed]]
