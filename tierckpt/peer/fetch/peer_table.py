@@ -1,6 +1,6 @@
-"""Measures the peers of one fetch: the chunks that each holds, its response times, and which peers are slow. Pure.
+"""Measures the peers of one fetch: the chunks and response times of each, and the slow ones. Pure.
 
-scheduler.py decides by this table. A set of chunks is a whole number, in which bit ``n`` is chunk ``n``: "held there,
+scheduler.py decides by this table. A set of chunks is a whole number with bit ``n`` for chunk ``n``: "held there,
 missing here, not requested" takes a few machine instructions for each 64 chunks.
 """
 
@@ -31,7 +31,7 @@ class Tuning:
     """Chunks in flight at a time."""
     settle_seconds: float = 0.25
     settle_seconds_max: float = 1.0
-    """Length of the first pause while some member has not reported what it holds."""
+    """Length of the first pause while some member has not reported its chunks."""
     wait_seconds: float = 2.0
     """How long a request waits at the owner until the chunk has been written."""
     hedge_seconds_min: float = 0.5
@@ -89,7 +89,7 @@ class ChunkRequest:
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of one peer."""
+    """The state of one peer, from its reports and responses."""
 
     member: Member
     chunks: int = 0
@@ -97,7 +97,7 @@ class Peer:
     withdrawn: int = 0
     """Chunks that it reported and did not give: damaged there, or deleted."""
     cursor: int = 0
-    """Its list of chunks is known up to this line."""
+    """Lines of its list of chunks that it has reported."""
     is_whole: bool = False
     fetching: dict[int, float] = field(default_factory=dict)
     """Chunks that it fetches from the store, with the time of the first report."""
@@ -206,7 +206,7 @@ class PeerTable:
         self.peers.update({name: Peer(self.members[name]) for name in names})
 
     def is_settling(self, now: float) -> bool:
-        """True in the first moment, in which members report what they hold."""
+        """True in the first moment, while members report their chunks."""
         if self._settled_at is None:
             return True
         since = now - self._settled_at
@@ -277,7 +277,7 @@ class PeerTable:
         return found
 
     def reset_chunks(self, name: str) -> None:
-        """A member's list has started anew, because its agent has: nothing is known of what it holds."""
+        """Forget the chunks of a member: its agent has restarted, and its list with it."""
         peer = self.peers.get(name)
         if peer is not None:
             peer.chunks, peer.withdrawn, peer.cursor, peer.is_whole, peer.fetching = 0, 0, 0, False, {}
@@ -300,7 +300,7 @@ class PeerTable:
         return [peer for peer in self.peers.values() if peer.chunks >> chunk & 1 and peer.usable(now)]
 
     def due_polls(self, now: float, *, is_idle: bool) -> list[tuple[str, int]]:
-        """Members to poll now for what they hold, each with its cursor. Marks them as polled.
+        """Return the members to poll now for their chunks, each with its cursor. Marks them as polled.
 
         Args:
             is_idle: there is nothing to request from a peer.
@@ -431,7 +431,7 @@ class PeerTable:
 
     @property
     def poll_timeout_seconds(self) -> float:
-        """What nearly all answers take, at most ``answer_seconds_max``: on a full link even a short answer waits."""
+        """Nearly all answers take less, up to ``answer_seconds_max``: on a full link even a short answer waits."""
         return min(self.response_seconds(0.95), self.tuning.answer_seconds_max)
 
     @property

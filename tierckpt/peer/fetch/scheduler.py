@@ -18,8 +18,8 @@ it is never wrong, because every chunk is verified.
 6.  A request that takes longer than most is hedged with another holder; the first answer wins.
 7.  When nothing arrives at all, the missing chunks are fetched from shared storage, by one rank after the other.
 
-A member that has sent wrong bytes gets no more requests. At the start there is a short pause in which members report
-what they hold, so that nodes that start together do not all start at the store.
+A member that has sent wrong bytes gets no more requests. At the start members report their chunks during a short
+pause, so that nodes that start together do not all start at the store.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class FetchScheduler:
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def choose(self, now: float, window: range | None = None) -> Decision:
-        """Return what to do with a free slot: a request, recorded as in flight; a pause; None when nothing is left.
+        """Return the use of a free slot: a request, recorded as in flight; a pause; None when nothing is left.
 
         Args:
             window: the chunks that are needed next.
