@@ -101,6 +101,8 @@ class FileFilter:
 
     def choose(self, files: Sequence[FileSpec], uri: str) -> list[FileSpec]:
         """Return the chosen of ``files``. Raises ObjectNotFoundError: there are none."""
+        if not self:
+            return list(files)
         names = {item.path for item in files}
         chosen = [item for item in files if self.has(item.path, names)]
         if not chosen:
