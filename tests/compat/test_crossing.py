@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.compat.extensions import Flipped, registry
-from tierckpt.dcp.items import streamed
+from tierckpt.dcp import shard_delivery
 from tierckpt.format.layout import local_dir, parse_uri
 
 EXTENSIONS = {
@@ -138,7 +138,7 @@ def test_stream_extensions_cross_both_ways(
 ) -> None:
     """Also where they fill several shards."""
     state = everything(8)
-    monkeypatch.setattr(streamed, "STREAMED_BYTES", 1 << 14)
+    monkeypatch.setattr(shard_delivery, "STREAMED_BYTES", 1 << 14)
     save_ours(f"{file_uri}/ours-1", state, _extensions=[kind() for kind in EXTENSIONS[chain]])
     assert len(list(Path(file_uri, "ours-1").glob("*.distcp"))) > 1
     stock = FileSystemWriter(f"{file_uri}/stock-1", _extensions=[kind() for kind in EXTENSIONS[chain]])

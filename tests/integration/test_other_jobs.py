@@ -17,7 +17,7 @@ from tierckpt import Checkpointer
 from tierckpt.checkpoint.run_log_reader import has_ended_here
 from tierckpt.client import close_all
 from tierckpt.format.layout import MANIFEST
-from tierckpt.training.other_jobs import identity
+from tierckpt.training.run_log import identity
 
 JOB = """
 import logging, os, sys

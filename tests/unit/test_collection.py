@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.dcp import gc_pause
-from tierckpt.dcp.gc_pause import gc_paused
+from tierckpt.dcp import bulk_objects
+from tierckpt.dcp.bulk_objects import gc_paused
 
 MANY = 20_000
 MORE = 3 * gc.get_threshold()[0]
@@ -29,7 +29,7 @@ class Collections:
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc_pause, "has_frozen", False)
+    monkeypatch.setattr(bulk_objects, "has_frozen", False)
 
 
 @pytest.fixture

@@ -12,27 +12,35 @@ item for every tensor, all of them pickled to the coordinator, dedup, validation
 Nothing is trusted that was not compared: a rank that sees anything new sends its plan in full. The coordinator then
 completes the plans of the others from its own memory and answers everybody in full, so that the plans of one save are
 always of one making. DCP's ``enable_plan_caching`` does neither (and overlooks dtypes).
+
+TargetPlanner reads items of a checkpoint into the tensors of their names, and needs no state dict.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pickle
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from ..errors import CheckpointError
-from .gc_pause import gc_paused
+from .bulk_objects import gc_paused, index_of, read_whole
 from .plan_outline import Outline
 from .split import Held
 
@@ -428,3 +436,50 @@ def _kinds(plans: list[SavePlan]) -> list[type]:
 def _copy(metadata: Metadata) -> Metadata:
     """A copy for a writer to fill in: entries are shared, and replaced where they change (``split.amend``)."""
     return dataclasses.replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
+
+
+class TargetPlanner(DefaultLoadPlanner):
+    """Reads into ``target``, and needs no state dict: call ``dcp.load({}, planner=...)``.
+
+    Guarantee: items are those of ``DefaultLoadPlanner`` for the same names and tensors. Objects replace the values of
+    their names in ``target``.
+
+    Cost: one object for a tensor that is read whole; DCP compares the chunks of each, and asks what each value is.
+
+    Args:
+        target: tensors and placeholders of objects, by name in the checkpoint.
+    """
+
+    def __init__(self, target: dict[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.target = target
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the metadata. DCP calls this first, on every rank."""
+        self.state_dict, self.metadata, self.is_coordinator = self.target, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads. Raises what DCP's planner raises for tensors that do not fit."""
+        assert self.metadata is not None
+        with gc_paused():
+            whole = dict(self._whole(self.metadata))
+            rest = {name: value for name, value in self.target.items() if name not in whole}
+            plan = create_default_local_load_plan(rest, self.metadata)
+            return LoadPlan([*whole.values(), *plan.items])
+
+    def _whole(self, metadata: Metadata) -> Iterator[tuple[str, ReadItem]]:
+        """Yield the tensors that were saved in one piece and are read whole."""
+        stored = metadata.state_dict_metadata
+        for name, value in self.target.items():
+            found = stored.get(name)
+            if type(value) is not torch.Tensor or type(found) is not TensorStorageMetadata or len(found.chunks) != 1:
+                continue
+            [chunk], size = found.chunks, found.size
+            if size == value.size() == chunk.sizes and 0 not in size:  # DCP reads nothing of an empty one
+                yield name, read_whole(index_of(name, chunk.offsets, 0), chunk.offsets, size)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put the object in ``value``, which the reader has proven to be data, in its place."""
+        self.target[read_item.dest_index.fqn] = torch.load(value, weights_only=False)

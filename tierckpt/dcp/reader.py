@@ -32,9 +32,9 @@ from ..restore.fetch_file import fetch_missing
 from ..telemetry import logger
 from ..torch_internals import StorageInfo, StorageReaderTransforms
 from ..tracebacks import short_traceback
+from .bulk_objects import gc_paused
 from .checkpoint_files import CheckpointFiles
-from .gc_pause import gc_paused
-from .load_planner import TargetPlanner
+from .planner import TargetPlanner
 from .read_plan import (
     WINDOW_BYTES,
     DeviceCopies,

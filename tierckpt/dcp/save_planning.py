@@ -24,8 +24,7 @@ from ..save.shard_plan import Shard
 from ..torch_internals import StorageInfo, StorageWriterTransforms
 from ..types import Tier
 from . import split
-from .frozen import result_of
-from .gc_pause import gc_paused
+from .bulk_objects import gc_paused, result_of
 from .items import records
 from .stager import StagedItems
 

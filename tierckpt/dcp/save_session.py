@@ -43,7 +43,7 @@ from ..telemetry import COMMITS, logger
 from ..torch_internals import CHECKED_VERSIONS, StorageInfo
 from ..types import Tier
 from . import split
-from .gc_pause import gc_paused
+from .bulk_objects import gc_paused
 from .metadata_pickle import encode
 from .save_planning import ItemSource, PlannedShards, RankAssignment, SaveDescription, TargetLookup, plan_shards
 from .sealed import read_back
@@ -163,7 +163,7 @@ class SaveSession:
     Attributes:
         entry: the journal entry as last written. From ``open`` or ``take_over`` on.
         delivery: writes the shards. Likewise.
-        is_open: the save has a journal entry, which is neither the drain's nor put away.
+        is_open: the save owns a journal entry; not before ``prepare``, nor after ``hand_over`` or ``abort``.
     """
 
     entry: Entry
@@ -240,7 +240,7 @@ class SaveSession:
             ConfigError: the ranks have different targets, or the local root may not be used.
             CheckpointError: the session writes already.
         """
-        self.lookup.await_local()  # nothing is written, nor offered to the agent, before the disk was looked at
+        self.lookup.await_local()  # before anything is written, or offered to the agent
         if isinstance(plan.storage_data, RankAssignment):
             plan.storage_data.check(self.location.uri, self.description.rank)
         if self.is_open:
@@ -249,8 +249,8 @@ class SaveSession:
         if plan.items or self.description.is_coordinator:
             self._shards = plan_shards(self.description, self.settings, self.directory, token(), plan, source)
         try:
-            # The listener comes first: making an entry durable takes a moment, above all beside a write of another
-            # checkpoint, in which the staged state would end with this process.
+            # The listener is first: while the journal entry becomes durable, which another checkpoint's write delays,
+            # the staged state would otherwise be lost with this process.
             if self._listener is not None:
                 self._listener.prepared(self, self._shards, plan, source, metadata)
             if self._shards is not None:
@@ -268,7 +268,7 @@ class SaveSession:
         Returns the descriptor of the lock. Raises CheckpointError when another process has an entry of this token.
         """
         with contextlib.ExitStack() as stack:
-            # What stands there may be removed meanwhile, but not the directory that we are about to write to.
+            # An older checkpoint in the directory may be removed meanwhile, but not the directory itself.
             stack.enter_context(read_lease.reading(self.settings.local_root, self.directory))
             make_dirs(self.directory)
             hold = stack.enter_context(self._journal.own(token))
@@ -406,7 +406,7 @@ class SaveSession:
             self.abort()
             raise
         if self.delivery.is_direct_put or self._has_direct_put_ranks:
-            # What is committed here names shards that lie there: the checkpoint is one when that tier says so too.
+            # The local manifest names shards on the shared tier: the commit there completes the checkpoint.
             size_bytes = manifest.size_bytes
             log.info("%s (%d bytes) lies on the shared tier; it is committed there next", self.location.uri, size_bytes)
         else:
@@ -415,7 +415,7 @@ class SaveSession:
         self.hand_over()
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
-        """What is finished for others is committed only while their job has not been started again."""
+        """A stand-in for a dead rank commits only until the job is started again."""
         if self.description.epoch is None:
             return contextlib.nullcontext()
         return epochs.committing(self.settings.local_root, self.location.parent, self.description.epoch)
@@ -493,7 +493,7 @@ class SaveSession:
             return
         finally:
             self.release()  # from here on the entry is the drain's, whatever happens
-        if self.description.keeps_some and not self.delivery.is_direct_put:  # nothing newer stands on this SSD (K1)
+        if self.description.keeps_some and not self.delivery.is_direct_put:  # this is the newest on this SSD (K1)
             local_only.supersede_older(self.settings.local_root, self._journal, entry)
         if entry.state == LOCAL_ONLY:
             return
@@ -511,7 +511,7 @@ class SaveSession:
             log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 
     def settle(self) -> bool:
-        """End a save whose outcome is not known here: files that a commit may name stay, others are put away.
+        """End a save whose outcome is not known here: keep files that a commit may name, and remove others.
 
         The coordinator, or its store, has gone silent. Shards that a commit of this node names are handed over. Returns
         False where there is no such commit yet: shards and handoff stay, and the next process that recovers decides.
@@ -546,8 +546,8 @@ class SaveSession:
         if self.entry.manifest is None:
             local_commit.remove_unfinished(self.directory, token)
         elif not self._discard_commit():
-            # The error came after the commit, and it could not be taken back: it stands, and its files with it. The
-            # drain takes it up, or forgets it if it is not what stands there (D0).
+            # The error came after the commit, which could not be undone: its files stay. The drain sends it, or forgets
+            # it if the local manifest names another attempt (D0).
             uri = self.location.uri
             log.warning("%s: the save has failed, and its commit may stand on the local tier all the same", uri)
             self._give_to_drain()
@@ -558,7 +558,7 @@ class SaveSession:
         self.release()
 
     def _discard_commit(self) -> bool:
-        """Remove a save that has tried to commit. False when the commit stands, or when nobody can know."""
+        """Remove a save that has tried to commit. False when the commit may be in place."""
         try:
             return local_commit.discard_attempt(self.directory, self.entry.token, self.entry.manifest)
         except TierckptError as error:

@@ -6,18 +6,21 @@ cannot be put goes to the SSD.
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .. import torch_internals
 from ..arena.slots import write_buffers
 from ..cache import space
 from ..checkpoint import shared_commit
@@ -37,15 +40,20 @@ from ..quantities import round_up
 from ..read import block_digests
 from ..save import direct_put
 from ..save.flush import flush
-from ..save.shard_plan import Shard
+from ..save.shard_plan import Record, Shard
 from ..telemetry import logger
-from .items.streamed import streamed_shards
+from ..torch_internals import StorageWriterTransforms
+from . import split
 from .save_planning import ItemSource, PlannedShards, SaveDescription
+from .stager import StagedItems
 
 log = logger("save")
 
 Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
 """DCP's result for each item, and the manifest's entry for each file."""
+
+STREAMED_BYTES = 256 << 20
+"""Size at which a shard of streamed items is closed: it is in memory until it is written."""
 
 
 @dataclass
@@ -82,7 +90,9 @@ class ShardDelivery:
                 lease.in_place = all(shard.image for shard in shards)
             if planned.streamed:
                 names = (shard_name(planned.prefix, number, self.entry.token) for number in count(len(shards)))
-                for name, record, more in streamed_shards(self.description.transforms, names, planned.streamed, source):
+                for name, record, more in _streamed_shards(
+                    self.description.transforms, names, planned.streamed, source
+                ):
                     flushed += self._flush([Shard(self.directory / name, [record])])
                     results = results + more
                     del record  # and its bytes, before there are others
@@ -194,3 +204,37 @@ def _item_bytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 1
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _streamed_shards(
+    transforms: StorageWriterTransforms,
+    names: Iterator[str],
+    items: Sequence[WriteItem],
+    planner: ItemSource,
+) -> Iterator[tuple[str, Record, list[WriteResult]]]:
+    """Yield name, bytes and DCP's results of each shard of ``items``, whose bytes only torch can make.
+
+    Tensor subclasses, and all items where ``transforms`` has extensions. Cost: that of stock DCP; one shard of
+    ``STREAMED_BYTES`` and one item is in memory.
+    """
+    name, stream, results = next(names), io.BytesIO(), list[WriteResult]()
+    for item in items:
+        data = _data(item, planner)
+        results.append(torch_internals.write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
+        if stream.tell() >= STREAMED_BYTES:
+            yield name, Record(0, stream.getbuffer()), results
+            name, stream, results = next(names), io.BytesIO(), []
+    if results:
+        yield name, Record(0, stream.getbuffer()), results
+
+
+def _data(item: WriteItem, planner: ItemSource) -> Any:
+    if item.type is WriteItemType.BYTE_IO:
+        return planner.resolve_data(item)
+    tensor = planner.tensor(item) if isinstance(planner, StagedItems) else split.resolve(planner, item)
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    # torch.save writes the whole storage of a view.
+    whole = tensor.untyped_storage().size() == tensor.nbytes
+    return tensor if whole else tensor.clone()

@@ -36,7 +36,7 @@ from ..resources import start_if_possible
 from ..save import write_ahead
 from ..save.shard_plan import Fetch
 from . import split
-from .gc_pause import gc_paused
+from .bulk_objects import gc_paused
 from .items import item_format
 from .items.torch_save import resolve_object
 from .plan_outline import LOCAL_PART, is_local_part

@@ -1,8 +1,8 @@
 """TierStorageWriter: DCP's StorageWriter that saves to the local tier and drains in the background.
 
 Order of one save (DCP calls, on every rank unless noted); ``SaveSession`` does the work:
-    set_up_storage_writer   a new session; an unfinished earlier one is put away
-    prepare_local_plan      coordinator: which attempts stand under this id now, and may this save replace them?
+    set_up_storage_writer   a new session; an unfinished earlier one is removed
+    prepare_local_plan      coordinator: which attempts have this id now, and may this save replace them?
     write_data              journal entry, shards, fsync; ranks other than the coordinator start to drain here
     finish (coordinator)    metadata and manifest: the local commit; then its own drain starts
 """
@@ -130,7 +130,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save. An unfinished one of this object is put away; if it is committed, it stays."""
+        """Begin a save. An unfinished one of this object is removed, unless it is committed."""
         self._abandon()
         use_collectives = kwargs.get("use_collectives", True)
         rank = kwargs.get("rank")
@@ -220,7 +220,7 @@ class TierStorageWriter(Mount, StorageWriter):
         return self._session
 
     def _abandon(self) -> None:
-        """Put away what an earlier save left open."""
+        """Remove an unfinished earlier save."""
         with self._working():
             if self._session is not None:
                 self._session.abandon()
@@ -259,7 +259,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """One thread at a time: a second save must not put away the shards of the first while they are written."""
+        """One thread at a time: a second save must not remove the shards of the first while they are written."""
         if not self._busy.acquire(blocking=False):
             raise CheckpointError(
                 f"this TierStorageWriter is still saving to {self.path} in another thread",

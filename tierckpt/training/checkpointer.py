@@ -328,8 +328,9 @@ class Checkpointer:
             is_first=number == 1,
             notes={**notes, **self._pruning.note()},
         )
-        listener = Handoff() if self._handoffs is not None else None
-        session = SaveSession(self.settings, parse_uri(record.uri), description, listener)
+        location, listener = parse_uri(record.uri), Handoff() if self._handoffs is not None else None
+        check_mirrored_target(location, self.settings.local_root)
+        session = SaveSession(self.settings, location, description, listener)
         try:
             with unwrapped():
                 plan, planner, metadata = plan_save(

@@ -21,7 +21,7 @@ from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.listing import LISTINGS_MAX, UNREADABLE, WalkBack, changing, is_newer, read_newest
 from ..client import Client, get_client
 from ..config import Settings
-from ..dcp.load_planner import TargetPlanner
+from ..dcp.planner import TargetPlanner
 from ..dcp.reader import TierStorageReader
 from ..errors import (
     CheckpointNotFoundError,

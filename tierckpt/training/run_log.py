@@ -6,6 +6,14 @@ Nothing there belongs to a checkpoint. Every line carries totals, so a torn or m
 
     L1  Nothing here fails or delays training: a thread writes the file; an error ends the records, and is logged once.
     L2  A file has at most ``LINES_MAX`` lines: then every second line of progress goes. Totals lose nothing by it.
+
+The records also tell whether another job saves to the run (``OtherJobs``): by mistake, or from a node that was given up
+and comes back. The commit lets neither replace what it has not seen; but the steps of both lie side by side, and
+retention counts them all.
+
+    O1  Another job is one whose records change, or appear, after this process has begun. A process that has ended, on
+        this host or with a last line, is none: a job that is started again is alone.
+    O2  The search fails and delays no save: a store that does not answer tells nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -22,17 +32,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..checkpoint.run_log_reader import Lines, has_ended_here, parse_lines
 from ..client import get_client
 from ..config import Settings
 from ..disk.durable import make_dirs
 from ..disk.illness import ILL_SECONDS
 from ..disk.local_root import use_local_root
+from ..disk.processes import pid_namespace, start_ticks
 from ..disk.quarantine import open_regular
 from ..format.layout import HISTORY_DIR, Location, local_dir
 from ..mover import Mover
 from ..resources import start_thread
 from ..telemetry import logger
-from .other_jobs import OtherJobs, identity
 
 log = logger("ledger")
 
@@ -370,3 +381,74 @@ def process_started_at() -> float:
         return time.time() - age_seconds
     except (OSError, ValueError, IndexError):
         return time.time()
+
+
+LOOKED_AT_MAX = 4
+"""Records that are read in one look, the newest of them."""
+REMEMBERED_SECONDS = 3600.0
+"""For so long after the last sign of another job this one counts as not alone."""
+
+
+class OtherJobs:
+    """What rank 0 of a job knows of others in its run. One look at a time."""
+
+    def __init__(self, location: Location, process_at: float) -> None:
+        self._location, self._process_at = location, process_at
+        self._versions: dict[str, tuple[str | None, int]] | None = None
+        self._told: set[str] = set()
+        self._seen_at = -math.inf
+
+    @property
+    def is_alone(self) -> bool:
+        """As of the last listing."""
+        return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
+
+    async def look(self, mover: Mover, own: frozenset[str]) -> bool:
+        """Look at the run. True when there is news of another job. ``own`` names the records of this process.
+
+        Cost: one listing, and a GET for each record that has changed since the last look.
+        """
+        store, found = mover.store(self._location), {}
+        async for info in store.list(HISTORY_DIR):
+            name = info.key.rpartition("/")[2]
+            if name.endswith(".jsonl") and name not in own:
+                found[name] = (info.etag, info.size_bytes)
+        before, self._versions = self._versions, found
+        changed = [name for name, version in found.items() if before is None or before.get(name) != version]
+        news = False
+        for name in sorted(changed)[-LOOKED_AT_MAX:]:
+            lines = parse_lines(await store.get(f"{HISTORY_DIR}/{name}"))
+            if lines and self._is_at_work(lines, is_first_look=before is None):
+                self._seen_at = time.monotonic()
+                news |= self._tell(name, lines)
+        return news
+
+    def _is_at_work(self, lines: Lines, *, is_first_look: bool) -> bool:
+        first, last = lines[0], lines[-1]
+        if last.get("what") == "end" or has_ended_here(first):
+            return False
+        at = last.get("at")
+        return not is_first_look or (isinstance(at, int | float) and at > self._process_at)
+
+    def _tell(self, name: str, lines: Lines) -> bool:
+        """Say it, once for each of them."""
+        if name in self._told:
+            return False
+        self._told.add(name)
+        log.warning(
+            "%s: this job is not alone: another one saves there too (host %s, process %s, begun %s, now at step %s). "
+            "Neither replaces a step that it has not seen, but their steps lie side by side and a restore takes the "
+            "newest of both. Stop one of them, or give it another URI. This job removes no checkpoints meanwhile",
+            self._location.uri,
+            lines[0].get("host", "unknown"),
+            lines[0].get("pid", "unknown"),
+            time.strftime("%F %T", time.localtime(float(lines[0].get("at", 0.0)))),
+            lines[-1].get("step", "unknown"),
+        )
+        return True
+
+
+def identity() -> dict[str, Any]:
+    """The fields of a record that name its process; ``process`` tells it from those of other hosts and containers."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "process": f"{pid_namespace()}-{start_ticks(pid)}"}

@@ -22,7 +22,7 @@ from ..arena import slots
 from ..checkpoint.retention import Rule
 from ..client import get_client
 from ..config import Settings
-from ..dcp.gc_pause import gc_paused
+from ..dcp.bulk_objects import gc_paused
 from ..dcp.planner import TierSavePlanner
 from ..dcp.save_session import SaveSession, decode_results, encode_results, files_of
 from ..dcp.stager import StagedItems, TierStager

@@ -31,7 +31,7 @@ from .description import Results, SaveHandoff
 log = logger("save")
 
 OPEN_MAX = 2
-"""Handoffs of one process whose end it does not learn; of more, the oldest is taken back."""
+"""Handoffs of one process that wait for the coordinator; of more, the oldest is revoked."""
 
 _open: deque[Handoff] = deque()
 
@@ -49,7 +49,7 @@ class Handoff:
 
     def __init__(self) -> None:
         self._name, self._is_held = "", False
-        """What all ranks of the save call it, and no other save; and whether the agent has this rank's handoff."""
+        """The save's name, the same on all ranks; and whether the agent has this rank's handoff."""
         self._written: list[BinaryIO] = []
         """Those that the agent may have."""
 

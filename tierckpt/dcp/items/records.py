@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -16,17 +16,20 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ...arena import slots
 from ...arena.slots import Lease
-from ...errors import CheckpointError, StateMismatchError
+from ...errors import CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ...quantities import DISK_BLOCK_BYTES, round_up
 from ...save.shard_plan import Image, Record
+from ...telemetry import logger
 from ...torch_internals import storage_address_of
 from .. import split
+from ..sealed import Objects
 from ..stager import StagedItems, refuse_tensor
 from ..staging_layout import Layout
 from . import item_format
 from . import shard_layout as image
-from .restorable import warn_of_refusal
 from .torch_save import resolve_object
+
+log = logger("save")
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             made = planner.resolve_data(item) if isinstance(planner, StagedItems) else resolve_object(planner, item)
             data = cast(Any, made).getbuffer()
             if item.index.fqn in objects:
-                warn_of_refusal(item.index.fqn, objects[item.index.fqn], data)
+                _warn_of_refusal(item.index.fqn, objects[item.index.fqn], data)
             found.objects.append(Record(0, data, item=item))
             continue
         tensor = plain.get(item.index.fqn)
@@ -259,3 +262,45 @@ class _Gathered:
             self._left -= count
             if not self._left:
                 self._flat = None
+
+
+_PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_INTEGER_BITS_MAX = 8 * 255 - 1
+"""``torch.load(weights_only=True)`` reads no wider ones, so that they come back from plain values only."""
+
+_warned: set[tuple[str, type]] = set()
+
+
+def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
+    """Log a warning, once for each name and type, when a restore will refuse ``data``, the pickle of ``value``.
+
+    No error: ``trust_pickle=True`` restores it. Plain values are not tried.
+    """
+    odd = next(_more_than_data(value), None)
+    if odd is None or (name, type(odd)) in _warned:
+        return
+    _warned.add((name, type(odd)))
+    try:
+        Objects().inert(bytes(data), name)
+    except UnsafeCheckpointError as error:
+        log.warning("%s is saved, but a restore will refuse it: %s", name, error)
+    except Exception as error:
+        log.debug("%s cannot be tried: %s", name, error)
+
+
+def _more_than_data(value: Any) -> Iterator[Any]:
+    kind = type(value)
+    if kind is int:
+        if value.bit_length() > _INTEGER_BITS_MAX:
+            yield value
+    elif isinstance(value, Mapping):
+        yield from () if kind is dict else (value,)
+        for pair in value.items():
+            for item in pair:
+                yield from _more_than_data(item)
+    elif kind in (list, tuple, set):
+        for item in value:
+            if type(item) not in _PLAIN_TYPES:
+                yield from _more_than_data(item)
+    elif kind not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
+        yield value

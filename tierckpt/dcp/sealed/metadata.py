@@ -34,8 +34,7 @@ from ...errors import UnsafeCheckpointError, UnsupportedTorchError
 from ...format import pickle_machine as machine
 from ...format.pickle_machine import Class, Function, Record, Refused
 from ...torch_internals import MemoryFormatEncoding, StorageInfo
-from ..frozen import index_of
-from ..gc_pause import gc_paused
+from ..bulk_objects import gc_paused, index_of
 
 try:
     from ...torch_internals import OldMemoryFormatEncoding, OldTensorProperties

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ...format.pickle_machine import Refused
-from ..gc_pause import gc_paused
+from ..bulk_objects import gc_paused
 from ..metadata_pickle import encode, renamed
 from .metadata import FIELDS, HAS_FURTHER, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierckpt.dcp import frozen
+from tierckpt.dcp import bulk_objects
 
 OFFSETS, SIZE = torch.Size([4, 0]), torch.Size([2, 3])
 
@@ -19,10 +19,15 @@ OFFSETS, SIZE = torch.Size([4, 0]), torch.Size([2, 3])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_they_are_those_of_the_class(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KNOWS_INDEX", "KNOWS_READ", "KNOWS_RESULT"):
-        assert getattr(frozen, name)
-        monkeypatch.setattr(frozen, name, is_known)
-    index, bare = frozen.index_of("w", OFFSETS, 1), frozen.index_of("w", None, None)
-    made = [index, bare, frozen.read_whole(index, OFFSETS, SIZE), frozen.result_of(index, 24, _StorageInfo("f", 0, 24))]
+        assert getattr(bulk_objects, name)
+        monkeypatch.setattr(bulk_objects, name, is_known)
+    index, bare = bulk_objects.index_of("w", OFFSETS, 1), bulk_objects.index_of("w", None, None)
+    made = [
+        index,
+        bare,
+        bulk_objects.read_whole(index, OFFSETS, SIZE),
+        bulk_objects.result_of(index, 24, _StorageInfo("f", 0, 24)),
+    ]
     theirs = [
         MetadataIndex("w", OFFSETS, 1),
         MetadataIndex("w"),
