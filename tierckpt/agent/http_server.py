@@ -25,14 +25,11 @@ from functools import partial
 from http import HTTPStatus
 from typing import TypeAlias
 
-from ..errors import ConfigError, MissingExtraError
+from aiohttp import web as web
+
+from ..errors import ConfigError
 from ..stores import get_concurrency
 from ..telemetry import Repeats, logger
-
-try:
-    from aiohttp import web as web
-except ImportError as error:
-    raise MissingExtraError("the agent needs aiohttp to serve HTTP", hint="pip install 'tierckpt[agent]'") from error
 
 log = logger("agent.http")
 

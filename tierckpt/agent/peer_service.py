@@ -154,7 +154,7 @@ class PeerService:
         return not self.problem
 
     async def _start(self) -> None:
-        from .peer_server import PeerServer  # MissingExtraError is told like any other reason
+        from .peer_server import PeerServer
 
         settings = self.settings
         lookup = await asyncio.to_thread(discovery.Lookup, settings.peers or "")

@@ -80,7 +80,7 @@ def _web(settings: Settings, listen: str | None, *, as_json: bool) -> Report:
             "this node's agent serves no page, and --json would wait for one that is served until Ctrl-C",
             hint="Leave --json out, or start the agent with --metrics-port",
         )
-    from ..agent.web import WebServer  # needs the extra `agent`
+    from ..agent.web import WebServer
 
     host, port = _host_and_port(listen)
     server = WebServer(settings, host=host, port=port)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -246,17 +244,3 @@ async def test_a_taken_port_is_named() -> None:
             await HttpServer("a test", answer).start(host, port)
         with pytest.raises(ConfigError, match="does not listen"):
             _ = HttpServer("a test", answer).address
-
-
-@pytest.mark.slow
-def test_without_aiohttp_the_error_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['aiohttp'] = None\n"
-        "import tierckpt.agent.agent_server, tierckpt.agent.peer_service, tierckpt.cli.status\n"
-        "from tierckpt.errors import MissingExtraError\n"
-        "for name in ('peer_server', 'web', 'hub_proxy'):\n"
-        "    try: __import__(f'tierckpt.agent.{name}')\n"
-        "    except MissingExtraError as error: assert 'tierckpt[agent]' in error.hint, error\n"
-        "    else: raise SystemExit(name)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
