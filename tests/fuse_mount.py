@@ -42,6 +42,7 @@ NUMBERS = {
     "direct": errno.EINVAL,
     "direct_io": errno.EINVAL,
     "flock": errno.ENOLCK,
+    "lock": errno.ENOLCK,
     "tmpfile": errno.EOPNOTSUPP,
     "fallocate": errno.EOPNOTSUPP,
     "rename2": errno.EINVAL,
@@ -52,7 +53,8 @@ NUMBERS = {
     "mknod": errno.EPERM,
     "mmap": errno.ENODEV,
 }
-"""``direct``: open with O_DIRECT is refused; ``direct_io``: the first read or write is. ``mmap``: shared mappings."""
+"""``direct``: open with O_DIRECT is refused; ``direct_io``: the first read or write is. ``mmap``: shared mappings.
+``lock``: locks on bytes."""
 EVERYTHING = tuple(call for call in NUMBERS if call != "direct_io")
 WRITING = {"SETATTR", "SYMLINK", "MKNOD", "MKDIR", "UNLINK", "RMDIR", "RENAME", "LINK", "WRITE", "CREATE", "RENAME2"}
 WRITING |= {"FALLOCATE", "TMPFILE"}
@@ -63,7 +65,7 @@ CODES = {
     30: "FSYNCDIR", 31: "GETLK", 32: "SETLK", 33: "SETLKW", 35: "CREATE", 38: "DESTROY", 42: "BATCH_FORGET",
     43: "FALLOCATE", 45: "RENAME2", 51: "TMPFILE",
 }  # fmt: skip
-FLOCK_LOCKS, BIG_WRITES = 1 << 10, 1 << 5
+POSIX_LOCKS, FLOCK_LOCKS, BIG_WRITES = 1 << 1, 1 << 10, 1 << 5
 DIRECT_IO = RENAME_NOREPLACE = 1
 WRITE_BYTES = 128 << 10
 FORBIDDEN = set(':?*"<>|')
@@ -219,7 +221,8 @@ class Server:
 
     def init(self, node: int, owner: Any, body: bytes) -> bytes:
         _, minor, ahead, _ = struct.unpack_from("<IIII", body)
-        flags = BIG_WRITES | (FLOCK_LOCKS if "flock" in self.said.get("no", ()) else 0)
+        refused = self.said.get("no", ())
+        flags = BIG_WRITES | FLOCK_LOCKS * ("flock" in refused) | POSIX_LOCKS * ("lock" in refused)
         return struct.pack("<IIIIHHIIHHI28x", 7, min(minor, 31), ahead, flags, 12, 9, WRITE_BYTES, 1, 32, 0, 0)
 
     def lookup(self, node: int, owner: Any, body: bytes) -> bytes:
@@ -397,8 +400,11 @@ class Server:
         return b""
 
     def setlk(self, node: int, owner: Any, body: bytes) -> bytes:
-        self.refuse("flock")
+        [flags] = struct.unpack_from("<I", body, 40)
+        self.refuse("flock" if flags & 1 else "lock")
         raise OSError(errno.ENOSYS, "lock")
+
+    getlk = setlk
 
     def nothing(self, node: int, owner: Any, body: bytes) -> bytes:
         return b""

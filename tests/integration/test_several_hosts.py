@@ -16,7 +16,7 @@ import pytest
 from tests.fuse_mount import mounted
 from tests.hosts import container, needs_namespaces, other_host
 from tierckpt.cache.file_set import FileSet
-from tierckpt.cache.partial_entry import PartialEntry
+from tierckpt.cache.partial_entry import HOST, PartialEntry
 from tierckpt.cache.prefetch import from_listing
 from tierckpt.poll import LOCAL, Poll
 from tierckpt.stores.local import LocalStore
@@ -88,6 +88,20 @@ def test_four_hosts_with_a_mount_each_fetch_each_byte_once(model: Path, no: tupl
         fetched = [node.result()["fetched_bytes"] for node in nodes]
     check_whole(model, shared / "to")
     assert sorted(fetched) == [0, 0, 0, FILES * FILE_BYTES]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_on_a_mount_without_locks_each_process_is_a_host_of_its_own(model: Path, has_locks: bool) -> None:
+    """Claims keep processes apart where there are locks; elsewhere one fills, and the others wait."""
+    store = LocalStore(model)
+    frozen = FileSet(store.uri, tuple(asyncio.run(from_listing(store))), FILE_BYTES)
+    with mounted(model.parent, no=() if has_locks else ("flock", "lock", "link", "symlink")) as mount:
+        first, second = (PartialEntry(mount.path / "to", frozen, preallocate=False) for _ in range(2))
+        assert first.host.take() and second.host.take() == has_locks
+        first.close()
+        assert second.host.take()
+        second.close()
+        assert not (second.incoming / HOST).exists()
 
 
 def test_who_waits_is_told_by_the_receipt_when_the_list_is_gone(model: Path) -> None:
