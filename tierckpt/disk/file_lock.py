@@ -33,7 +33,7 @@ from ..types import Tier
 from .quarantine import open_regular
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
-"""What is answered about flock on a mount without it."""
+"""Errors of flock on a mount without it."""
 
 _RECORD = struct.Struct("hhqqi4x")
 """``struct flock`` where off_t has 64 bits: type, whence, start, length, pid."""
@@ -58,10 +58,10 @@ class Hold:
 def try_lock(
     path: Path, *, remove: bool = False, is_shared: bool = False, inherited: int | None = None
 ) -> Iterator[Hold]:
-    """Yield a true ``Hold`` while holding ``path``, a false one at once when somebody else does.
+    """Yield a true ``Hold`` while holding ``path``, a false one at once when another holder does.
 
-    Its directory must exist. ``is_shared``: with any number of others who share it; with ``remove`` the last of them
-    takes the file along. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
+    Its directory must exist. ``is_shared``: with any number of other holders; with ``remove`` the last of them
+    removes the file. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
     """
     file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
     held = False
@@ -130,8 +130,8 @@ def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
 def lock_record(file: int, kind: int, at: int = 0, *, is_process: bool = False) -> bool:
     """Set byte ``at`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. False, at once, when another holder forbids it.
 
-    The lock ends with the open file, which forked children share; ``is_process``: with this process, whoever has the
-    file, and when the process closes any descriptor of it. Cost: about 1 microsecond.
+    The lock ends with the open file, which forked children share. ``is_process``: it ends with this process, and when
+    this process closes any descriptor of the file. Cost: about 1 microsecond.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK, _RECORD.pack(kind, os.SEEK_SET, at, 1, 0))

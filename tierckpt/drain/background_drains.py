@@ -44,7 +44,7 @@ log = logger("drain")
 
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
-"""What a store may take at least to say what it has, when the time to wait for it is nearly up."""
+"""Least time for the answer of a store, when the timeout of ``wait`` is nearly over."""
 REFUSALS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
 """Errors of a store that concern all checkpoints of a run."""
 RETRY_SECONDS_MIN = 5.0
@@ -74,7 +74,7 @@ class BackgroundDrains:
         self._logged: dict[str, None] = {}
         """Tokens of the latest drains whose failure was logged."""
         self._not_waited_for: set[str] = set()
-        """Tokens of drains that somebody has waited for as long as a process waits at its end."""
+        """Tokens of drains that ``idle`` waits for no longer (``stop_waiting``)."""
         self.committed_at: dict[str, float] = {}
         """When (monotonic seconds) this process saw each of its latest URIs committed on the shared tier."""
 
@@ -140,9 +140,9 @@ class BackgroundDrains:
         return self._drains[token]
 
     async def recover(self) -> None:
-        """Take up what earlier processes left in the journal: drain what was finished, remove what was not.
+        """Take up the journal entries of ended processes: drain finished saves, remove the shards of the others.
 
-        Safe beside live savers and movers: each holds its entries, and what is held is left alone.
+        Safe while other processes save and drain: each holds the locks of its entries.
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
         root = self.settings.local_root
@@ -197,11 +197,11 @@ class BackgroundDrains:
         return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
 
     async def drop_superseded(self, run: Location | None = None) -> None:
-        """Supersede what is local-only and older than what the shared tier has of its run (local_only.py)."""
+        """Supersede local-only checkpoints older than the newest of their run on the shared tier (local_only.py)."""
         await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run)
 
     async def drain_now(self, token: str) -> bool:
-        """Commit an entry whose files are all on the shared tier already. False: other ranks' are not there yet."""
+        """Commit an entry whose files are all on the shared tier already. False: other ranks' files are missing."""
         result = await self._drainer.commit_if_complete(token)
         if result.outcome == "waiting":
             return False
@@ -214,7 +214,7 @@ class BackgroundDrains:
             del self.committed_at[next(iter(self.committed_at))]
 
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
-        """Drain everything in the journal, newest first. Returns what was drained and what was not, with the reason."""
+        """Drain all ready entries of the journal, newest first. Returns the results, and the errors of the others."""
         entries = await asyncio.to_thread(self.journal.entries)
         ready = [entry for entry in entries if entry.state in TO_DRAIN]
         results = await asyncio.gather(
@@ -234,7 +234,7 @@ class BackgroundDrains:
         self._retries.clear()
 
     async def idle(self, timeout_seconds: float) -> list[Entry]:
-        """Wait until this process drains nothing, at most ``timeout_seconds``. Returns what is still in its hands.
+        """Wait until no drain of this process runs, at most ``timeout_seconds``. Returns the entries of those that do.
 
         An entry that has sent its files and only waits for other ranks is given ``OTHER_RANKS_SECONDS``: when a rank
         of the job has died, the rest should not sit out the whole time for it.
@@ -259,7 +259,7 @@ class BackgroundDrains:
         """Return when the newest save to ``location`` is committed on ``tier``.
 
         Raises:
-            OperationTimeoutError: not within ``timeout_seconds``; says what is still missing.
+            OperationTimeoutError: not within ``timeout_seconds``; says how many entries are left.
             TierckptError: the drain failed for a reason that waiting does not mend.
         """
         deadline = time.monotonic() + timeout_seconds
@@ -301,7 +301,7 @@ class BackgroundDrains:
         )
 
     def _unsettled(self, location: Location) -> list[Entry]:
-        """Journal entries of ``location`` that somebody still works on, or has to."""
+        """Journal entries of ``location`` that are neither committed nor set aside."""
         found = []
         for entry in self.journal.entries():
             if entry.uri != location.uri or entry.state in ASIDE:
@@ -356,6 +356,6 @@ class BackgroundDrains:
 
     def may_pass(self, location: Location, error: TierckptError) -> bool:
         """True for an error of a store to which this process has drained before: credentials that have expired, say.
-        What was saved is safe on this node, and the drain is to be tried again."""
+        The save is safe on this node, and its drain is to be tried again."""
         is_local = error.context.get("tier") == Tier.LOCAL
         return isinstance(error, StoreError) and not is_local and place_of(location) in self._drained_to
