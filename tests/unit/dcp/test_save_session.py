@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import tierckpt
 from tests.states import raises_ours
 from tierckpt import TierSavePlanner, TierStorageWriter
+from tierckpt.config import Settings
 from tierckpt.dcp import sealed
 from tierckpt.dcp.metadata_pickle import encode
+from tierckpt.dcp.save_planning import SaveDescription
+from tierckpt.dcp.save_session import SaveSession
 from tierckpt.errors import CheckpointError, UnsafeCheckpointError
+from tierckpt.format.layout import parse_uri
+from tierckpt.format.manifest import FileEntry
 
 
 class Mine:
@@ -99,3 +106,54 @@ def test_later_saves_of_a_structure_check_what_is_new_in_them(tmp_path: Path) ->
         with pytest.raises(UnsafeCheckpointError, match=match):
             sealed.read_back(encode(last), last, where="m")
         setattr(place, field, kept)
+
+
+class Listener:
+    """Notes what it hears, and whether the journal had an entry then."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def prepared(self, save: SaveSession, *_: Any) -> None:
+        self.heard.append(f"prepared, {'open' if save.is_open else 'not open'}")
+
+    def opened(self, lock_descriptor: int) -> bool:
+        self.heard.append(f"opened, {os.fstat(lock_descriptor).st_nlink} link")
+        return True
+
+    def durable(self, files: tuple[FileEntry, ...]) -> None:
+        self.heard.append("durable")
+
+    def ended(self) -> None:
+        self.heard.append("ended")
+
+
+def written(uri: str, **description: Any) -> tuple[SaveSession, Listener, Callable[[], Any]]:
+    planner, listener = DefaultSavePlanner(), Listener()
+    planner.set_up_planner({"w": torch.ones(4)}, is_coordinator=True)
+    session = SaveSession(Settings.load(mover="inline"), parse_uri(uri), SaveDescription(**description), listener)
+    session.begin()
+    plan, metadata = planner.create_global_plan([session.plan_local(planner.create_local_plan())])
+    [plan] = session.plan_global(plan)
+    results = session.write(plan, planner)
+    return session, listener, lambda: (session.write(plan, planner), session.commit(metadata, [results]))
+
+
+def test_a_session_writes_once(file_uri: str) -> None:
+    session, listener, again = written(f"{file_uri}/step-1")
+    assert listener.heard == ["prepared, not open", "opened, 1 link"]
+    with pytest.raises(CheckpointError, match="two saves used one"):
+        again()
+    assert not session.is_open and listener.heard[2:] == ["ended"] and not list(session.directory.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("is_coordinator", [True, False])
+def test_a_listener_hears_of_the_end_once_the_outcome_is_known(is_coordinator: bool, file_uri: str) -> None:
+    session, listener, _ = written(f"{file_uri}/step-1", is_coordinator=is_coordinator, awaits_verdict=True)
+    assert session.settle() == is_coordinator, "the shards of another rank may be part of a commit"
+    assert not session.is_open and ("ended" in listener.heard) == is_coordinator
+
+
+def test_a_rank_that_learns_no_outcome_hands_over_what_is_durable(file_uri: str) -> None:
+    session, listener, _ = written(f"{file_uri}/step-1", is_coordinator=False)
+    assert not session.is_open and listener.heard[2:4] == ["durable", "ended"]
