@@ -12,8 +12,8 @@ from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError, StoreUnavailableError
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store, retry
+from tierckpt.stores.access import azure_access, parse_connection_string
 from tierckpt.stores.base import Store
-from tierckpt.stores.credentials import azure_access, parse_connection_string
 
 
 def open_uri(uri: str) -> Store:

@@ -29,7 +29,7 @@ from tierckpt.checkpoint import shared_commit
 from tierckpt.config import KiB, MiB
 from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
 from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
-from tierckpt.stores import get_concurrency, retry, store_breaker, verified_read
+from tierckpt.stores import get_concurrency, retry, verified_read
 from tierckpt.stores.obstore_store import RemoteStore
 from tierckpt.types import Tier
 
@@ -163,7 +163,7 @@ async def test_a_flood_is_found_out(
 ) -> None:
     """Control: everything tried again without a budget, and a breaker that never opens, must fail the outage test."""
     monkeypatch.setattr(retry.RetryBudget, "take", lambda self: True)
-    monkeypatch.setattr(store_breaker.StoreBreaker, "failed", lambda self, error: None)
+    monkeypatch.setattr(retry.StoreBreaker, "failed", lambda self, error: None)
     monkeypatch.setattr(retry, "BACKOFF_SECONDS_MAX", 0.05)
     with planned(server, proxy, Kind.SLOW_DOWN) as (uri, plan):
         result = await outage(uri, plan, tmp_path / "node", 5.0, normal_seconds=3.0)

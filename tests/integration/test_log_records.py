@@ -139,7 +139,7 @@ SEEDED: dict[str, tuple[str, Any]] = {
     "retention": ("tierckpt.checkpoint.select.log_failure", None),
     "drains": ("tierckpt.drain.background_drains.log_failure", None),
     "saves": ("tierckpt.training.saves.log_failure", None),
-    "breaker": ("tierckpt.stores.store_breaker.StoreBreaker.is_reported", property(lambda self: False)),
+    "breaker": ("tierckpt.stores.retry.StoreBreaker.is_reported", property(lambda self: False)),
 }
 
 

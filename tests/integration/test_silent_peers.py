@@ -22,7 +22,7 @@ from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.services import free_port
 from tierckpt import Checkpointer
-from tierckpt.checkpoint import silent_peers
+from tierckpt.checkpoint import peer_copies
 from tierckpt.checkpoint.catalog import Checkpoint
 from tierckpt.checkpoint.select import Selector
 from tierckpt.client import close_all
@@ -137,7 +137,7 @@ def test_a_step_that_a_peer_has_replaced_since_it_was_listed(
 def test_a_node_with_another_secret_is_an_error_that_names_the_peer_and_the_setting(
     nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(silent_peers, "DENIED_SECONDS", 1.0)
+    monkeypatch.setattr(peer_copies, "DENIED_SECONDS", 1.0)
     new, other = nodes[0], secret_file(tmp_path, "another secret than theirs, of a new node")
     new.lose()
     new.settings = new.settings.model_copy(update={"peer_secret_file": other})

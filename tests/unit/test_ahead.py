@@ -19,7 +19,7 @@ from tests.unit.test_flush import Item, KiB, MiB, check, items_of, reference, st
 from tierckpt.arena.memory import Memory
 from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
-from tierckpt.format.shard import Flushed
+from tierckpt.format.manifest import Flushed
 from tierckpt.quantities import round_up
 from tierckpt.save import write_ahead as ahead_module
 from tierckpt.save.flush import flush

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.arena import capacity, numa, pages
+from tierckpt.arena import capacity, pages
 from tierckpt.arena.memory import HUGE_PAGE_BYTES
 from tierckpt.errors import CapacityError
 
@@ -109,10 +109,10 @@ def test_what_cannot_be_read_does_not_limit(tmp_path: Path) -> None:
 
 def test_nodes_are_filled_in_the_order_given() -> None:
     free = {2: 10 * MiB + 5, 0: 0, 1: 100 * MiB}
-    assert numa.plan(4 * MiB, free, HUGE_PAGE_BYTES) == [(2, 4 * MiB)]
-    assert numa.plan(64 * MiB, free, HUGE_PAGE_BYTES) == [(2, 10 * MiB), (1, 54 * MiB)]
+    assert pages.plan(4 * MiB, free, HUGE_PAGE_BYTES) == [(2, 4 * MiB)]
+    assert pages.plan(64 * MiB, free, HUGE_PAGE_BYTES) == [(2, 10 * MiB), (1, 54 * MiB)]
     with pytest.raises(CapacityError, match=r"node 2: 10 MiB, node 0: 0 MiB, node 1: 100 MiB free"):
-        numa.plan(112 * MiB, free, HUGE_PAGE_BYTES)
+        pages.plan(112 * MiB, free, HUGE_PAGE_BYTES)
 
 
 def test_what_a_node_has_free(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_what_a_node_has_free(tmp_path: Path) -> None:
         f"{node}/hugepages/hugepages-2048kB/free_hugepages": 512,
     }
     machine(tmp_path, files)
-    assert numa.existing_nodes(tmp_path) == [0, 2, 3]
-    assert numa.free_bytes([3], root=tmp_path) == {3: 11 * GiB}  # less the GiB that is everybody's
-    assert numa.free_bytes([3], huge_pool=True, root=tmp_path) == {3: GiB}
+    assert pages.existing_nodes(tmp_path) == [0, 2, 3]
+    assert pages.free_bytes([3], root=tmp_path) == {3: 11 * GiB}  # less the GiB that is everybody's
+    assert pages.free_bytes([3], huge_pool=True, root=tmp_path) == {3: GiB}
 
 
 # --- advice -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pytest
 
 from tests.open_files import open_files
 from tests.services import shared_memory_alone, unavailable
-from tierckpt.arena import capacity, numa, pages, pinning
+from tierckpt.arena import capacity, pages, pinning
 from tierckpt.arena import memory as memory_module
 from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory, collapses
 from tierckpt.errors import CapacityError, ConfigError
@@ -520,18 +520,18 @@ def pages_by_node(address: int, size_bytes: int) -> dict[int, int]:
 def test_pages_lie_on_the_node_asked_for(memory: Memory) -> None:
     if not Path("/sys/devices/system/node").exists():
         unavailable("/sys is not mounted, where the kernel says which nodes have memory")
-    node = numa.existing_nodes()[-1]
+    node = pages.existing_nodes()[-1]
     with Memory.allocate(16 * MiB, kind=memory.kind, numa_nodes=[node]) as on:
         assert pages_by_node(on.address, on.size_bytes) == {node: 16 * MiB}
         assert sum(pages_by_node(memory.address, memory.size_bytes).values()) == 16 * MiB
 
 
 def test_a_node_that_is_not_there_names_those_that_are() -> None:
-    there = ", ".join(map(str, numa.existing_nodes()))
+    there = ", ".join(map(str, pages.existing_nodes()))
     with pytest.raises(ConfigError, match=f"no NUMA node 999 .* The nodes of this machine: {there}$"):
-        Memory.allocate(2 * MiB, numa_nodes=[numa.existing_nodes()[0], 999])
+        Memory.allocate(2 * MiB, numa_nodes=[pages.existing_nodes()[0], 999])
     with pytest.raises(ConfigError, match="named twice"):
-        Memory.allocate(2 * MiB, numa_nodes=[numa.existing_nodes()[0]] * 2)
+        Memory.allocate(2 * MiB, numa_nodes=[pages.existing_nodes()[0]] * 2)
 
 
 # --- pinning ----------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import blocks_file
 from tierckpt.format.manifest import DIGEST_BLOCK_BYTES as BLOCK
-from tierckpt.format.manifest import FileEntry, Manifest, digest_of
-from tierckpt.format.shard import Flushed
+from tierckpt.format.manifest import FileEntry, Flushed, Manifest, digest_of
 from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
 from tierckpt.read.block_digests import BlockDigests

@@ -31,8 +31,7 @@ from tierckpt.disk import file_io, priority
 from tierckpt.disk.cpu_throttle import CpuThrottle
 from tierckpt.disk.io_tuner import IoShape, segment_bytes
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
-from tierckpt.format.manifest import blocks_of, digest_of
-from tierckpt.format.shard import Flushed
+from tierckpt.format.manifest import Flushed, blocks_of, digest_of
 from tierckpt.quantities import round_up
 from tierckpt.save import flush as flush_module
 from tierckpt.save.flush import flush

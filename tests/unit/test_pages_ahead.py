@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.states import same
-from tierckpt.arena.page_choice import Paging
+from tierckpt.arena.pages import Paging
 from tierckpt.config import Settings
 from tierckpt.disk.io_tuner import READ_THREADS_MAX
 from tierckpt.errors import CapacityError, StoreError

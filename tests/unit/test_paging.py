@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierckpt.arena.page_choice import TRY_EVERY, Paging
+from tierckpt.arena.pages import TRY_EVERY, Paging
 
 MiB = 1 << 20
 FILLS = 8 * TRY_EVERY

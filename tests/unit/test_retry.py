@@ -19,11 +19,10 @@ from tests.virtual_time import VirtualTime
 from tierckpt.config import Settings
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, StoreUnavailableError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.stores import retry, store_breaker
+from tierckpt.stores import retry
 from tierckpt.stores import verified_read as mover_retry
 from tierckpt.stores.local import LocalStore
-from tierckpt.stores.retry import FLOOR_RETRIES, Retries, RetryBudget
-from tierckpt.stores.store_breaker import FAILURES_TO_OPEN, Probe, StoreBreaker
+from tierckpt.stores.retry import FAILURES_TO_OPEN, FLOOR_RETRIES, Probe, Retries, RetryBudget, StoreBreaker
 from tierckpt.stores.verified_read import get_checked
 from tierckpt.types import ByteRange
 
@@ -45,7 +44,7 @@ def failure(**context: object) -> StoreUnavailableError:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_SECONDS_MAX", 0.02)
-    monkeypatch.setattr(store_breaker, "PROBE_PAUSE_SECONDS_MIN", 0.05)
+    monkeypatch.setattr(retry, "PROBE_PAUSE_SECONDS_MIN", 0.05)
 
 
 @pytest.fixture

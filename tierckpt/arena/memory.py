@@ -33,7 +33,7 @@ from ..errors import CapacityError, ConfigError
 from ..quantities import round_up
 from ..resources import ThreadPool
 from ..telemetry import logger
-from . import capacity, numa, pages
+from . import capacity, pages
 
 log = logger("arena")
 
@@ -123,7 +123,7 @@ class Memory:
             raise ConfigError(f"an arena of {size_bytes} bytes cannot be", hint="Ask for at least one byte")
         if kind is Kind.PRIVATE and shared:
             raise ConfigError("private memory cannot be shared", hint="Leave out kind=, or use Kind.SHM")
-        numa.check_nodes(numa_nodes)
+        pages.check_nodes(numa_nodes)
         size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
         kinds = [kind] if kind is not None else _shared_kinds(size_bytes) if shared else [Kind.PRIVATE]
         for candidate in kinds[:-1]:
@@ -140,8 +140,8 @@ class Memory:
         memory = cls(size_bytes, kind, _create(kind, size_bytes))
         try:
             if numa_nodes:
-                free = numa.free_bytes(numa_nodes, huge_pool=kind is Kind.HUGETLB)
-                numa.prefer(memory.address, numa.plan(size_bytes, free, HUGE_PAGE_BYTES))
+                free = pages.free_bytes(numa_nodes, huge_pool=kind is Kind.HUGETLB)
+                pages.prefer(memory.address, pages.plan(size_bytes, free, HUGE_PAGE_BYTES))
             memory._prefault(fresh=True)
         except BaseException:
             memory.close()

@@ -12,8 +12,7 @@ from ..format.manifest import Manifest
 from ..telemetry import logger
 from ..types import Json
 from . import catalog
-from .catalog import Checkpoint
-from .listing import listed_again
+from .catalog import Checkpoint, listed_again
 from .select import LOOK_MAX, Selector, age_of
 
 log = logger("mover")

@@ -46,10 +46,8 @@ from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import branches, catalog, local_commit, marks
 from .branches import Branch
-from .catalog import Checkpoint
-from .listing import LISTINGS_MAX, changing, listed_again
-from .peer_copies import PeerLookup
-from .silent_peers import SilentPeers
+from .catalog import LISTINGS_MAX, Checkpoint, changing, listed_again
+from .peer_copies import PeerLookup, SilentPeers
 
 log = logger("select")
 

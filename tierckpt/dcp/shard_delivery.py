@@ -34,8 +34,7 @@ from ..disk.io_tuner import WRITE_BYTES_MAX, segment_bytes, write_tuner_for
 from ..disk.priority import BACKGROUND_NICE
 from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
-from ..format.manifest import FileEntry
-from ..format.shard import Flushed
+from ..format.manifest import FileEntry, Flushed
 from ..quantities import round_up
 from ..read import block_digests
 from ..save import direct_put

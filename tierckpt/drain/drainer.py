@@ -54,8 +54,7 @@ from ..quantities import human_bytes
 from ..redaction import redact
 from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
-from ..stores.retry import Retries
-from ..stores.store_breaker import StoreBreaker
+from ..stores.retry import Retries, StoreBreaker
 from ..stores.verified_read import again, available, verified
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
 from ..types import FileProgress, Progress, ProgressListener, Tier

@@ -14,12 +14,25 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from xxhash import xxh3_128
 
 from ..errors import ManifestError
 from ..types import Buffer, ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a shard has become."""
+
+    path: Path
+    size_bytes: int
+    digests: tuple[str, ...]
+    blocks: bytes = b""
+    """The digests of the blocks of all chunks (``manifest.blocks_of``)."""
+
 
 FORMAT = "tierckpt-manifest"
 VERSION = 2

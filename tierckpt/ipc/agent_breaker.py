@@ -1,6 +1,6 @@
 """A circuit breaker around the node's agent: a process waits once for one that does not answer, and never again.
 
-(That of each store is ``stores/store_breaker.py``.)
+(That of each store is ``stores/retry.py``.)
 
 Training does not depend on the agent: whatever it does for a process, that process can do itself. So an agent that is
 stopped, hung, out of descriptors or answers nonsense costs ``PATIENCE_SECONDS`` once. From then on the circuit is open

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..checkpoint.listing import read_newest
+from ..checkpoint.catalog import read_newest
 from ..client import latest
 from ..config import GiB, Settings
 from ..dcp.reader import TierStorageReader
@@ -37,8 +37,8 @@ from ..format.uris import local_path
 from ..quantities import human_bytes
 from ..telemetry import FilesInFlight, ignore_progress, logger
 from ..types import Json, Progress, ProgressListener
-from .dtypes import name_of
 from .export_file import Item, in_file_order, write_file
+from .header import name_of
 
 log = logger("export")
 

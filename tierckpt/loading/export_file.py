@@ -30,7 +30,7 @@ from ..errors import IntegrityError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..read.parallel_read import windows
 from ..resources import ThreadPool
-from .dtypes import name_of, shape_in_file
+from .header import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB
 """Bytes per window, including the buffers of a conversion. Two windows are in memory."""

@@ -5,7 +5,7 @@ read straight into the memory of its tensors, which is placed so that file offse
 as O_DIRECT requires; nothing is copied. Or it is read into a buffer that stays in the
 processor's caches, and copied, if that is faster (``disk/io_tuner.py``). Its pages are allocated while the
 disk is busy with earlier extents, by threads of their own, and are huge pages if those are not slower
-(``arena/page_choice.py``).
+(``arena/pages.py``).
 All other bytes (small extents, columns, devices) go through the read buffers of the process.
 
 No thread holds the interpreter lock while it reads or copies.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..arena import capacity
 from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
-from ..arena.page_choice import paging
+from ..arena.pages import paging
 from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
@@ -36,8 +36,7 @@ from ..read.read_benchmark import opened_disk, tried
 from ..read.read_threads import ReadThreads, Worker
 from ..telemetry import BYTES
 from ..types import ByteRange
-from .dtypes import of_entry
-from .header import Entry
+from .header import Entry, of_entry
 from .model_files import ModelFile, Place
 from .tensor_parts import Bounds, Parts
 

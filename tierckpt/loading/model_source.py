@@ -20,9 +20,8 @@ from ..read.parallel_read import REQUESTS_MAX
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .cached_view import CachedView, open_cached
-from .model_files import Model, Place, open_model
+from .model_files import SUFFIX, Model, Place, open_model
 from .prefetched import open_directory
-from .weights import SUFFIX
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,10 @@ from ..read.parallel_read import windows
 from ..resources import ThreadPool
 from ..tracebacks import short_traceback
 from .deferred import Deferral
-from .devices import check_device
 from .fill import Want, fill
 from .model_files import Model, in_file_order
 from .model_source import USUAL, Choice, find_model
-from .tensor_parts import Parts, Plan, Shard
+from .tensor_parts import Parts, Plan, Shard, check_device
 
 BYTES_IN_FLIGHT_MAX = 1 * GiB
 

@@ -20,8 +20,15 @@ from pathlib import Path
 from ..disk.durable import durable_write, make_dirs
 from ..errors import TierckptError
 from ..format.layout import blocks_file
-from ..format.manifest import BLOCK_DIGEST_BYTES, FileEntry, Manifest, block_count, digest_of_blocks, digests_of
-from ..format.shard import Flushed
+from ..format.manifest import (
+    BLOCK_DIGEST_BYTES,
+    FileEntry,
+    Flushed,
+    Manifest,
+    block_count,
+    digest_of_blocks,
+    digests_of,
+)
 from ..telemetry import BYTES, logger
 from ..types import ByteRange
 from .file_copies import Copy

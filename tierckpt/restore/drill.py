@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint import shared_commit
-from ..checkpoint.listing import listed_again
+from ..checkpoint.catalog import listed_again
 from ..disk.durable import make_dirs, remove_tree, space_of, translated
 from ..disk.file_lock import try_lock
 from ..drain.file_transfer import fetch

@@ -13,8 +13,7 @@ from typing import cast
 from ..cache.file_set import from_manifest
 from ..cache.prefetch import fill_directory, from_listing
 from ..checkpoint import catalog
-from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.listing import WalkBack
+from ..checkpoint.catalog import Checkpoint, WalkBack
 from ..disk.durable import refuse_file
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.layout import Location

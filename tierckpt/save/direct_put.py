@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from ..arena.memory import Memory
 from ..drain.rate_limiter import DrainFlow
-from ..format.shard import Flushed
+from ..format.manifest import Flushed
 from ..stores.base import Store
 from ..stores.common import to_completion
 from ..stores.verified_read import again

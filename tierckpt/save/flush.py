@@ -40,8 +40,7 @@ from ..disk.durable import translated
 from ..disk.file_io import DirectFile, allocate, copy_small
 from ..disk.io_tuner import IoShape, segment_bytes
 from ..errors import OperationTimeoutError
-from ..format.manifest import DIGEST_BLOCK_BYTES, block_digest, blocks_of, digest_of_blocks
-from ..format.shard import Flushed
+from ..format.manifest import DIGEST_BLOCK_BYTES, Flushed, block_digest, blocks_of, digest_of_blocks
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..resources import start_thread
 from .shard_plan import Record, Shard

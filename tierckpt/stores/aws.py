@@ -22,8 +22,22 @@ from typing import Any, Final
 
 from ..errors import ConfigError, MissingExtraError, PermissionDeniedError, StoreUnavailableError
 from ..redaction import printable
-from .access import Access, check_endpoint, digest, host_of, metadata_service_answers, no_credentials
-from .environment import Found, ascii_only, certificates, existing_file, path_of, secret, tls_context, variable
+from .access import (
+    Access,
+    Found,
+    ascii_only,
+    certificates,
+    check_endpoint,
+    digest,
+    existing_file,
+    host_of,
+    metadata_service_answers,
+    no_credentials,
+    path_of,
+    secret,
+    tls_context,
+    variable,
+)
 from .proxies import direct_opener, routed
 
 CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..redaction import printable
 from ..telemetry import logger
-from .access import Access
+from .access import Access, azure_access, drop_empty, gcs_access
 from .aws import ask_region, remember_region, s3_access, told_region
 from .common import to_completion
-from .credentials import azure_access, gcs_access
-from .environment import drop_empty
 from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
 from .obstore_module import Module
 from .proxies import NOWHERE, client_options, is_this_machine, proxy_for

@@ -44,6 +44,7 @@ from ..errors import (
 from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .access import drop_empty
 from .common import (
     FolderMarkers,
     check_key,
@@ -54,7 +55,6 @@ from .common import (
     short_answer,
     to_completion,
 )
-from .environment import drop_empty
 from .proxies import proxy_for
 from .schemes import check_read_as
 

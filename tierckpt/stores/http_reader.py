@@ -34,9 +34,8 @@ from .base import RangesIgnoredError
 from .common import to_completion
 from .http_client import said
 from .proxies import routed
-from .retry import Retries
+from .retry import Probe, Retries
 from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
-from .store_breaker import Probe
 
 ANSWER_SECONDS_MAX: Final = 30.0
 """For an answer, and more for each byte of it (``BYTES_PER_SECOND_MIN``)."""

@@ -9,6 +9,10 @@ Four properties of obstore shape this file:
     - Its retries have no budget: they are off, and stores/retry.py retries. Except for the parts of a large object,
       whose bytes are gone by then: each has ``PART_RETRIES_MAX`` inside, because the alternative is to send the
       whole object again. No transfer begins while the store is down, so an outage causes them once.
+
+obstore ends a listing at a key that is no path (``a//b``, ``../a``, control characters), and cannot name it.
+``OddKeys`` lists and reads such keys through fsspec. Only listed keys are read or deleted that way: a key from outside
+is refused (S5 of ``base``).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,12 +54,12 @@ from .common import (
     check_size,
     closing,
     frozen_piece,
+    has_odd_parts,
     limited,
     part_size_bytes,
     short_answer,
     to_completion,
 )
-from .endpoint_probe import what_answers
 from .obstore_errors import (
     another_language,
     error_code,
@@ -72,19 +76,65 @@ from .obstore_errors import (
     still_refused,
     translate,
     tunnel_refused,
+    what_answers,
 )
-from .obstore_module import Module
-from .odd_keys import OddKeys
-from .retry import Retries
+from .retry import PROBE_SECONDS_MAX, Retries
 from .signed_requests import Get, NotThisWay, delete_if, is_behind_proxy
-from .store_breaker import PROBE_SECONDS_MAX
 
 if TYPE_CHECKING:
     import obstore
     from obstore import GetOptions
     from obstore import exceptions as obstore_errors
-else:
-    obstore, obstore_errors = Module(), Module("exceptions")
+
+    from .fsspec_store import UniversalStore
+
+
+class OddKeys:
+    """The listed keys of one store that are no paths. Makes no request before a listing."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._known: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    @cached_property
+    def store(self) -> UniversalStore:
+        """Reads and deletes them. fsspec would give a cached client, which may have another environment's endpoint."""
+        from .fsspec_store import UniversalStore, open_filesystem  # only a bucket with such keys pays for it
+
+        filesystem, root = open_filesystem(self._location, skip_instance_cache=True)
+        return UniversalStore(filesystem, root, self._location.uri, any_key=True)
+
+    async def list(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
+        """Return all objects under ``prefix`` after its listing failed with ``error``. Raises it if fsspec has none."""
+        try:
+            found = [info async for info in self.store.list(prefix) if info.key]
+        except TierckptError as reason:
+            error.hint = f"Rename or remove that object: fsspec, which lists such keys, cannot here ({reason.message})"
+            raise error from None
+        if not found:
+            error.hint = "Rename or remove that object: fsspec, which lists such keys, sees nothing there"
+            raise error
+        self._known |= {info.key for info in found if _is_odd(info.key)}
+        return found
+
+    async def level(self, directory: str, error: OddKeyError) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
+        """Return the objects, and the names of the folders, in a folder, without the odd ones.
+
+        Cost: a listing of all that is below it.
+        """
+        start = len(directory) + 1 if directory else 0
+        rest = [(info, info.key[start:]) for info in await self.list(directory, error)]
+        paths = [(info, key) for info, key in rest if not _is_odd(key)]
+        names = {key.partition("/")[0] for _, key in paths if "/" in key}
+        return [info for info, key in paths if "/" not in key], sorted(names)
+
+
+def _is_odd(key: str) -> bool:
+    return has_odd_parts(key) or not key.isprintable()
+
 
 log = logger("stores.remote")
 

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from .access import tls_context
 from .base import RangesIgnoredError
-from .environment import tls_context
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 from .proxies import direct_opener, proxy_for, routed
 

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..checkpoint.branches import NOTE, Branch
 from ..checkpoint.branches import parse as parse_branch
-from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.listing import LISTINGS_MAX, UNREADABLE, WalkBack, changing, is_newer, read_newest
+from ..checkpoint.catalog import LISTINGS_MAX, UNREADABLE, Checkpoint, WalkBack, changing, is_newer, read_newest
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.planner import TargetPlanner
@@ -31,7 +30,7 @@ from ..errors import (
 )
 from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_name, step_of
 from ..format.manifest import BASE_NOTE
-from ..loading.devices import check_device
+from ..loading.tensor_parts import check_device
 from ..rank_store import portable
 from ..stores.schemes import check_location
 from ..telemetry import logger

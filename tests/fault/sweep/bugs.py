@@ -15,8 +15,7 @@ from typing import Any
 from tierckpt.checkpoint import local_commit
 from tierckpt.disk import durable
 from tierckpt.format import layout
-from tierckpt.format.manifest import digests_of
-from tierckpt.format.shard import Flushed
+from tierckpt.format.manifest import Flushed, digests_of
 from tierckpt.save import flush
 
 KILLS, ERRNOS, ORDER = "kills", "errnos", "order"

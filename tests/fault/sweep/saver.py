@@ -27,8 +27,7 @@ from tierckpt.disk.local_root import check_local_root
 from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import SHARD_SUFFIX, Location, local_dir
-from tierckpt.format.manifest import FileEntry, Manifest, digests_of
-from tierckpt.format.shard import Flushed
+from tierckpt.format.manifest import FileEntry, Flushed, Manifest, digests_of
 from tierckpt.mover import Mover
 from tierckpt.quantities import round_up
 from tierckpt.save import direct_put, flush, shard_plan

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tierckpt
 from tests.compat.worker import launch
 from tierckpt import Checkpointer
-from tierckpt.checkpoint import catalog, listing, select
+from tierckpt.checkpoint import catalog, select
 from tierckpt.checkpoint.catalog import Checkpoint
 from tierckpt.checkpoint.description import describe_run
 from tierckpt.checkpoint.select import Selector
@@ -128,7 +128,7 @@ def test_an_older_step_is_not_taken_when_a_newer_one_has_come_for_those_that_hav
 def test_steps_that_go_faster_than_they_are_read_are_an_error(
     file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (select, listing):
+    for module in (select, catalog):
         monkeypatch.setattr(module, "LISTINGS_MAX", 2)
     Job(file_uri, tmp_path / "job", monkeypatch, times=5)
     with pytest.raises(OperationTimeoutError, match="removed before they were read") as caught:

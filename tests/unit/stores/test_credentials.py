@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tierckpt.errors import ConfigError, PermissionDeniedError
-from tierckpt.stores.credentials import azure_access, gcs_access
+from tierckpt.stores.access import azure_access, gcs_access
 
 ACCOUNT = {"AZURE_STORAGE_ACCOUNT_NAME": "me"}
 SAS = "sv=2024-11-04&sig=abc"

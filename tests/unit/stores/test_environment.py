@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import Authority
 from tierckpt.errors import ConfigError
 from tierckpt.redaction import redact
-from tierckpt.stores.environment import Found, certificates, drop_empty, tls_context, variable
+from tierckpt.stores.access import Found, certificates, drop_empty, tls_context, variable
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_empty_variables_are_gone_for_libraries_too() -> None:
     """In a process of its own, as its environment is changed: the C library's, which the client reads."""
     code = (
         "import os, subprocess\n"
-        "from tierckpt.stores.environment import drop_empty\n"
+        "from tierckpt.stores.access import drop_empty\n"
         "drop_empty()\n"
         "print(subprocess.run(['env'], capture_output=True, text=True).stdout)\n"
     )

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ...arena.memory import Kind, Memory
 from ...format.manifest import FileEntry
 from ...save.shard_plan import Image, Record, Shard
-from ...stores.environment import cloud_environment
+from ...stores.access import cloud_environment
 from ...torch_internals import StorageInfo
 from .. import split
 from ..items import item_format

@@ -48,13 +48,12 @@ from ...home import cache_home, expand_user
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
-from ..endpoint_probe import language_of
 from ..http_client import said
 from ..http_reader import ANSWER_SECONDS_MAX, REDIRECTS_MAX, opener, range_header
+from ..obstore_errors import language_of
 from ..proxies import proxy_for, routed
-from ..retry import Retries
+from ..retry import PROBE_SECONDS_MAX, Retries
 from ..signed_requests import MAY_PASS
-from ..store_breaker import PROBE_SECONDS_MAX
 
 log = logger("stores.hub")
 
