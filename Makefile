@@ -116,7 +116,7 @@ TORTURE_log := TIERCKPT_TEST_LOG_KILLS=300 test_gradient_log.py tests/fault/test
 TORTURE_loops := TIERCKPT_TEST_TRAINING_LOOPS=2000 test_training_loops.py
 TORTURE_near-storage := TIERCKPT_TEST_NEAR_STORAGE_KILLS=300 test_near_storage_kills.py
 TORTURE_redo := TIERCKPT_TEST_CASES=all test_redo_log_kills.py tests/fault/test_multi_step_kills.py
-TORTURE_cases := TIERCKPT_TEST_CASES=all ../unit/test_near_storage.py tests/fault/test_near_storage_kills.py tests/fault/test_flush_faults.py tests/fault/test_step_log_kills.py
+TORTURE_cases := TIERCKPT_TEST_CASES=all ../unit/near_storage/test_optimizer.py tests/fault/test_near_storage_kills.py tests/fault/test_flush_faults.py tests/fault/test_step_log_kills.py
 TORTURE_order := TIERCKPT_TEST_SWEEP=full ../integration/test_data_order.py
 TORTURE_strange := TIERCKPT_TEST_STRANGE_FILES=all test_strange_files.py
 TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py

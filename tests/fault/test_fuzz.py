@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_manifest import checkpoint, entry
+from tests.unit.format.test_manifest import checkpoint, entry
 from tierckpt.checkpoint import journal, local_commit, marks, shared_commit
 from tierckpt.checkpoint.journal import READY, Entry, Journal
 from tierckpt.errors import ManifestError, TierckptError

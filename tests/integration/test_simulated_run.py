@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fault.nursery import Nursery
-from tests.unit.test_simulate import RATES
+from tests.unit.planning.test_simulator import RATES
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.scenario import Cluster, Configuration

@@ -106,7 +106,7 @@ def test_tests_use_public_names_and_say_why_where_they_do_not() -> None:
 
 def test_no_unit_test_says_that_something_took_less_than_so_long() -> None:
     """A busy machine is slow, and nothing is wrong with it: see CONTRIBUTING.md."""
-    files = sorted((REPOSITORY / "tests/unit").glob("*.py"))
+    files = sorted((REPOSITORY / "tests/unit").rglob("*.py"))
     assert [f"{path.name}:{line}" for path in files for line in upper_bounds(nodes_of(path.read_text()))] == []
 
 
@@ -127,6 +127,18 @@ def test_every_tensor_of_ours_says_its_device() -> None:
         str(path): [*without_device(nodes_of(path.read_text()))] for path in (REPOSITORY / "tierckpt").rglob("*.py")
     }
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_every_unit_test_is_named_after_its_module() -> None:
+    """``tests/unit/FOLDER/test_MODULE.py``, or ``test_MODULE_ASPECT.py``, tests ``tierckpt/FOLDER/MODULE.py``."""
+    tests = REPOSITORY / "tests/unit"
+    strays = []
+    for path in tests.rglob("*/test_*.py"):
+        folder, name = path.relative_to(tests).parent, path.stem.removeprefix("test_")
+        modules = [module.stem for module in (REPOSITORY / "tierckpt" / folder).glob("*.py")]
+        if not any(name == module or name.startswith(f"{module}_") for module in modules):
+            strays.append(str(path.relative_to(tests)))
+    assert strays == []
 
 
 def test_both_rules_find_what_they_are_for() -> None:

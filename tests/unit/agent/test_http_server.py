@@ -172,10 +172,9 @@ async def test_a_request_that_is_too_long_is_not_kept() -> None:
 
 async def test_an_unread_body_ends_the_connection() -> None:
     async with serving() as server:
-        begun = time.monotonic()
-        said = await ask(server, get("/", "Content-Length: 1000") + b"x")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            said = await ask(server, get("/", "Content-Length: 1000") + b"x")
         assert said.count(b"HTTP/1.1") == 1
-        assert time.monotonic() - begun < 5.0
 
 
 async def test_a_connection_counts_until_its_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +226,12 @@ async def test_close_ends_what_is_under_way_at_once_and_may_be_called_again() ->
         reader, writer = await connect(server)
         writer.write(get("/waits"))
         await asyncio.sleep(0.1)
-        begun, where = time.monotonic(), server.address
-        await server.close()
-        await server.close()
-        assert not server.connections
-        await until_closed(reader)
-        assert time.monotonic() - begun < SOON_SECONDS
+        where = server.address
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await server.close()
+            await server.close()
+            assert not server.connections
+            await until_closed(reader)
         with pytest.raises(OSError):
             await asyncio.open_connection(*where)
 

@@ -35,7 +35,7 @@ from tierckpt.dcp import planner as planner_module
 from tierckpt.dcp.planner import TierSavePlanner
 from tierckpt.errors import CheckpointError
 
-HERE = "tests.unit.test_planner"
+HERE = "tests.unit.dcp.test_planner"
 WAIT_SECONDS = 60
 
 State = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_simulate import BLOCKING, CLUSTER, GB, MTBF, NODES, RATES, failing, with_peers
+from tests.unit.planning.test_simulator import BLOCKING, CLUSTER, GB, MTBF, NODES, RATES, failing, with_peers
 from tierckpt.errors import ConfigError
 from tierckpt.planning import Level, ettr, simulator
 from tierckpt.planning.drain_policy import Rules

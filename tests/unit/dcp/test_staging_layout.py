@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from tests.unit.test_planner import plan
+from tests.unit.dcp.test_planner import plan
 from tierckpt.config import Settings
 from tierckpt.dcp import metadata_pickle
 from tierckpt.dcp.items import records

@@ -143,7 +143,7 @@ def test_the_usual_kernel_is_told_two_ways_to_share_huge_pages(tmp_path: Path) -
     (sentence,) = pages.advice(root=machine(tmp_path, USUAL))
     assert f"echo advise > {tmp_path / THP}/shmem_enabled" in sentence
     assert "sysctl -w vm.nr_overcommit_hugepages=512" in sentence
-    assert "O_DIRECT from 4 KiB pages takes up to 3 times as long" in sentence
+    assert "O_DIRECT from 4 KiB pages takes up to 3 times longer" in sentence
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_manifest import checkpoint, entry
+from tests.unit.format.test_manifest import checkpoint, entry
 from tierckpt.checkpoint import journal as journals
 from tierckpt.checkpoint.journal import FILE, READY, Entry, Journal
 from tierckpt.errors import ManifestError

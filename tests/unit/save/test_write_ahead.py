@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_flush import Item, KiB, MiB, check, items_of, reference, staged_in
+from tests.unit.save.test_flush import Item, KiB, MiB, check, items_of, reference, staged_in
 from tierckpt.arena.memory import Memory
 from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
