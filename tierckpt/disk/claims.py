@@ -25,7 +25,7 @@ from ..ownership import file_mode
 from ..resources import start_thread
 from ..telemetry import logger
 from .durable import translated, write_new
-from .file_lock import close_lock, open_lock
+from .file_lock import close_lock, lock_record, open_lock
 from .processes import host_id
 from .quarantine import open_regular
 
@@ -90,9 +90,7 @@ class Claims:
 
     def _set(self, kind: int, at: int) -> bool:
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
-        except BlockingIOError:
-            return False
+            return lock_record(self._file, kind, at)
         except OSError as error:  # C3
             if self.has_locks:
                 log.debug("claims decide nothing here: %s", error)
