@@ -37,10 +37,13 @@ from ..format.layout import Location
 from ..redaction import redact
 from ..types import Tier
 from .base import OddKeyError
+from .obstore_module import Module
 from .proxies import Proxy, proxy_for
 
 if TYPE_CHECKING:
     from obstore import exceptions as obstore_errors
+else:
+    obstore_errors = Module("exceptions")
 
 
 PROBE_SECONDS_MAX: Final = 3.0

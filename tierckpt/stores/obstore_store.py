@@ -78,6 +78,7 @@ from .obstore_errors import (
     tunnel_refused,
     what_answers,
 )
+from .obstore_module import Module
 from .retry import PROBE_SECONDS_MAX, Retries
 from .signed_requests import Get, NotThisWay, delete_if, is_behind_proxy
 
@@ -87,6 +88,8 @@ if TYPE_CHECKING:
     from obstore import exceptions as obstore_errors
 
     from .fsspec_store import UniversalStore
+else:
+    obstore, obstore_errors = Module(), Module("exceptions")
 
 
 class OddKeys:
