@@ -744,7 +744,7 @@ def test_ranks_of_lightning_load_what_rank_0_finds_or_say_that_they_have_a_newer
     assert "this node has step 8, which is newer than rank 0's, step 4" in found["newer"][1]
 
 
-GUIDE = Path(__file__).parents[2] / "docs/guide/frameworks.md"
+GUIDE = [Path(__file__).parents[2] / f"docs/guide/{page}.md" for page in ("frameworks", "more-frameworks")]
 PROGRAMS = ("transformers", "lightning", "accelerate", "deepspeed")
 BEFORE = {
     "deepspeed": """
@@ -762,7 +762,7 @@ request = types.SimpleNamespace(add_finalize_fn=lambda call: call())
 
 
 def blocks_of_the_guide() -> dict[str, str]:
-    found = re.findall(r"^```py\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```py\n(.*?)^```$", "".join(page.read_text() for page in GUIDE), re.MULTILINE | re.DOTALL)
     return {block.partition("tierckpt.integrations.")[2].split()[0]: block for block in found}
 
 
@@ -784,7 +784,7 @@ def test_the_programs_of_the_guide_run_and_run_again(name: str, s3_uri: str, tmp
     alone = (
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"} if name == "deepspeed" else {}
     )
-    env = {**os.environ, **alone, "PYTHONPATH": str(GUIDE.parents[2]), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **alone, "PYTHONPATH": str(GUIDE[0].parents[2]), "CUDA_VISIBLE_DEVICES": ""}
     program = BEFORE.get(name, "") + block
     for directory in ("first", "second"):
         (tmp_path / directory).mkdir()
