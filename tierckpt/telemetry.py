@@ -365,30 +365,26 @@ def level_of(level: LogLevel) -> int:
 
 
 class FilesInFlight:
-    """The files that a transfer moves at the moment, each from its first byte to its last.
+    """The files that a transfer moves at the moment, each from its first byte to its last."""
 
-    Args:
-        on_bytes: called with every count of bytes, of whichever file.
-    """
-
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
-        self._on_bytes, self._files = on_bytes, list[FileProgress]()
+    def __init__(self) -> None:
+        self._files = list[FileProgress]()
 
     def now(self) -> tuple[FileProgress, ...]:
         return tuple(self._files)
 
     @contextlib.contextmanager
-    def moving(self, path: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Yield what counts bytes of ``path``. The file is in flight in the block."""
+    def moving(self, path: str, size_bytes: int, on_bytes: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes of ``path`` and calls ``on_bytes``. The file is in flight in the block."""
         file = FileProgress(path, 0, size_bytes)
 
-        def on_bytes(count: int) -> None:
+        def on_file(count: int) -> None:
             file.done_bytes += count
-            self._on_bytes(count)
+            on_bytes(count)
 
         self._files.append(file)
         try:
-            yield on_bytes
+            yield on_file
         finally:
             self._files.remove(file)
 

@@ -130,8 +130,10 @@ def model(uri: str) -> Callable[[int], None]:
 
     LOCAL_ROOT.mkdir(parents=True, exist_ok=True)
     save_file({"w": torch.zeros(1000)}, LOCAL_ROOT / "model.safetensors")
-    with fsspec.open(f"tierckpt://{uri.replace('://', '/')}/model/model.safetensors", "wb") as target:
+    where = f"tierckpt://{uri.replace('://', '/')}/model/model.safetensors"
+    with fsspec.open(where, "wb") as target:
         target.write((LOCAL_ROOT / "model.safetensors").read_bytes())
+    fsspec.filesystem("tierckpt").wait(where)  # loads read the store
 
     def one(step: int) -> None:
         assert tierckpt.load_safetensors(f"{uri}/model")["w"].shape == (1000,)

@@ -23,7 +23,8 @@ LOADS = {"restore", "load"}
 """There ``torch.load`` leaves a class behind for each object."""
 BOUNDED = {
     "tierckpt.training.saves.SaveRecord",  # the latest 4096
-    "tierckpt.stores.obstore_store.RemoteStore",  # the latest 16, with their places
+    "tierckpt.stores.obstore_store.RemoteStore",  # the latest 16, with their places and odd keys
+    "tierckpt.stores.obstore_store.OddKeys",
     "tierckpt.format.uris.Location",
 }
 

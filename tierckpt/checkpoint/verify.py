@@ -97,13 +97,13 @@ async def verify(
         done += count
         listener(Progress(f"verify {checkpoint.location.uri}", done, total, files=files.now()))
 
-    files = FilesInFlight(told)
+    files = FilesInFlight()
     told(0)
 
     async def one(tier: Tier, entry: FileEntry) -> None:
         async with gate:
             try:
-                with files.moving(entry.path, entry.size_bytes) as on_file:
+                with files.moving(entry.path, entry.size_bytes, told) as on_file:
                     on_bytes = on_file if read_data else None
                     if tier is Tier.PEER and checkpoint.elsewhere is not None:
                         await _verify_on_peers(checkpoint.elsewhere, entry, chunk_size, on_bytes)

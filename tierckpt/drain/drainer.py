@@ -14,6 +14,7 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,14 +179,13 @@ class Drainer:
             wait = wait_random_exponential(PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)  # full jitter
             pause = partial(self._pause, entry, active)
             try:
-                async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
-                    tried_at = time.monotonic()
-                    try:
-                        outcome = await work(entry, patient)
-                        break
-                    except TierckptError as error:
-                        if not (patient and error.retryable and await self._may_retry(entry, active, error, tried_at)):
-                            raise
+                outcome = await self._attempt(work, entry, active, patient)
+                if not outcome:  # the first try is outside of tenacity, which leaves 20 objects in cycles per call
+                    async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
+                        if one.retry_state.attempt_number > 1:
+                            outcome = await self._attempt(work, entry, active, patient)
+                        if outcome:
+                            break
                         one.retry_state.set_result(None)
             except TierckptError as error:
                 ERRORS.emit(1, operation="drain", error=type(error).__name__)
@@ -195,6 +195,18 @@ class Drainer:
                 self.active.pop(token, None)
                 self.retries.waiting_bytes[breaker.name] -= entry.size_bytes
             return await self._drained(entry, outcome, begun)
+
+    async def _attempt(
+        self, work: Callable[[Entry, bool], Awaitable[str]], entry: Entry, active: ActiveDrain, patient: bool
+    ) -> str:
+        """Return the outcome of one try, "" if another one may succeed later."""
+        tried_at = time.monotonic()
+        try:
+            return await work(entry, patient)
+        except TierckptError as error:
+            if not (patient and error.retryable and await self._may_retry(entry, active, error, tried_at)):
+                raise
+        return ""
 
     async def _pause(self, entry: Entry, active: ActiveDrain, seconds: float) -> None:
         """Sleep before the next try; less when a store that was down is up again, at most until the next note."""
@@ -381,11 +393,11 @@ class Drainer:
             done += count
             self.note_progress(entry, done, files.now())
 
-        files = FilesInFlight(on_bytes)
+        files = FilesInFlight()
 
         async def move(file: manifests.FileEntry) -> None:
             async with flow.slot():
-                with files.moving(file.path, file.size_bytes) as on_file:
+                with files.moving(file.path, file.size_bytes, on_bytes) as on_file:
                     path = directory / file.key
                     await again(store, partial(send, store, path, file, entry.chunk_size_bytes, on_file, flow))
 

@@ -145,14 +145,14 @@ def _export(
         done_bytes += count
         listener(Progress(f"export {reader.path}", done_bytes, size_bytes, files=files.now()))
 
-    files = FilesInFlight(on_bytes)
+    files = FilesInFlight()
     on_bytes(0)
     reader.set_up_storage_reader(metadata, True)
     with _appearing(target, size_bytes) as directory, _held(reader):
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             written_bytes = sum(item.size_bytes for item in shard)
-            with translated(directory / name), files.moving(name, written_bytes) as on_file:
+            with translated(directory / name), files.moving(name, written_bytes, on_bytes) as on_file:
                 write_file(directory / name, shard, reader, on_file)
         if len(names) > 1:
             durable_write(directory / INDEX, _index(names, shards, size_bytes))

@@ -154,7 +154,7 @@ class _Job:
         self.store, self.listener = mover.store(report.location), mover.listener
         self.concurrency = mover.settings.concurrency
         self.gate = asyncio.Semaphore(self.concurrency)
-        self.files = FilesInFlight(self._advance)
+        self.files = FilesInFlight()
 
     async def restore(self, entry: FileEntry) -> None:
         """Fetch one file and read it back from the disk."""
@@ -163,7 +163,7 @@ class _Job:
         async with self.gate:
             try:
                 await self._expect_size(entry)
-                with self.files.moving(entry.path, entry.size_bytes) as on_file:
+                with self.files.moving(entry.path, entry.size_bytes, self._advance) as on_file:
                     await fetch(self.store, entry, path, chunk_size, on_file, self.concurrency)
                 await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
             except (IntegrityError, ObjectNotFoundError) as error:
