@@ -2,14 +2,18 @@
 
     reference/api.md           every public name, from its docstring
     reference/command-line.md  every verb, from the command itself
+    reference/errors.md        every message of every error, with its hint and exit code
 
 Links to files outside ``docs/`` become plain text: the site does not have them.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from griffe import Extension, Object
@@ -34,7 +38,7 @@ class Sections(Extension):
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made here."""
-    for name, text in {"api": api_page(), "command-line": command_line_page()}.items():
+    for name, text in {"api": api_page(), "command-line": command_line_page(), "errors": errors_page()}.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
 
@@ -70,6 +74,33 @@ def _errors() -> Iterator[type[Exception]]:
     for value in vars(errors).values():
         if isinstance(value, type) and issubclass(value, errors.TierckptError):
             yield value
+
+
+def errors_page() -> str:
+    """Return the messages of every error; ``{...}`` stands for a value."""
+    found: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for path in Path(tierckpt.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                hints = [_text(keyword.value) for keyword in node.keywords if keyword.arg == "hint"]
+                found[node.func.id].add((_text(node.args[0]), "".join(hints)))
+    lines = ["# Errors", "", "Every message of every error, by class. `{...}` stands for a value.", ""]
+    for kind in _errors():
+        if rows := sorted((message, hint) for message, hint in found[kind.__name__] if message):
+            lines += [f"## {kind.__name__}", "", f"Exit code {kind.exit_code}.", "", "| message | hint |", "|---|---|"]
+            lines += [f"| {message} | {hint} |".replace("<", "&lt;") for message, hint in rows] + [""]
+    return "\n".join(lines)
+
+
+def _text(node: ast.expr) -> str:
+    """Return a string expression with the name of each value in braces; "" for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.replace("|", "\\|")
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return "{" + "".join(re.findall(r"[A-Za-z]\w*", ast.unparse(node.value))[-1:]) + "}"
+    return ""
 
 
 def command_line_page() -> str:
