@@ -400,7 +400,7 @@ def test_ranks_that_have_other_bytes_under_one_name_do_not_make_a_checkpoint(tmp
         (tmp_path / f"node{rank}" / "config.json").write_text(f"{{{rank}}}")
     uri = tmp_path / "run" / "step-5"
     tierckpt.adopt(tmp_path / "node0", uri, ranks=(0, 2), attempt="a")
-    with pytest.raises(ManifestError, match=r"config.json of rank 1 is another file"):
+    with pytest.raises(ManifestError, match=r"config.json of rank 1 differs"):
         tierckpt.adopt(tmp_path / "node1", uri, ranks=(1, 2), attempt="a")
     assert tierckpt.latest(tmp_path / "run") is None
 

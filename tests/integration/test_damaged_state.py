@@ -76,7 +76,7 @@ def test_a_damaged_local_manifest_stops_no_save_of_its_step(
         assert [*(local_root / "quarantine").glob("*.manifest.json")]
     elif name == MANIFEST:
         assert len([*directory.glob(".tierckpt/*.bad")]) == 1
-        assert "set aside" in caplog.text
+        assert "was renamed to" in caplog.text
         assert len([*directory.glob("*.distcp")]) == (1 if drain else 2), "what only the damaged one named"
         assert local_commit.remove_local(directory)
         assert not [*directory.glob(".tierckpt/*.bad")], "it goes with the checkpoint"
@@ -143,4 +143,4 @@ def test_what_was_set_aside_is_said_once(file_uri: str, local_root: Path, caplog
     caplog.set_level(logging.ERROR)
     save(file_uri, (1,), 10)
     save(file_uri, (1,), 20)
-    assert caplog.text.count("was set aside") == 1
+    assert caplog.text.count("was renamed to") == 1

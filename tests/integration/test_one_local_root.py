@@ -27,7 +27,7 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import has_shards
 from tierckpt.checkpoint.journal import LOCAL_ONLY, Entry, Journal
 from tierckpt.checkpoint.local_only import drop_superseded
-from tierckpt.checkpoint.prune import finish_local
+from tierckpt.checkpoint.prune import Pruner, finish_local
 from tierckpt.checkpoint.retention import local_checkpoints, marked_directories
 from tierckpt.checkpoint.run_log_reader import local_records
 from tierckpt.config import Settings
@@ -37,7 +37,6 @@ from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import DRAINED, MANIFEST, METADATA, ORIGIN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
-from tierckpt.mover import Mover
 from tierckpt.replication.local_index import LocalIndex
 from tierckpt.training.checkpointer import Checkpointer
 
@@ -159,7 +158,7 @@ def test_retention_that_fails_in_whatever_way_fails_no_save(
     async def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(Mover, "prune", fails)
+    monkeypatch.setattr(Pruner, "prune", fails)
     with Checkpointer(str(tmp_path / "shared" / "run"), keep_last=1) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(3)})

@@ -168,7 +168,7 @@ def test_while_shared_storage_is_away_the_error_names_the_step_of_the_peers_and_
     for call in (lambda: restored(run, nodes[0]), lambda: tierckpt.latest(run, settings=nodes[0].settings)):
         with pytest.raises(StoreUnavailableError) as caught:
             call()
-        assert "Other nodes have step-2 whole" in str(caught.value)
+        assert "Other nodes have step-2 complete" in str(caught.value)
         assert "restore(state, step=2)" in str(caught.value)
     state = {"w": torch.zeros(4)}
     with Checkpointer(run, settings=nodes[0].settings) as checkpointer:
