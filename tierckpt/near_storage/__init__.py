@@ -1,34 +1,36 @@
-"""An optimizer whose state lies in files on the SSD, stepped by a process of its own from the gradients it is sent.
+"""An optimizer whose state is in files on the SSD and is stepped by a separate process.
 
-``blocks`` says where each tensor lies, ``state_file`` has the two versions of each block, ``gradient_files`` the steps
-behind them. ``updater`` is the process, ``updater_process`` the trainer's end of it, ``optimizer`` what people use.
+``blocks`` defines the layout, ``state_file`` holds two versions of each block, ``gradient_files`` logs the steps.
+``updater`` is the process, ``updater_process`` the trainer's end of it, ``optimizer`` the public class.
 
-    <directory>/lock                     held by the process; the trainer it works for
-    <directory>/current.json             the state that counts, and what it is made of
+    <directory>/lock                     held by the process; contains the trainer's process id
+    <directory>/current.json             names the current state and describes its layout
     <directory>/<token>/state            two versions of each block, mapped
-    <directory>/<token>/records          of both versions of each block: step and digest
-    <directory>/<token>/*.gradients      the frames behind them, a gradient log (``save.log_segments``)
+    <directory>/<token>/records          step and digest of both versions of each block
+    <directory>/<token>/*.gradients      the gradient log, as frames (``save.log_segments``)
 
-Invariants (a block is a run of parameters with all that belongs to them; a step is a number that rises by one):
-    N1  A version of a block counts when its record is whole and the digest in it fits. Records are written after the
-        block's bytes are on the disk (msync), and never while the block is the one that steps are applied to.
-    N2  Steps are applied to the version that does not count, in place. So a crash at any instruction of an update, a
-        torn page included, leaves the other version as it was, with its record.
-    N3  A block is recorded at a step only when the frames up to that step are on the disk (fdatasync), and a file of
-        frames goes only when every block is recorded at its last step or later. So each block, whichever version of it
-        counts, can be brought to the newest step of the log: all blocks are at one step again.
-        At a step, the version before is left alone until the next step begins: by then every rank of a job has made
-        this one. So a rank can go back to the newest step that all of them have (``resume(last_step)``).
-    N4  The trainer's gradients of a step stay in shared memory until the frame is in its file: a process that dies
-        before is given them again, one that dies after has them. Parameters come back in the same memory after that.
-    N5  A state is begun, or replaced, under a new token: ``current.json`` names it when all of it is on the disk.
-    N6  A disk that cannot be read is SIGBUS in a process that reads a mapping. The trainer maps files to say where what
-        is saved lies, and to fill a new state, of which the disk has nothing to give back: it reads with pread, which
-        fails. The process reads its mapping: it ends, and the trainer is told why (``UpdaterProcess``).
-    N7  Bytes of a block are compared with the digest that they had when they were written: before each step of it (the
-        digest of the step before, in the process), before a version is copied over the other, and when a save has read
-        the version that counts. Where they differ the process ends, having changed nothing; the next one begins at the
-        version whose digest fits its record, and makes the steps since from the frames, which are checked as well.
+Invariants (a block is a run of parameters with all their state; a step is a number that rises by one):
+    N1  A version of a block is valid when its record is whole and the digest in it matches. Records are written after
+        the block's bytes are on the disk (msync), and never for the version that steps are being applied to.
+    N2  Steps are applied in place to the version that is not current. So a crash at any instruction of an update, a
+        torn page included, leaves the current version and its record intact.
+    N3  A block is recorded at a step only when the frames up to that step are on the disk (fdatasync). A file of
+        frames is removed only when every block is recorded at its last step or later. So each block, in either valid
+        version, can be replayed to the newest step of the log, and all blocks reach the same step.
+        After a block is recorded, its previous version is kept until the next step begins: by then every rank of a
+        job has finished this step. So a rank can go back to the newest step that all ranks have
+        (``resume(last_step)``).
+    N4  The trainer's gradients of a step stay in shared memory until the frame is in its file. If the process dies
+        before that, its successor receives them again; after that, it reads them from the file. Parameters come back
+        in the same memory afterwards.
+    N5  A state is created or replaced under a new token. ``current.json`` names it when all of it is on the disk.
+    N6  A disk read error raises SIGBUS in a process that reads a mapping. The trainer maps files only to locate the
+        tensors to save, and to fill a new state, which needs no reads from the disk. It reads with pread, which
+        returns an error. The updater reads its mapping: it dies, and ``UpdaterProcess`` reports the cause.
+    N7  Bytes of a block are compared with the digest taken when they were written: before each step (with the digest
+        of the previous step, in the process), before a version is copied over the other, and when a save has read the
+        current version. On a mismatch the process ends without changing anything; its successor starts from the
+        version whose digest matches its record, and replays the later steps from the frames, which are checked too.
 
 Sources: SK hynix's checkpoint-offloading SSD (the optimizer's state at the storage); Smart-Infinity (updates there).
 """

@@ -1,4 +1,4 @@
-"""``python -m tierckpt.near_storage``: how a trainer starts the process of its optimizer. Its order comes on stdin."""
+"""Entry point of the updater process, with its order on stdin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each tensor of an optimizer lies: in the blocks of the state file, and in memory shared with the trainer."""
+"""Layout of an optimizer's tensors in the state file and in shared memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..replay.frame import DTYPES, dtype_name
 
 BLOCK_BYTES = 4 << 20
-"""A block has whole parameters, and as many of them as make up this: its record and msync are then a small part."""
+"""Minimum size of a block of whole parameters, so that its record and msync are a small part of its cost."""
 ALIGNMENT = 64
 MASTER_DTYPE = torch.float32
 MASTER = ""
-"""The name of the parameter itself among its tensors."""
+"""Name of the parameter itself among its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter as the trainer has it."""
+    """A parameter of the trainer."""
 
     key: str
     """"group.index"."""
@@ -41,7 +41,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a block: ``offset`` is from the block's begin, ``index`` that of its byte of presence there."""
+    """A tensor in a block: ``offset`` from the block's start, ``index`` of its presence byte."""
 
     key: str
     name: str
@@ -53,7 +53,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some parameters with all that belongs to them. Its first bytes say which of its tensors are there."""
+    """Some parameters with all their state. The first bytes say which tensors are present."""
 
     index: int
     keys: tuple[str, ...]
@@ -69,7 +69,7 @@ class Layout:
     kind: str
     blocks: tuple[Block, ...]
     size_bytes: int
-    """Of one version of all blocks."""
+    """Size of one version of all blocks."""
 
     @property
     def digest(self) -> str:
@@ -81,10 +81,10 @@ def layout_of(
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
 ) -> Layout:
-    """Lay out the state of ``members``. What a step makes is found by a step of one element.
+    """Lay out the state of ``members``. A trial step of one element shows which tensors a step creates.
 
     Args:
-        groups: hyperparameters of each.
+        groups: hyperparameters of each group.
     """
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
     runs: list[list[Member]] = []
@@ -114,12 +114,12 @@ def layout_of(
 
 
 def shared_bytes(members: Sequence[Member]) -> int:
-    """Return how much shared memory the gradients of a step take."""
+    """Return the bytes of shared memory that the gradients of a step take."""
     return max(ALIGNMENT, sum(_shared_bytes(one) for one in members))
 
 
 def shared_tensors(members: Sequence[Member], memory: memoryview) -> dict[str, torch.Tensor]:
-    """Return where the gradient of each parameter lies in ``memory``, by key. Trainer and process go by the same."""
+    """Return the gradient tensor of each parameter in ``memory``, by key. Trainer and updater use the same layout."""
     found, at = {}, 0
     for one in members:
         found[one.key] = view_of(memory, at, one)
@@ -132,7 +132,7 @@ def _shared_bytes(one: Member) -> int:
 
 
 def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch.Tensor:
-    """Return the tensor of that shape and type at ``offset``."""
+    """Return a tensor at ``offset`` with the shape and type of ``one``."""
     dtype, count = DTYPES[one.dtype], math.prod(one.shape)
     if not count:
         return torch.empty(one.shape, dtype=dtype, device="cpu")
@@ -140,7 +140,7 @@ def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch
 
 
 def _state_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, bool]]:
-    """Return the type of each tensor that a step keeps, and whether it has an element for each of the parameter's."""
+    """Return each tensor that a step keeps: its type, and whether it has the parameter's shape."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=MASTER_DTYPE, device="cpu"))
     parameter.grad = torch.zeros(2, dtype=MASTER_DTYPE, device="cpu")
     optimizer = cast(Any, kind)([{**group, "params": [parameter]}])
@@ -151,7 +151,7 @@ def _state_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> di
             found[name] = (value.dtype, value.ndim > 0)
         elif value is not None:
             raise ConfigError(
-                f"{kind.__name__} keeps {name!r} as a {type(value).__name__}, which has no place in a file of tensors",
-                hint='Save whole checkpoints (mode="async") with this one',
+                f"{kind.__name__} keeps {name!r} as a {type(value).__name__}; only tensors can be stored in the file",
+                hint='Save whole checkpoints (mode="async") with this optimizer',
             )
     return found

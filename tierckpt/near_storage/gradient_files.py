@@ -1,5 +1,6 @@
-"""The frames behind the blocks: a gradient log whose segments have some steps each, so that what no block needs can go
-(N3). Going back to an earlier step begins a segment there (S2 of ``save.log_segments``): nothing is cut off."""
+"""The gradient log of a state, in segments that are removed when obsolete (N3).
+
+Going back to an earlier step begins a segment there (S2 of ``save.log_segments``): no file is truncated."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ log = logger("replay")
 
 
 def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
-    """Yield the frames that follow ``step``, each once and in order, to the end of the log or to what is damaged."""
+    """Yield the frames after ``step`` in order, up to the first damaged one."""
     if (paths := log_segments.paths_in(directory)) and log_segments.step_of_path(paths[0]) > step:
-        log.warning("the gradients of step %d are missing: %s and what follows is of no use", step + 1, paths[0])
+        log.warning("the gradients of step %d are missing: ignoring %s and later files", step + 1, paths[0])
     for place in _places(directory, step):
         where, number = place.where, place.number
         if place.layouts != {"": layout} or number > step + 1:
-            log.warning("the frame of step %d in %s does not follow step %d: it is of no use", number, where, step)
+            log.warning("ignoring the frame of step %d in %s: it does not follow step %d", number, where, step)
             return
         if number == step + 1:
             try:
@@ -35,7 +36,7 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
 
 
 def _places(directory: Path, step: int) -> Iterator[Place]:
-    """The frames of the newest segment that begins at ``step`` or before, and of those that continue it."""
+    """Yield the frames of the newest segment that begins by ``step``, and of later ones."""
     found, ended = log_segments.segments_in(directory)
     first = next((one for one in reversed(found) if one.step <= step), None)
     for place in log_segments.walk_from(found, first, ended):
@@ -46,7 +47,7 @@ def _places(directory: Path, step: int) -> Iterator[Place]:
 
 
 class GradientFiles:
-    """Appends frames behind ``step``. What lies there of later steps counts no more, and segments of it are removed."""
+    """Appends frames after ``step``. Segments of later steps are removed."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self._directory = directory
@@ -55,18 +56,18 @@ class GradientFiles:
         log_segments.remove_from(directory, step)
         with translated(directory):
             for path in log_segments.paths_in(directory):
-                fsync_file(path)  # a process may have ended before it had (N3)
+                fsync_file(path)  # a previous process may have died before its fsync (N3)
         self.begin(step)
 
     def begin(self, step: int) -> None:
-        """Begin the segment of the steps behind ``step``."""
+        """Begin the segment of the steps after ``step``."""
         self.close()
         fields = {"bases": [], "previous": self._previous, "owner": {}}
         self._file = SegmentFile(self._directory, step, fields, is_cached=True)
         self._previous = self._file.digest
 
     def append(self, frame: Frame) -> None:
-        """Write ``frame`` behind the one before it. It outlives this process then, and a power cut after ``sync``."""
+        """Write ``frame`` after the previous one. It survives this process, and after ``sync`` a power cut."""
         assert self._file is not None
         head, views, self._previous = encode(frame, self._previous)
         with translated(self._directory):
@@ -78,7 +79,7 @@ class GradientFiles:
             self._file.sync()
 
     def trim(self, step: int) -> None:
-        """Remove the segments of which no frame is behind ``step``, where every block is or later."""
+        """Remove segments without frames after ``step``, at which all blocks are recorded."""
         log_segments.remove_before(self._directory, step)
 
     def close(self) -> None:

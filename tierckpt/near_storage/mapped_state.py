@@ -1,7 +1,7 @@
-"""The state of an optimizer near storage as tensors of the trainer's, in files: what a save writes, a restore fills.
+"""An optimizer's state as file-backed tensors, for saves and restores.
 
-A save plans with tensors in version 0 of each block. Which version has the step is known when the process has recorded
-it; until the save has read it the process leaves it alone (``Hold``).
+A save is planned with tensors in version 0 of each block. The updater reports the current version of each block when
+it has recorded the step, and keeps it unchanged until the save has read it (``Hold``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .states import END_SECONDS, NewState, begin_state, current_state, directory
 from .updater_process import UpdaterProcess
 
 SAVED_MASTER = "master"
-"""What a master parameter is called beside the state of its parameter in a checkpoint."""
+"""Name of a master parameter in a checkpoint, among the state of its parameter."""
 
 State = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class MappedState:
-    """The state that counts in ``directory``, and the one that is being loaded there.
+    """The current state in ``directory``, and the new one during a load.
 
     Args:
         tensors: the trainer's parameters, by key.
@@ -40,11 +40,11 @@ class MappedState:
 
     def __init__(self, directory: Path, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         self.stepped: set[str] = set()
-        """Keys of parameters that have a state, beside their values."""
+        """Keys of parameters that have a state in addition to their values."""
         self.view: State | None = None
-        """By parameter and name, sharded as the parameter is, while a save or a restore looks at it."""
+        """State by parameter and name, sharded like the parameter, during a save or a restore."""
         self.saved: StateFile | None = None
-        """In whose version 0 the tensors lie that ``to_save`` has given last."""
+        """The state file whose version 0 backs the tensors returned by the last ``to_save`` call."""
         self._directory, self._layout, self._tensors = directory, layout, tensors
         self._new: NewState | None = None
 
@@ -52,27 +52,27 @@ class MappedState:
         return current_state(self._directory, self._layout) is not None
 
     def begin(self, values: Tensors, step: int) -> None:
-        """Begin another state."""
+        """Create a new state from ``values``."""
         with directory_lock(self._directory, os.getpid()):
             begin_state(self._directory, self._layout, values, step)
         self.look([0] * len(self._layout.blocks))
 
     def look(self, versions: Sequence[int]) -> None:
-        """See which parameters have a state in the versions that count."""
+        """Update ``stepped`` from the current versions."""
         file = self._opened()
         found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
         self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
 
     @contextmanager
     def to_save(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Within, ``view`` has what is to be saved."""
+        """Within the context, ``view`` has the tensors to save."""
         self.saved = self._opened()
         with self._viewed(self.saved, parameters, lambda key, name: name == MASTER or key in self.stepped):
             yield
 
     @contextmanager
     def to_load(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Within, ``view`` has the tensors of a new state, which ``commit`` makes the one that counts."""
+        """Within the context, ``view`` has the tensors of a new state; ``commit`` makes it current."""
         self.discard()
         self._new = NewState(self._directory, self._layout)
         with self._viewed(self._new.file, parameters, lambda *_: True):
@@ -96,7 +96,7 @@ class MappedState:
 
     @torch.no_grad()
     def commit(self, loaded: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Make what was loaded the state. Masters that were not loaded become what the parameters are."""
+        """Make the loaded state current. Masters that were not loaded are copied from the parameters."""
         assert self._new is not None
         new, self._new = self._new, None
         filled = {local(one).data_ptr() for state in loaded.values() for one in state.values()}
@@ -114,7 +114,7 @@ class MappedState:
         self.look([0] * len(self._layout.blocks))
 
     def discard(self) -> None:
-        """Remove what was not committed."""
+        """Remove the uncommitted state."""
         if self._new is not None:
             self._new.discard()
         self._new = None
@@ -126,7 +126,7 @@ class MappedState:
 
 
 class Hold:
-    """The state of a step, which the process leaves as it is until ``release``. A ``dcp.stager.Source``."""
+    """The state of a step, kept unchanged by the updater until ``release``. A ``dcp.stager.Source``."""
 
     def __init__(self, file: StateFile, process: UpdaterProcess, answer: Future[dict[str, Any]]) -> None:
         self._file, self._process, self._answer = file, process, answer
@@ -138,10 +138,10 @@ class Hold:
         return self._file.owns(tensor)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return when the state is recorded.
+        """Wait until the state is recorded.
 
         Raises:
-            UpdaterLostError: the process has ended.
+            UpdaterLostError: the process ended.
         """
         self._timeout_seconds = timeout_seconds
         self._result(self._answer, "recorded")
@@ -150,21 +150,25 @@ class Hold:
         return self._file.reader(tensor, self._answer.result(0)["versions"])
 
     def release(self) -> None:
-        """Raises UpdaterLostError: the state is not what was recorded; or another process has been begun meanwhile, and
-        may have written over it."""
+        """Release the hold.
+
+        Raises:
+            UpdaterLostError: the state does not match its record, or the process was restarted during the save and
+                may have overwritten it.
+        """
         with self._lock:
             if self._is_released:
                 return
             self._is_released = True
-        if not self._answer.done():  # it is given up, and let go as soon as it is there
+        if not self._answer.done():  # not granted yet: release it when the answer arrives
             self._answer.add_done_callback(self._give_up)
         elif self._answer.exception() is None:
             held = self._answer.result()
             answer = self._process.ask({"op": "release", "hold": held["number"]})
             if self._result(answer, "checked")["pid"] != held["pid"]:
                 raise UpdaterLostError(
-                    f"the process of the optimizer in {self._file.directory} has ended while its state was saved",
-                    hint="It has been begun again. Save again",
+                    f"the process of the optimizer in {self._file.directory} ended while its state was saved",
+                    hint="The process was restarted. Save again",
                     directory=str(self._file.directory),
                 )
 
@@ -176,10 +180,10 @@ class Hold:
                 raise
             raise OperationTimeoutError(
                 f"the state in {self._file.directory} was not {what}",
-                hint="Look for a disk that hangs below it",
+                hint="Check whether its disk hangs",
                 waited_seconds=self._timeout_seconds,
             ) from None
 
     def _give_up(self, answer: Future[dict[str, Any]]) -> None:
-        with contextlib.suppress(TierckptError):  # what it held ended with it
+        with contextlib.suppress(TierckptError):  # the hold ended with the process
             self._process.ask({"op": "release", "hold": answer.result()["number"]})

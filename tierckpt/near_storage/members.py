@@ -1,4 +1,4 @@
-"""The parameters of an optimizer near storage as the trainer has them, and which of them cannot be."""
+"""The trainer's parameters of an optimizer near storage, and checks of them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def build_optimizer(
     params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer whose groups, options and first state these are."""
+    """Return a ``torch.optim`` optimizer that holds the groups, options and initial state."""
     if isinstance(params, torch.optim.Optimizer):
         raise ConfigError(
-            "an optimizer that exists has its state in the trainer",
-            hint="Give parameters and its class; or keep it, and use EveryStep(gradient_log=True)",
+            "an existing optimizer keeps its state in the trainer",
+            hint="Pass parameters and the optimizer class, or keep it and use EveryStep(gradient_log=True)",
         )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError(f"which optimizer? {kind!r} is none: give a class of torch.optim after the parameters")
+        raise ConfigError(f"not an optimizer class: {kind!r}; pass a class of torch.optim after the parameters")
     made = cast(Any, kind)(params, **options)
-    if made.state:  # Adagrad begins it at once: with one value, in the parameter's precision
+    if made.state:  # Adagrad creates it at once: with one value, in the parameter's precision
         one = torch.zeros(1, device="cpu")
         begun = cast(Any, kind)([one], **options).state[one]
         for parameter in parameters_of(made):
@@ -37,30 +37,30 @@ def build_optimizer(
 
 
 def check_parameter(member: Member, tensor: torch.Tensor) -> None:
-    """Raise ConfigError for a parameter that cannot be stepped near storage."""
+    """Raise ConfigError if a parameter cannot be stepped near storage."""
     if tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad"):
         raise ConfigError(
-            f"parameter {member.name} is {member.dtype}, or its gradients are kept in float32 beside it; the trainer "
-            "has parameters and gradients of 16 bits, and the process has the float32 ones",
+            f"parameter {member.name} is {member.dtype}, or has float32 gradients; the trainer's parameters and "
+            "gradients must be 16-bit, as the float32 masters are in the updater process",
             hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
             "EveryStep(gradient_log=True), which keeps your optimizer and its precision",
         )
 
 
 def check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a gradient that cannot be taken."""
+    """Raise ConfigError if a gradient is sparse or of another precision than its parameter."""
     for one in parameters_of(optimizer):
         gradient = one.tensor.grad
         if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
             raise ConfigError(
                 f"the gradient of parameter {one.name} is {gradient.dtype} ({gradient.layout}), and the parameter "
                 f"{one.tensor.dtype}",
-                hint="An optimizer near storage takes dense gradients of the parameter's precision: accumulate in that",
+                hint="Use dense gradients of the parameter's precision, and accumulate in that precision",
             )
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[Member]:
-    """Return the parameters, by name if they have any, else by number as ``state_dict`` has them."""
+    """Return the parameters by name, else by their number in ``state_dict``."""
     has_names = all(group.get("param_names") for group in optimizer.param_groups)
     return [
         Member(

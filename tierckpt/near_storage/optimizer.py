@@ -1,4 +1,4 @@
-"""``NearStorageOptimizer``: what a training loop steps, with the state in another process and on the SSD."""
+"""``NearStorageOptimizer``: an optimizer with its state on the SSD."""
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ from .states import directory_lock
 from .step_channel import StepChannel
 
 PERSIST_EVERY = 8
-"""Steps: a state of 12 bytes a parameter is written once in so many, and the log of 2 is at most so long."""
+"""Steps between writes of a block (12 bytes a parameter); also bounds the log of 2 bytes a parameter and step."""
 STEPS = "near_storage_steps"
 
 
 class NearStorageOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state lies in files on the SSD of this node and is stepped there, by a process of its own.
+    """An optimizer whose state is in files on this node's SSD, stepped by a separate process.
 
-    ``params`` are bfloat16 (or float16); they and their gradients are all that the trainer has. The process has float32
-    master parameters and the optimizer's state, steps them with the same class of ``torch.optim`` from the gradients in
-    float32, and ``step`` returns with the new parameters, rounded. Steps have the bits of that optimizer over float32
-    masters in the trainer. Gradients are clipped by whoever calls ``step``, schedules change ``param_groups``, a
-    ``GradScaler`` may skip steps. A step is on the SSD when ``step`` returns, and ``resume`` continues at the newest.
+    The trainer holds only ``params``, in bfloat16 or float16, and their gradients. The process holds float32 master
+    parameters and the optimizer's state, and steps them with the same class of ``torch.optim`` on the gradients
+    converted to float32. ``step`` returns with the new parameters, rounded. The results are bitwise equal to that
+    optimizer over float32 masters in the trainer. The caller of ``step`` clips gradients, schedules change
+    ``param_groups``, a ``GradScaler`` may skip steps. When ``step`` returns the step is on the SSD, and ``resume``
+    continues at the newest.
 
-    In the state of a ``Checkpointer`` a save is written from these files, the shards of all ranks into one checkpoint:
-    nothing of it crosses the link between accelerator and host.
+    In the state of a ``Checkpointer``, saves read these files, and the shards of all ranks form one checkpoint.
+    The state does not cross the link between accelerator and host.
 
     Args:
-        params: parameters or groups, as ``torch.optim`` takes them; names of ``named_parameters`` are kept.
-        kind: a class of ``torch.optim`` that works element by element; ``options`` are its.
-        directory: on this node's SSD, of one trainer at a time; a rank of several has its own below it. It takes 24
+        params: parameters or groups, as for ``torch.optim``; names of ``named_parameters`` are kept.
+        kind: an elementwise class of ``torch.optim``; ``options`` are passed to it.
+        directory: on this node's SSD, for one trainer at a time; each rank of several uses a subdirectory. Takes 24
             bytes a parameter (Adam).
-        workers: threads of the process, which is the CPU time it may take. A parameter is one thread's.
-        persist_every: steps after which a block is written to the SSD again; in between its gradients are.
-        timeout_seconds: how long a step waits for a process that does nothing.
-        numa_nodes: where the memory shared with the process lies.
+        workers: threads of the process, and so its maximum CPU use. Each parameter is stepped by one thread.
+        persist_every: steps between writes of a block to the SSD; the gradients cover the steps in between.
+        timeout_seconds: maximum wait of a step for an idle process.
+        numa_nodes: NUMA nodes of the memory shared with the process.
 
     Raises:
-        ConfigError: the optimizer is not elementwise, parameters are on the meta device or of another precision.
-        PreconditionFailedError: another trainer has ``directory``.
+        ConfigError: the optimizer is not elementwise, or parameters are on the meta device or of another precision.
+        PreconditionFailedError: another trainer uses ``directory``.
         StateMismatchError: ``directory`` has another optimizer's state.
-        UpdaterLostError: from ``step``, when the process has ended twice in it. Nothing is lost: call it again.
-    Cost: of the trainer, 4 bytes a parameter and its gradient (16 for AdamW over masters). Of each step, 2 bytes a
-        parameter up and down.
+        UpdaterLostError: from ``step``, when the process ended twice during it. No step is lost: call it again.
+    Cost: in the trainer, 4 bytes for a parameter and its gradient (16 for AdamW over masters). Each step transfers 2
+        bytes a parameter in each direction.
     Source: SK hynix's checkpoint-offloading SSD; Smart-Infinity.
 
     Example:
@@ -85,15 +86,13 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         numa_nodes: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        if (mode := options.pop("mode", "offload")) != "offload":  # scripts give it
+        if (mode := options.pop("mode", "offload")) != "offload":  # scripts pass it
             raise ConfigError(
-                f"mode={mode!r}: an optimizer near storage has no mode but offload",
-                hint="To have each step of an optimizer in the trainer on the SSD, use EveryStep(gradient_log=True)",
+                f'mode={mode!r}: an optimizer near storage supports only mode="offload"',
+                hint="To log each step of an optimizer in the trainer to the SSD, use EveryStep(gradient_log=True)",
             )
         if not (isinstance(workers, int) and isinstance(persist_every, int) and min(workers, persist_every) > 0):
-            raise ConfigError(
-                f"workers={workers!r} and persist_every={persist_every!r} are to be whole numbers above 0"
-            )
+            raise ConfigError(f"workers={workers!r} and persist_every={persist_every!r} must be whole numbers above 0")
         built = build_optimizer(params, kind, options)
         check_replayable(built)
         self._is_open = False
@@ -123,7 +122,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._written = writes_of(self)
         self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
-        with directory_lock(self.directory, os.getpid()):  # another trainer's is told from one of another optimizer
+        with directory_lock(self.directory, os.getpid()):  # reports another trainer before another optimizer's state
             self._must_resume = self._files.exists()
         if not self._must_resume:
             self._files.begin(self._values(built.state), 0)
@@ -131,38 +130,38 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """Nothing of each parameter: what there is lies in files.
+        """Placeholder without tensors for each parameter: the state is in files.
 
-        It is never empty: ``get_optimizer_state_dict`` makes a step of an optimizer that has no state.
+        Never empty, because ``get_optimizer_state_dict`` steps an optimizer that has no state.
         """
         if self._is_open and self._files.view is not None:
             return defaultdict(dict, self._files.view)
         return defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
 
     @state.setter
-    def state(self, _: object) -> None:  # torch sets it when it is made, and when groups are loaded
+    def state(self, _: object) -> None:  # torch sets it in __init__ and when groups are loaded
         pass
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step. It returns with the new parameters, and the gradients are in a file by then.
+        """Make a step. On return the parameters are new, and the gradients are in a file.
 
-        A process that has ended is begun again, once, and the step is made from the gradients that it had.
+        If the process is dead, it is restarted once, and makes the step from the same gradients.
 
         Raises:
-            UpdaterLostError: the process has ended again. Call ``step`` again: it makes the same step, from the same
-                gradients, and then training goes on, with the same bits.
-            ConfigError: ``directory`` has steps already: ``resume`` is to be called first.
-            StateMismatchError: something else has written to a parameter since the first step.
-            CapacityError, OperationTimeoutError, ...: what the process met. The same holds.
+            UpdaterLostError: the process ended again. Call ``step`` again: it makes the same step from the same
+                gradients, with the same bits, and training continues.
+            ConfigError: ``directory`` has steps already: call ``resume`` first.
+            StateMismatchError: a parameter was written outside the optimizer since the first step.
+            CapacityError, OperationTimeoutError, ...: the error of the process. Call ``step`` again.
         """
         if self._must_resume:
             raise ConfigError(
                 f"{self.directory} has the state of step {self._process.step}",
-                hint="Call resume(), which continues there, or give an empty directory",
+                hint="Call resume() to continue there, or use an empty directory",
             )
-        self._files.discard()  # of a restore that has failed
+        self._files.discard()  # of a failed restore
         self._check_groups()
         loss = None
         if closure is not None:
@@ -178,21 +177,21 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps the state has made, those before ``resume`` included."""
+        """Steps that the state has made, including those before ``resume``."""
         return self._steps
 
     @property
     def process_id(self) -> int:
-        """Of the process that has the state."""
+        """Id of the process that owns the state."""
         return self._process.pid
 
     @property
     def moved_bytes(self) -> int:
-        """Between the trainer's tensors and the memory that it shares with the process, so far."""
+        """Bytes copied so far between the trainer's tensors and the shared memory."""
         return self._channel.moved_bytes
 
     def _check_parameters(self) -> None:
-        """The masters have nothing of what is written to parameters beside the optimizer: a step would undo it."""
+        """Raise if parameters were written elsewhere: the masters would undo it."""
         if writes_of(self) == self._written:
             return
         if not self._steps:  # weights were loaded
@@ -200,19 +199,18 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         elif changed := self._channel.others():
             name = next(one.name for one in self._members if one.key == changed[0])
             raise StateMismatchError(
-                f"parameter {name} was changed by something beside the optimizer, and its float32 values in "
-                f"{self.directory} were not",
-                hint="Call resume() to have those back, or restore a checkpoint with the optimizer in its state",
+                f"parameter {name} was changed outside the optimizer, but its float32 values in {self.directory} "
+                "were not",
+                hint="Call resume() to take those values, or restore a checkpoint with the optimizer in its state",
             )
 
     def _check_groups(self) -> None:
-        """Whatever has put groups of another step here has not put the state of that step here."""
         steps = self.param_groups[0].get(STEPS, self._steps)
         if steps != self._steps:
             raise StateMismatchError(
-                f"what was loaded has no state of the optimizer, which was at step {steps} then; {self.directory} is "
-                f"at step {self._steps}",
-                hint="Restore a checkpoint that has the state too, or call resume() to go on at the newest step",
+                f"the loaded param_groups are of step {steps} and came without the optimizer's state; "
+                f"{self.directory} is at step {self._steps}",
+                hint="Restore a checkpoint that includes the state, or call resume() to continue at the newest step",
             )
         self._forget_steps()
 
@@ -223,16 +221,16 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def resume(self, last_step: int | None = None) -> int:
-        """Bring the trainer to the newest step that ``directory`` has, and return that. 0: there was none.
+        """Bring the trainer to the newest step in ``directory``, and return it. 0 if there is none.
 
-        Ranks that were killed may be a step apart: all but the first then go back to ``last_step``, the least of what
-        they returned.
+        Ranks that were killed may be a step apart. Those that are ahead then call it again with ``last_step``, the
+        minimum of the returned steps.
 
-        Parameters are replaced. ``param_groups`` are as they were built: schedules are resumed by whoever has them.
+        Parameters are replaced. ``param_groups`` stay as built: the caller resumes its own schedules.
 
         Raises:
-            IntegrityError: the state is damaged, or has been at later steps for too long to go back.
-            UpdaterLostError: the process has ended.
+            IntegrityError: the state is damaged, or ``last_step`` is too old to go back to.
+            UpdaterLostError: the process ended.
         """
         if self._process.is_alive and last_step is not None and last_step < self._process.step:
             self._process.close()
@@ -248,13 +246,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self._steps
 
     def _replace(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Begin another state at this step, and the process again over it."""
         self._process.close()
         self._files.begin(self._values(state), self._steps)
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """The process over another state than before."""
         self._channel.forget()
         self._process.start()
         self._steps, self._must_resume, self._written = self._process.step, False, writes_of(self)
@@ -263,36 +259,38 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Within, ``state_dict`` has what is to be saved: tensors in the files, and float32 parameters as "master".
+        """Within the context, ``state_dict`` has the tensors to save, with float32 parameters as "master".
 
         Raises:
-            CheckpointError: the state is not that of the trainer.
+            CheckpointError: the state is not at the trainer's step.
         """
         if self._must_resume or self._channel.is_interrupted:
-            raise CheckpointError("the state is not that of the trainer", hint="Call resume(), or step() again, before")
+            raise CheckpointError(
+                "the state is not at the trainer's step", hint="Call resume() or step() before saving"
+            )
         with self._files.to_save(parameters_of(self)):
             yield
 
     def lies_in_files(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one that ``mapped`` has given last."""
+        """Whether ``tensor`` comes from the last ``mapped`` call."""
         return self._files.saved is not None and self._files.saved.owns(tensor)
 
     def hold(self) -> Hold:
-        """Have the state that ``mapped`` has given last be kept for a save, as it is now. Cost: a message."""
+        """Hold the state of the last ``mapped`` call for a save. Cost: one message."""
         assert self._files.saved is not None
         return Hold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
 
     @contextmanager
     def mapped_anew(self) -> Iterator[None]:
-        """Within, ``state_dict`` has what is to be loaded: tensors of a new state, for ``put_back``."""
+        """Within the context, ``state_dict`` has the tensors of a new state, to fill and pass to ``put_back``."""
         self._process.close()
         with self._files.to_load(parameters_of(self)):
             yield
 
     def put_back(self, loaded: Mapping[str, Any]) -> int:
-        """Make the tensors of ``mapped_anew`` the state, and take it: ``loaded`` has those that were filled.
+        """Make the tensors of ``mapped_anew`` the current state. ``loaded`` names the filled ones.
 
-        Masters that were not become what the parameters are.
+        Masters that were not filled are copied from the parameters.
         """
         groups = loaded["param_groups"]
         self._files.commit(loaded.get("state", {}), int(groups[0].get(STEPS, 0)))
@@ -302,24 +300,25 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """``param_groups`` alone, which say at which step they are: the state stays where it is, and a directory at
-        another step refuses them.
+        """Return ``param_groups`` with their step, without the state, which stays in its files.
+
+        A directory at another step refuses them.
 
         Raises nothing.
         """
         made = super().state_dict()
-        for group in made["param_groups"]:  # where each way to save an optimizer keeps it
+        for group in made["param_groups"]:  # every method of saving an optimizer keeps these
             group[STEPS] = self._steps
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` gave, or the state of the same class of ``torch.optim`` over the same parameters.
+        """Load a result of ``state_dict``, or the state of the same ``torch.optim`` class over the same parameters.
 
-        Such a state replaces that of ``directory``, with masters that are the parameters of now; without one the steps
-        must be those that ``directory`` has made.
+        Such a state replaces the one in ``directory``, with masters copied from the current parameters. Without a
+        state the step must equal the one of ``directory``.
 
         Raises:
-            StateMismatchError: they are not. ``step`` raises it too, where something has loaded groups past this.
+            StateMismatchError: it is not. ``step`` raises it too, if groups were loaded without this method.
         """
         found = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
@@ -332,23 +331,23 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._replace(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refused: raises ConfigError."""
+        """Raise ConfigError: not supported."""
         raise ConfigError(
-            "an optimizer near storage has a process and files of its own, and cannot be copied or pickled",
-            hint="Save it with a Checkpointer, or build another over a directory of its own",
+            "an optimizer near storage owns a process and files, and cannot be copied or pickled",
+            hint="Save it with a Checkpointer, or build another one over its own directory",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the state is laid out. Raises ConfigError."""
+        """Raise ConfigError once the state is laid out."""
         if self._is_open:
             raise ConfigError(
                 "parameters cannot be added to an optimizer near storage",
-                hint="Build it with all its groups; one that is frozen has no gradient, and is left as it is",
+                hint="Build it with all its groups; a frozen parameter has no gradient and is left unchanged",
             )
         super().add_param_group(param_group)
 
     def close(self) -> None:
-        """End the process when it has done what it was given. Raises nothing; idempotent."""
+        """End the process after its pending work. Raises nothing; idempotent."""
         self._files.discard()
         self._close()
 
@@ -358,7 +357,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what it is made of -----------------------------------------------------------------------------------------
+    # --- parts -----------------------------------------------------------------------------------------------------
 
     def _values(self, state: Mapping[Any, Mapping[str, Any]]) -> Tensors:
         return {
@@ -368,7 +367,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         }
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Of each group, as the process can use them."""
         groups = [hyperparameters_of(self, group) for group in self.param_groups]
         return [group | ({"capturable": False} if "capturable" in group else {}) for group in groups]
 
@@ -377,7 +375,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
 
 def stage(stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]) -> StagedItems:
-    """Stage the items of ``plan``. State of optimizers near storage is held in its files, and not copied."""
+    """Stage the items of ``plan``. State of optimizers near storage is held in its files and not copied."""
     near = [value for value in state.values() if isinstance(value, NearStorageOptimizer)]
 
     def lies_in_files(tensor: torch.Tensor) -> bool:
@@ -394,5 +392,5 @@ def stage(stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: M
 
 
 def _close(owner: int, channel: StepChannel) -> None:
-    if os.getpid() == owner:  # a forked child ends, and nothing here is its
+    if os.getpid() == owner:  # a forked child does not own the process or the memory
         channel.close()

@@ -1,4 +1,4 @@
-"""The two versions of each block, mapped, and the records that say which of them counts (N1)."""
+"""Two mapped versions of each block, and the records that decide which one is valid (N1)."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-DMESG = "Look for errors of its disk (dmesg)"
-LOST = "Build it over an empty directory, and restore the newest checkpoint"
+DMESG = "Check dmesg for disk errors"
+LOST = "Build the optimizer over an empty directory, and restore the newest checkpoint"
 
 
 class StateFile:
-    """The blocks of ``layout`` in ``directory``; made there when ``create``. A version is 0 or 1.
+    """The blocks of ``layout`` in ``directory``, which ``create`` makes. A version is 0 or 1.
 
-    Its files are closed with the last reference to it, or to a ``reader``; the mapping goes with the last tensor of it.
+    Its files are closed with the last reference to it or to a ``reader``; the mapping with the last of its tensors.
 
     Raises:
-        CapacityError: the disk has no room for both versions; found before the first byte.
+        CapacityError: the disk has no room for both versions; detected before the first byte.
     """
 
     def __init__(self, directory: Path, layout: Layout, *, create: bool = False) -> None:
@@ -53,7 +53,7 @@ class StateFile:
             make_dirs(directory)
         with translated(path):
             if create:
-                directory.chmod(0o700)  # of a training state nothing is anybody else's
+                directory.chmod(0o700)  # the training state is private to its user
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
             self._file = self._open(path, flags)
             self._records = self._open(directory / RECORDS, flags)
@@ -76,11 +76,11 @@ class StateFile:
         return file
 
     def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
-        """Return the tensors of a block that are there, by key and name. They share its memory."""
+        """Return the present tensors of a block, by key and name. They share its memory."""
         return _tensors_in(self.bytes_of(block, version), block, all_of_them=all_of_them)
 
     def present(self, block: Block, version: int) -> dict[str, set[str]]:
-        """Return which tensors are there, by key (N6)."""
+        """Return the names of the present tensors, by key (N6)."""
         flags = bytearray(len(block.places))
         self._read(address_of(flags), len(flags), self._begin_of(block, version))
         found: dict[str, set[str]] = {key: set() for key in block.keys}
@@ -90,22 +90,22 @@ class StateFile:
         return found
 
     def all_tensors(self) -> Tensors:
-        """Return the tensors of all blocks, in version 0, those that are not there included."""
+        """Return the tensors of all blocks in version 0, including absent ones."""
         found: Tensors = {}
         for block in self.layout.blocks:
             found |= self.tensors(block, 0, all_of_them=True)
         return found
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in version 0 of a block."""
+        """Whether ``tensor`` is in version 0 of a block."""
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
-        """Return what reads the bytes that lie in the place of ``tensor``, which is contiguous and in version 0, in
-        those of ``versions`` (N6).
+        """Return a reader of the bytes of ``tensor`` in the given versions (N6).
 
         Args:
-            versions: of each block.
+            tensor: contiguous and in version 0.
+            versions: the version to read, for each block.
         """
         at = tensor.data_ptr() - self._address
         block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
@@ -113,7 +113,7 @@ class StateFile:
         return lambda target, start, count: self._read(target, count, at + start)
 
     def mark(self, block: Block, version: int, present: Mapping[str, Container[str]]) -> None:
-        """Say which tensors are there."""
+        """Record which tensors are present."""
         flags = bytes(place.name in present.get(place.key, {}) for place in block.places)
         with translated(self.directory / STATE):
             os.pwrite(self._file, flags, self._begin_of(block, version))
@@ -131,7 +131,7 @@ class StateFile:
         return memoryview(data)
 
     def _read(self, target: int, count: int, offset: int) -> None:
-        """Put bytes of the state at the address ``target``. Raises IntegrityError: the disk does not give them back."""
+        """Read bytes of the state to address ``target``. Raises IntegrityError on a disk read error."""
         path, into, problem = self.directory / STATE, memoryview((ctypes.c_char * count).from_address(target)), ""
         try:
             if read_into(self._file, into, offset) < count:
@@ -142,28 +142,28 @@ class StateFile:
             raise _unreadable(path, problem)
 
     def copy(self, block: Block, source: int) -> int:
-        """Bring the other version to the bytes of ``source``, and return which that is."""
+        """Copy version ``source`` over the other one, and return the other's number."""
         into, of = (torch.frombuffer(self.bytes_of(block, one), dtype=torch.uint8) for one in (1 - source, source))
         into.copy_(of)
         return 1 - source
 
     def digest(self, block: Block, version: int, *, is_trainers: bool = False) -> bytes:
-        """Return the digest of a version of a block. ``is_trainers``: N6."""
+        """Return the digest of a version of a block. ``is_trainers``: read with pread (N6)."""
         digest = xxhash.xxh3_128()
         digest.update(self._read_block(block, version) if is_trainers else self.bytes_of(block, version))
         return digest.digest()
 
     def check(self, block: Block, version: int, digest: bytes) -> None:
-        """Raise UpdaterLostError where a version of a block is not what was written (N7). Cost: one pass over it."""
+        """Raise UpdaterLostError if a version does not match ``digest`` (N7). Cost: one pass over it."""
         if self.digest(block, version) != digest:
             raise UpdaterLostError(
-                f"block {block.index} of {self.directory / STATE} (version {version}) is not what was written",
-                hint=f"Save again, or call step(): it goes on from the other version and the gradients since. {DMESG}",
+                f"block {block.index} of {self.directory / STATE} (version {version}) does not match its digest",
+                hint=f"Save again or call step(): it uses the other version and the logged gradients. {DMESG}",
                 path=self.directory / STATE,
             )
 
     def record(self, block: Block, version: int, step: int, digest: bytes) -> None:
-        """Make a version of a block durable, then the record that it counts, at ``step``, with ``digest`` (N1)."""
+        """Make a version of a block durable, then its record with ``step`` and ``digest`` (N1)."""
         with translated(self.directory / STATE):
             begin = self._address + self._begin_of(block, version)
             if libc.msync(begin, block.size_bytes, _MS_SYNC):
@@ -175,10 +175,10 @@ class StateFile:
             os.fdatasync(self._records)
 
     def newest(self, block: Block, last_step: int | None = None) -> tuple[int, int, bytes]:
-        """Return the version of a block that counts, its step and digest; of no later step than ``last_step``.
+        """Return the newest valid version of a block up to ``last_step``, its step and digest.
 
         Raises:
-            IntegrityError: neither does.
+            IntegrityError: neither version is valid.
         Cost: one pass over the block, to check it.
         """
         found = []
@@ -194,14 +194,14 @@ class StateFile:
                 return version, step, digest
             log.warning("block %d of %s is damaged at step %d", block.index, self.directory / STATE, step)
         raise IntegrityError(
-            f"block {block.index} of {self.directory / STATE} is damaged, in both versions"
-            + (f", or of later steps than {last_step}" if last_step is not None else ""),
+            f"both versions of block {block.index} of {self.directory / STATE} are damaged"
+            + (f" or newer than step {last_step}" if last_step is not None else ""),
             hint=LOST,
             path=self.directory / STATE,
         )
 
     def forget_after(self, step: int) -> None:
-        """No version of a later step counts any more."""
+        """Invalidate all versions of later steps."""
         with translated(self.directory / RECORDS):
             for block in self.layout.blocks:
                 for version in (0, 1):

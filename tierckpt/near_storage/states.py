@@ -1,4 +1,4 @@
-"""Which state of a directory counts (N5), and who may have it: one trainer at a time."""
+"""Selects the current state of a directory (N5), and locks it for one trainer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .state_file import LOST, StateFile, Tensors
 LOCK, CURRENT = "lock", "current.json"
 CURRENT_BYTES_MAX = 1 << 16
 END_SECONDS = 45.0
-"""How long an updater goes on when its trainer is gone: what is under way is finished, or given up."""
+"""Maximum time an updater continues after its trainer ended, to finish or abandon pending work."""
 LOCK_SECONDS = 60.0
-"""How long a new one waits for it: longer."""
+"""Maximum wait of a new trainer for the lock; longer than ``END_SECONDS``."""
 
 
 @contextmanager
 def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
-    """Hold ``directory`` for the process ``trainer``. One that is left by a trainer that has ended is waited for.
+    """Hold ``directory`` for the process ``trainer``. Waits for the updater of an ended trainer.
 
     Raises:
-        PreconditionFailedError: another trainer has it.
-        OperationTimeoutError: the process of a trainer that has ended does not end.
+        PreconditionFailedError: another trainer uses it.
+        OperationTimeoutError: the updater of an ended trainer does not end.
     """
     make_dirs(directory)
     path = directory / LOCK
@@ -48,24 +48,24 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
                 yield
                 return
         other = path.read_text()
-        if other and Path(f"/proc/{other}").exists():  # a process that the trainer itself has ended holds nothing
+        if other and Path(f"/proc/{other}").exists():  # an ended process holds nothing
             raise PreconditionFailedError(
-                f"{directory} belongs to an optimizer of the process {other}, which is running",
-                hint="Give each optimizer (of each rank of a job) a directory of its own, or close that one",
+                f"{directory} is in use by an optimizer of process {other}, which is running",
+                hint="Use a separate directory for each optimizer and rank, or close that optimizer",
                 path=directory,
             )
     raise OperationTimeoutError(
-        f"the process of an optimizer near storage has {directory} since its trainer ended, {LOCK_SECONDS:g} s ago",
-        hint="Look for a disk that hangs, and for a process `python -m tierckpt.near_storage`",
+        f"an optimizer process still holds {directory} {LOCK_SECONDS:g} s after its trainer ended",
+        hint="Look for a hanging disk, and for a process `python -m tierckpt.near_storage`",
         path=directory,
     )
 
 
 def current_state(directory: Path, layout: Layout) -> Path | None:
-    """Return where the state of ``directory`` lies, None when there is none.
+    """Return the path of the current state of ``directory``, or None.
 
     Raises:
-        StateMismatchError: it is of another optimizer, or of other parameters.
+        StateMismatchError: the state is of another optimizer or other parameters.
     """
     try:
         found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
@@ -77,11 +77,11 @@ def current_state(directory: Path, layout: Layout) -> Path | None:
     if made_of != layout.digest:
         raise StateMismatchError(
             f"the optimizer's state in {directory} is of {kind} with other parameters, types or options",
-            hint="Build the optimizer as it was, or give it an empty directory",
+            hint="Build the optimizer with its earlier settings, or use an empty directory",
             path=directory,
         )
     if not (directory / token).is_dir():
-        raise _damaged(directory / CURRENT, f"the state {token} that it names is not there")
+        raise _damaged(directory / CURRENT, f"it names state {token}, which does not exist")
     return directory / token
 
 
@@ -90,7 +90,7 @@ def _damaged(path: Path, problem: str) -> ManifestError:
 
 
 class NewState:
-    """A state that is being begun in ``directory``. Nothing counts before ``commit`` (N5).
+    """A new state in ``directory``, not current before ``commit`` (N5).
 
     Raises:
         CapacityError: the disk has no room for it.
@@ -105,7 +105,7 @@ class NewState:
             raise
 
     def commit(self, present: Mapping[str, Container[str]], step: int) -> None:
-        """Make it the state of ``directory``, in the place of whatever is there. It is held."""
+        """Make it the current state of ``directory``. The caller holds the directory."""
         layout = self.file.layout
         for block in layout.blocks:
             self.file.mark(block, 0, present)
@@ -118,12 +118,12 @@ class NewState:
         fsync_dir(self._directory)
 
     def discard(self) -> None:
-        """Remove it: it was not committed. Raises nothing."""
+        """Remove it, uncommitted. Raises nothing."""
         remove_tree(self._directory / self._token, ignore_errors=True)
 
 
 def begin_state(directory: Path, layout: Layout, values: Tensors, step: int) -> None:
-    """Begin a state of ``values``, in the place of whatever is there. It is held. What cannot be filled is removed."""
+    """Replace the state of ``directory``, which the caller holds, by ``values``. Removed again on an error."""
     new = NewState(directory, layout)
     try:
         for key, tensors in new.file.all_tensors().items():

@@ -1,4 +1,4 @@
-"""The way of a step to the process: gradients through shared memory, in order, and again to a new process (N4)."""
+"""Sends steps to the updater through shared memory, also to a new process (N4)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .updater_process import UpdaterProcess
 
 @dataclass(slots=True)
 class Sent:
-    """A step that the process has not made yet, by what it said."""
+    """A step that was sent and that the process has not reported as made."""
 
     step: int
     head: bytes
     gradients: list[list[str]] = field(default_factory=list)
-    """Of each block, the parameters whose gradients are in shared memory."""
+    """Keys of the parameters whose gradients are in shared memory, by block."""
     is_whole: bool = False
-    """All gradients are there."""
+    """Whether all gradients are there."""
 
 
 class StepChannel:
-    """Shared memory for the gradients of a step, and the process that they go to, which training waits for.
+    """Shared memory for the gradients of a step, and the process that reads them.
 
     Args:
         tensors: the trainer's parameters by key.
-        order: what the process is to do; ``UpdaterProcess``.
+        order: settings of the process; see ``UpdaterProcess``.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class StepChannel:
         }
         self.process = UpdaterProcess({**order, **told}, (descriptor,), timeout_seconds)
         self._begun: Sent | None = None
-        """A step that was begun and not made."""
+        """The step that is sent and not made."""
 
     def close(self) -> None:
-        """End the process when it has done what it was given, and release the memory."""
+        """End the process after its pending work, and release the memory."""
         self.process.close()
         self.process.is_closed = True
         self._shared = {}
@@ -71,27 +71,27 @@ class StepChannel:
         return self._begun is not None
 
     def forget(self) -> None:
-        """The trainer is at the process's step."""
+        """Drop the interrupted step: the trainer is at the process's step."""
         self._begun = None
 
     def check_step(self, step: int) -> None:
         """Raise IntegrityError unless the process is at ``step``."""
         if self.process.step != step:
             raise IntegrityError(
-                f"the optimizer's state in {self.process.order['directory']} is of step {self.process.step}, and "
-                f"training is at {step}",
-                hint="Its log of gradients is damaged. Call resume() and go on there, or restore a checkpoint",
+                f"the optimizer's state in {self.process.order['directory']} is of step {self.process.step}, but "
+                f"training is at step {step}",
+                hint="The gradient log is damaged. Call resume() to continue at that step, or restore a checkpoint",
             )
 
     def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
-        """Send ``message`` behind ``step``. The future is its answer."""
+        """Send ``message`` after ``step``. The future is its answer."""
         if not self.process.is_alive:
             self.process.start()
             self.check_step(step)
         return self.process.ask(message)
 
     def make(self, step: int, head: bytes) -> set[str]:
-        """Have the process make a step, and take its parameters. One that was interrupted is made as it was begun.
+        """Have the process make a step, and take its parameters. An interrupted step is repeated unchanged.
 
         Returns the keys of parameters that had a gradient.
         """
@@ -105,13 +105,13 @@ class StepChannel:
                     self.check_step(step - 1)
                     self._send(sent)
                     process.await_step(step)
-                else:  # it had the gradients when it ended
+                else:  # all gradients were in the file when it ended
                     process.call({"op": "settle"})
                 break
             except UpdaterLostError:
                 if attempt:
                     raise
-            except BaseException:  # it may have a part of the step: its files have nothing of it, or all
+            except BaseException:  # it may have received part of the step: its files have none of it, or all
                 process.stop()
                 raise
         self.take_parameters()
@@ -119,13 +119,13 @@ class StepChannel:
         return {key for keys in sent.gradients for key in keys}
 
     def others(self) -> list[str]:
-        """Return the keys of parameters that are not what the process gave last (bit for bit: they may be NaN)."""
+        """Return the keys of parameters that differ bitwise from the updater's last values."""
         bits = {key: local(one.detach()).view(torch.int16) for key, one in self._tensors.items()}
         return [key for key, one in self._shared.items() if not torch.equal(one.view(torch.int16), bits[key])]
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copy the parameters, which the process has put into shared memory, into the trainer's."""
+        """Copy the parameters from shared memory to the trainer's tensors."""
         for key, found in self._shared.items():
             local(self._tensors[key].detach()).copy_(found)
             self.moved_bytes += found.nbytes
@@ -138,7 +138,7 @@ class StepChannel:
 
     @torch.no_grad()
     def _copied(self, sent: Sent) -> Iterator[list[str]]:
-        """Yield blocks as they are copied: one is stepped while the next is copied. What is copied stays (N4)."""
+        """Yield blocks as they are copied, so that a block is stepped during the next copy. Copies stay (N4)."""
         sent.gradients.clear()
         for block in self._layout.blocks:
             found = {key: local(one) for key in block.keys if (one := self._tensors[key].grad) is not None}

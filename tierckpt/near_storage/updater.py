@@ -1,17 +1,17 @@
-"""The process that owns an optimizer's state: steps its blocks, logs the gradients, holds a state that is saved.
+"""The process that owns an optimizer's state.
 
-A step of the trainer's, on several threads:
-    main        hears that gradients of a block are in shared memory, and hands the block to its worker
-    workers     one thread each: bring a block to the step, in the version that does not count (N2); a block has one
-                worker, and what it is given is done in order
-    log         when all gradients of the step are there: the frame, to its file, and then to the disk
-    finisher    when the frame is in its file and the blocks are at the step: has the workers put the new parameters
-                where the gradients were (N4), and the trainer hears of it
-    checker     when a save has read the blocks: compares them with their digests, and has them let go (N7)
+A step, on several threads:
+    main        receives the message that gradients of a block are in shared memory, and queues the block
+    workers     one thread each: bring a block to the step, in the version that is not current (N2); a block has one
+                worker, which does its tasks in order
+    log         when all gradients of the step have arrived: writes the frame to its file, then syncs it
+    finisher    when the frame is in its file and the blocks are at the step: has the workers write the new parameters
+                over the gradients (N4), and reports the step to the trainer
+    checker     when a save has read the blocks: compares them with their digests, and releases them (N7)
     workers     every ``persist_every`` steps, other blocks each step: wait until the frame is on the disk, record the
-                block (N3), and go on in its other version
+                block (N3), and switch to its other version
 
-Whatever fails ends the process: it says why, and the next one begins from the files (crash only).
+Any error ends the process: it reports the error, and its successor starts from the files (crash only).
 """
 
 from __future__ import annotations
@@ -52,44 +52,42 @@ WAIT_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Begun:
-    """A step whose gradients arrive block by block."""
-
     version: int
     hyperparameters: Sequence[Mapping[str, Any]]
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     work: list[Future[None]] = field(default_factory=list)
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> Step:
-        """Return the step with ``gradients``: of a block, or all."""
+        """Return the step with ``gradients``, of one block or all."""
         return Step(self.version, self.hyperparameters, gradients)
 
 
 class LiveBlock:
-    """A block, and the version of it that steps are applied to. Whatever is done with it, its ``worker`` does."""
+    """A block, and the version of it that steps are applied to. Only its ``worker`` uses it."""
 
     def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPool) -> None:
         self.block, self.worker = block, worker
         self._file, self._kind = file, kind
         self.counts, self.recorded, self._recorded_digest = file.newest(block)
-        """The version that counts, its step and digest."""
+        """The current version, its step and digest."""
         self._digest = self._recorded_digest
-        """Of what the next step is applied to (N7)."""
+        """Digest of the version that the next step is applied to (N7)."""
         self.recorded_before = self.recorded
-        """The step of the other version, while that is left alone (N3)."""
+        """The step of the other version, while it is kept (N3)."""
         self._at, self._room = -1, Tensors()
         self._replay: Replay | None = None
-        """Of the version that steps are applied to; none until the next step."""
+        """Replay over the version that steps are applied to; None until the next step."""
         self.reader: Future[None] | None = None
-        """Somebody who reads the version that counts. It is not replaced meanwhile."""
+        """Done when a save has read the current version, which is not replaced before."""
 
     @property
     def step(self) -> int:
         return self.recorded if self._replay is None else self._replay.version
 
     def apply(self, step: Step) -> None:
-        """Bring it from the step before to ``step``, in the version that does not count (N2)."""
+        """Bring the block from the previous step to ``step``, in the version that is not current (N2)."""
         if self._replay is None:
-            self.check()  # before the other version, which may be needed, is written over
+            self.check()  # before the other version, which may be needed, is overwritten
             self._at = self._file.copy(self.block, self.counts)
             self._room = self._file.tensors(self.block, self._at, all_of_them=True)
             self._replay = self._built(self.recorded)
@@ -99,7 +97,7 @@ class LiveBlock:
         self._digest = self._file.digest(self.block, self._at)
 
     def record(self) -> None:
-        """From now on the version counts that steps were applied to (N1)."""
+        """Make the version that steps were applied to current (N1)."""
         if self._replay is not None:
             self._file.record(self.block, self._at, self.step, self._digest)
             self._recorded_digest = self._digest
@@ -107,11 +105,11 @@ class LiveBlock:
             self.counts, self._replay = self._at, None
 
     def check(self) -> None:
-        """Raise UpdaterLostError where the version that counts is not what was recorded."""
+        """Raise UpdaterLostError if the current version does not match its record."""
         self._file.check(self.block, self.counts, self._recorded_digest)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Those of the newest step."""
+        """Master parameters of the newest step."""
         if self._replay is not None:
             return self._replay.parameters
         return {key: found[MASTER] for key, found in self._file.tensors(self.block, self.counts).items()}
@@ -122,7 +120,7 @@ class LiveBlock:
         return Replay(self._kind, masters, tensors, step)
 
     def _place_new(self, replay: Replay) -> None:
-        """A tensor that the step has made (an optimizer's state begins so) goes to its place in the file."""
+        """Move tensors that the step created (a new optimizer's state) to their place in the file."""
         state, room, is_new = replay.state, self._room, False
         for key, tensors in state.items():
             for name, tensor in tensors.items():
@@ -130,8 +128,8 @@ class LiveBlock:
                     continue
                 if name not in room[key] or room[key][name].shape != tensor.shape:
                     raise StateMismatchError(
-                        f"a step of {self._kind.__name__} keeps {name!r} of parameter {key}, which has no place here",
-                        hint="Options that decide what is kept (momentum, amsgrad) cannot change in one directory",
+                        f"a step of {self._kind.__name__} keeps {name!r} of parameter {key}, which the file lacks",
+                        hint="Options that decide which state is kept (momentum, amsgrad) cannot change in a directory",
                     )
                 if room[key][name].data_ptr() != tensor.data_ptr():
                     room[key][name].copy_(tensor)
@@ -143,7 +141,7 @@ class LiveBlock:
 
 
 class Updater:
-    """Serves one trainer. ``order`` is what ``UpdaterProcess`` sends."""
+    """Serves one trainer. ``UpdaterProcess`` sends ``order``."""
 
     def __init__(self, order: Mapping[str, Any], connection: Connection) -> None:
         self._connection = connection
@@ -161,7 +159,7 @@ class Updater:
         self._logger = ThreadPool(1, "tierckpt-log")
         self._finisher = ThreadPool(1, "tierckpt-finish")
         self._writer = ThreadPool(1, "tierckpt-checkpoint")
-        self._checker = ThreadPool(1, "tierckpt-check")  # blocks are recorded, for the next save, behind it
+        self._checker = ThreadPool(1, "tierckpt-check")  # one thread: recording for the next save queues after it
         self._open(Path(order["directory"]), layout, order["last_step"])
         self._begun: _Begun | None = None
         self._holds: dict[int, Future[None]] = {}
@@ -171,7 +169,7 @@ class Updater:
     def _open(self, directory: Path, layout: Layout, last_step: int | None) -> None:
         found = current_state(directory, layout)
         if found is None:
-            raise ObjectNotFoundError(f"{directory} has no optimizer's state", path=directory)
+            raise ObjectNotFoundError(f"{directory} has no optimizer state", path=directory)
         self._layout, self._digest = layout, layout.digest
         self._file = StateFile(found, layout)
         if last_step is not None:
@@ -189,12 +187,12 @@ class Updater:
         self._files = GradientFiles(found, self.step)
 
     def _go_back(self, directory: Path, last_step: int) -> None:
-        """Leave nothing of later steps. Nothing is changed where that cannot be; cut off, it leads where it did."""
+        """Drop all later steps. Changes nothing if ``last_step`` cannot be reached; safe to repeat after a crash."""
         oldest = min(self._file.newest(block, last_step)[1] for block in self._layout.blocks)
         reached = max((frame.number for frame in read_frames(directory, self._digest, oldest)), default=oldest)
         if reached < last_step:
             raise IntegrityError(
-                f"the gradients in {directory} lead from step {oldest} to {reached}, and not to {last_step}",
+                f"the gradients in {directory} cover steps {oldest} to {reached}, not {last_step}",
                 hint="Restore the newest checkpoint that all ranks have",
                 path=directory,
             )
@@ -213,9 +211,9 @@ class Updater:
         late = [live for live in self._blocks if live.step != newest]
         if late:
             raise IntegrityError(
-                f"block {late[0].block.index} of the optimizer's state in {directory} is of step {late[0].step}, and "
-                f"the gradients lead to step {newest}",
-                hint="The log of gradients is damaged. Build it over an empty directory, and restore a checkpoint",
+                f"block {late[0].block.index} of the optimizer's state in {directory} is at step {late[0].step}, but "
+                f"the gradient log ends at step {newest}",
+                hint="The gradient log is damaged. Use an empty directory, and restore a checkpoint",
                 path=directory,
             )
         return newest
@@ -223,12 +221,12 @@ class Updater:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, payload: bytes) -> None:
-        """A step begins: its hyperparameters, and no gradient yet."""
+        """Begin a step: its hyperparameters, without gradients."""
         head = _decoded(payload)
         self._begun = _Begun(head.version, head.hyperparameters)
 
     def take(self, keys: Sequence[str]) -> None:
-        """Gradients of some parameters, all of one block, are in shared memory."""
+        """Take gradients of one block from shared memory."""
         assert self._begun is not None
         begun, found = self._begun, {key: self._shared[key] for key in keys}
         begun.gradients |= found
@@ -236,7 +234,7 @@ class Updater:
         begun.work.append(self._do(live.worker, live.apply, begun.step(found)))
 
     def end_step(self) -> None:
-        """All gradients are there. Blocks without one are at the step too."""
+        """Finish a step after all its gradients. Blocks without gradients are at the step too."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
         whole, self.step = begun.step(begun.gradients), begun.version
@@ -263,13 +261,13 @@ class Updater:
         for one in work:
             one.result(WAIT_SECONDS)
         self._give_parameters()
-        for live in self._blocks:  # before the trainer hears of it: the next step is behind it, then
+        for live in self._blocks:  # before the report to the trainer: the next step queues after it
             if step % self._persist_every == live.block.index % self._persist_every:
                 self._do(live.worker, self._record_unread, live)
         self.tell({"done": step})
 
     def _give_parameters(self) -> None:
-        """Put the parameters, rounded to the trainer's type, where their gradients were (N4)."""
+        """Write the parameters, rounded to the trainer's type, over their gradients (N4)."""
 
         def give(live: LiveBlock) -> None:
             for key, master in live.masters().items():
@@ -279,26 +277,28 @@ class Updater:
             one.result(WAIT_SECONDS)
 
     def _record(self, live: LiveBlock) -> None:
-        """N3. Waits for a checkpoint that reads it."""
+        """Record a block (N3). Waits for a save that reads it."""
         if live.reader is not None:
             live.reader.result(WAIT_SECONDS)
         with self._synced:
             if not self._synced.wait_for(lambda: self._durable_step >= live.step, WAIT_SECONDS):
                 raise OperationTimeoutError(
-                    f"the gradients of step {live.step} did not reach the disk in {WAIT_SECONDS:g} s",
-                    hint="Look for a disk that hangs",
+                    f"the gradients of step {live.step} were not on the disk after {WAIT_SECONDS:g} s",
+                    hint="Check whether the disk hangs",
                 )
         live.record()
 
     def _record_unread(self, live: LiveBlock) -> None:
-        """A block that is being read is recorded another time: its log is longer until then."""
+        """Record a block unless a save reads it; else later, with a longer log."""
         if live.reader is None or live.reader.done():
             self._record(live)
 
     # --- a save -----------------------------------------------------------------------------------------------------
 
     def hold(self, number: int) -> None:
-        """Record every block at this step, and say where. They are left so until ``release``. Steps go on meanwhile."""
+        """Record every block at this step, answer with the versions, and keep them until ``release``.
+
+        Steps continue meanwhile."""
         released = self._holds[number] = Future()
 
         def record(live: LiveBlock) -> None:
@@ -317,8 +317,9 @@ class Updater:
         self._do(self._writer, answer_with_places)
 
     def release(self, number: int, hold: int) -> None:
-        """The state that was held is read. Check that it is what was recorded, and answer: then it may be replaced. One
-        that a process before this one has held is nobody's."""
+        """Check a held state after a save has read it, answer, and allow its replacement.
+
+        A hold of an earlier process is ignored."""
         released = self._holds.pop(hold, None)
 
         def answer_when_checked() -> None:
@@ -333,7 +334,7 @@ class Updater:
     # --- the trainer ------------------------------------------------------------------------------------------------
 
     def serve(self, trainer: int) -> None:
-        """Do what the trainer says, until it says that it ends, or ends."""
+        """Process the trainer's messages until it closes or ends."""
         self.tell({"done": self.step})
         verbs: dict[str, Callable[..., None]] = {
             "take": self.take, "end_step": self.end_step, "settle": self._settle, "hold": self.hold,
@@ -356,7 +357,6 @@ class Updater:
         self._end()
 
     def _settle(self, number: int) -> None:
-        """Record every block at this step, and give the parameters."""
         step = self.step
         waiting = [self._do(live.worker, self._record, live) for live in self._blocks]
 
@@ -383,7 +383,7 @@ class Updater:
         try:
             with self._sending:
                 send(self._connection, message)
-        except OSError:  # the trainer is gone, and ``serve`` sees it
+        except OSError:  # the trainer is dead; ``serve`` detects it
             pass
 
     def _do(self, pool: ThreadPool, call: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -391,7 +391,7 @@ class Updater:
             try:
                 call(*arguments)
             except BaseException as error:
-                log.exception("the optimizer near storage ends")
+                log.exception("the optimizer process ends with an error")
                 self.tell({"failed": to_message(error)})
                 os._exit(1)
 
@@ -406,15 +406,15 @@ def _decoded(data: bytes) -> Step:
 def main() -> None:
     begin_command()
     log_to(sys.stderr, "text", "warning")
-    torch.set_num_threads(1)  # a worker is a thread
+    torch.set_num_threads(1)  # each worker is one thread
     order = json.loads(sys.stdin.read())
     connection = Connection(order["connection"])
     try:
         with directory_lock(Path(order["directory"]), order["trainer"]):
             Updater(order, connection).serve(order["trainer"])
     except Exception as error:
-        log.exception("the optimizer near storage ends")
+        log.exception("the optimizer process ends with an error")
         with suppress(OSError):
             send(connection, {"failed": to_message(error)})
         sys.stderr.flush()
-        os._exit(1)  # whatever threads are doing
+        os._exit(1)  # whatever the threads are doing

@@ -1,4 +1,4 @@
-"""The trainer's end of the process that owns an optimizer's state (``updater``): starts it, and hears what it says."""
+"""The trainer's end of the updater process: starts it, and receives its messages."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ log = logger("replay")
 
 LOOK_SECONDS = 0.1
 IDLE_SECONDS = 5.0
-"""Training that has waited so long for a process that does nothing is said to wait."""
+"""Training that has waited this long for an idle process logs a warning."""
 END_OF_PROCESS_SECONDS = 1.0
-"""From the end of its connection to its own."""
+"""Maximum time between the end of its connection and its exit."""
 KILL_SECONDS = 20.0
-"""A process that is killed ends, unless the kernel has it wait for a disk."""
+"""Maximum wait for a killed process; longer only if the kernel blocks it on a disk."""
 
 
 class Idleness:
-    """Tells a process that is slow from one that hangs: the first makes steps, or takes processor time."""
+    """Distinguishes a slow process (it makes steps or uses CPU time) from a hanging one."""
 
     def __init__(self, process: UpdaterProcess) -> None:
         self._process = process
         self._seen, self._since = self._look()[:2], time.monotonic()
 
     def seconds(self) -> float:
-        """How long it has done nothing, by the looks so far."""
+        """Return the seconds without progress, as of the last check."""
         seen = self._look()[:2]
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         return time.monotonic() - self._since
 
     def reason(self) -> str:
-        what = "is stopped" if self._look()[2] in ("T", "t") else "does nothing (does its disk hang?)"
+        what = "is stopped" if self._look()[2] in ("T", "t") else "makes no progress (does its disk hang?)"
         return f"process {self._process.pid} of the optimizer near storage {what}"
 
     def _look(self) -> tuple[int, int, str]:
@@ -63,18 +63,18 @@ class Idleness:
 
 
 class UpdaterProcess:
-    """One process after another: ``start`` begins the next when one has ended.
+    """The updater process, which ``start`` restarts after it ended.
 
     Args:
-        order: what it is to do, without the connection.
-        descriptors: of shared memory. They are the trainer's, and outlive the process.
-        timeout_seconds: how long it may do nothing while an answer is waited for.
+        order: settings of the process, without the connection.
+        descriptors: of shared memory, owned by the trainer; they outlive the process.
+        timeout_seconds: maximum time without progress while an answer is pending.
     """
 
     def __init__(self, order: Mapping[str, Any], descriptors: tuple[int, ...], timeout_seconds: float) -> None:
         self.order = dict(order)
         self.step = -1
-        """The newest step that it has made, by what it said."""
+        """The newest step that the process has reported."""
         self.pid = -1
         self.is_closed = False
         self._descriptors = descriptors
@@ -92,14 +92,15 @@ class UpdaterProcess:
         return self._connection is not None and self._failure is None
 
     def start(self, last_step: int | None = None) -> None:
-        """Begin the process, and return when it has brought the state to its newest step: ``step``.
+        """Start the process, and return when it has brought the state to its newest step (``step``).
 
         Args:
-            last_step: go back to it, if there are newer ones.
+            last_step: go back to this step, if there are newer ones.
 
         Raises:
-            IntegrityError, CapacityError, ...: what it found. OperationTimeoutError: it said nothing in time.
-        Cost: what a Python process with torch takes, a pass over the state, and the steps since blocks were recorded.
+            IntegrityError, CapacityError, ...: the error of the process.
+            OperationTimeoutError: it did not report in time.
+        Cost: starting Python with torch, a pass over the state, and the steps since blocks were recorded.
         """
         self.stop()
         if self.is_closed:
@@ -111,9 +112,9 @@ class UpdaterProcess:
                 self._process = start_python(
                     "tierckpt.near_storage",
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,  # whoever reads the trainer's to its end does not wait for this one
+                    stdout=subprocess.DEVNULL,  # readers of the trainer's stdout must not wait for this process
                     pass_fds=(theirs.fileno(), *self._descriptors),
-                    start_new_session=True,  # what ends a job's process group must not end a step in the middle
+                    start_new_session=True,  # signals to the job's process group must not end it in a step
                 )
             except OSError as error:
                 ours.close()
@@ -123,7 +124,7 @@ class UpdaterProcess:
             with self._process.stdin as file:
                 file.write(json.dumps(order).encode())
         except BrokenPipeError:
-            pass  # it has ended: its end of the connection says so
+            pass  # it died: the closed connection reports it
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
         with self.changed:
             self._connection, self._failure, self.step = Connection(ours.detach()), None, -1
@@ -133,21 +134,21 @@ class UpdaterProcess:
         self.await_step(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Raises UpdaterLostError, or what it failed of; OperationTimeoutError: it does not read."""
+        """Send a message. Raises UpdaterLostError or the error of the process, OperationTimeoutError if it hangs."""
         try:
             if self._connection is None:
                 raise self.lost()
-            with self._sending:  # threads that write a checkpoint release it
+            with self._sending:  # threads that write a checkpoint also send messages
                 send(self._connection, message, payload)
         except BlockingIOError:
-            raise self._late("it does not hear") from None
+            raise self._late("it reads no messages") from None
         except OSError:
-            with self.changed:  # why, it may have said
+            with self.changed:  # it may have reported its error
                 self.changed.wait_for(lambda: self._failure is not None, 1.0)
             raise self._failure or self.lost() from None
 
     def ask(self, message: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Send ``message``; the future is its answer, or why there is none."""
+        """Send ``message``; the future is its answer or error."""
         with self.changed:
             self._count += 1
             number = self._count
@@ -163,11 +164,12 @@ class UpdaterProcess:
         return answer.result()
 
     def await_step(self, step: int) -> None:
-        """Return when it has made ``step``. It is waited for while it works, however slow it is.
+        """Wait until the process has made ``step``, while it makes progress.
 
         Raises:
-            UpdaterLostError: it has ended. OperationTimeoutError: it has done nothing for ``timeout_seconds``, and was
-                ended. Or what it failed of.
+            UpdaterLostError: it ended.
+            OperationTimeoutError: it made no progress for ``timeout_seconds``, and was killed.
+            TierckptError: the error of the process.
         """
         self._await(lambda: self.step >= step)
 
@@ -191,13 +193,13 @@ class UpdaterProcess:
     def _late(self, reason: str) -> OperationTimeoutError:
         self.stop()
         return OperationTimeoutError(
-            f"{reason}; it was ended after {self._timeout_seconds:g} s",
-            hint="Look for a disk that hangs below its directory. Its state is safe; step() begins it again",
+            f"{reason}; it was killed after {self._timeout_seconds:g} s",
+            hint="Check whether the disk of its directory hangs. Its state is safe; step() starts it again",
             waited_seconds=self._timeout_seconds,
         )
 
     def close(self) -> None:
-        """Let it finish what it was given, then end it."""
+        """Let it finish its pending work, then end it."""
         try:
             if self.is_alive:
                 self.send({"op": "close"})
@@ -208,7 +210,7 @@ class UpdaterProcess:
         self.stop()
 
     def stop(self) -> None:
-        """End it, whatever it does. Its files are as good as after a crash: the next one begins there."""
+        """Kill it. Its files are then as after a crash: the next process starts from them."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -217,14 +219,14 @@ class UpdaterProcess:
             except subprocess.TimeoutExpired:
                 self._process = process
                 raise OperationTimeoutError(
-                    f"process {process.pid} of the optimizer near storage was killed and does not end",
-                    hint=f"The kernel has it wait for the disk of {self.order['directory']}",
+                    f"process {process.pid} of the optimizer near storage was killed but does not end",
+                    hint=f"The kernel blocks it on the disk of {self.order['directory']}",
                     waited_seconds=KILL_SECONDS,
                 ) from None
         connection, self._connection = self._connection, None
         if connection is not None:
             with self.changed:
-                self.changed.wait_for(lambda: self._failure is not None, 5.0)  # its end is heard
+                self.changed.wait_for(lambda: self._failure is not None, 5.0)  # the receiver has seen its end
             connection.close()
 
     def _hear(self, connection: Connection) -> None:
@@ -244,7 +246,7 @@ class UpdaterProcess:
             pass
         if self._has_met_bad_disk():
             failure = IntegrityError(
-                f"the optimizer's state in {self.order['directory']} cannot be read: its process was ended by SIGBUS",
+                f"the optimizer's state in {self.order['directory']} cannot be read: its process died of SIGBUS",
                 hint=f"{DMESG}. {LOST}",
                 path=self.order["directory"],
             )
@@ -256,15 +258,15 @@ class UpdaterProcess:
             answer.set_exception(failure)
 
     def _has_met_bad_disk(self) -> bool:
-        """Whether the process that has just ended did so on a page of its files that could not be read (N6)."""
+        """Whether the process died on an unreadable page of its files (N6)."""
         process = self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process is not None and process.wait(END_OF_PROCESS_SECONDS) == -signal.SIGBUS
         return False
 
-    def lost(self, what: str = "has ended") -> UpdaterLostError:
+    def lost(self, what: str = "ended unexpectedly") -> UpdaterLostError:
         return UpdaterLostError(
             f"the process of the optimizer near storage (its state is in {self.order['directory']}) {what}",
-            hint="Nothing is lost. Call step() again: it begins the process again, and makes the step it was at",
+            hint="No step is lost. Call step() again: it restarts the process and repeats the current step",
             directory=self.order["directory"],
         )

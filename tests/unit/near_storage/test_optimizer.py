@@ -266,7 +266,7 @@ class TestTraining:
         trainer.optimizer.close()
         again = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
         assert again.optimizer.resume() == 8
-        with pytest.raises(IntegrityError, match="of later steps than 1"):
+        with pytest.raises(IntegrityError, match="newer than step 1"):
             again.optimizer.resume(1)
         assert again.optimizer.resume() == 8  # nothing was changed
         assert again.optimizer.resume(7) == 7
@@ -435,15 +435,15 @@ def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is float32.*gradient_log"):  # the parameters of autocast and a GradScaler
         build(nn.Linear(2, 2).parameters(), torch.optim.AdamW)
     model.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"kept in float32"):
+    with pytest.raises(ConfigError, match="has float32 gradients"):
         build(model.parameters(), torch.optim.AdamW)
     for given in ((torch.optim.AdamW(model.parameters()),), (model.parameters(), torch.optim.AdamW)):
-        with pytest.raises(ConfigError, match=r"no mode but offload.*gradient_log"):
+        with pytest.raises(ConfigError, match=r"supports only mode=.*gradient_log"):
             build(*given, mode="shadow")
     with pytest.raises(ConfigError, match="in the trainer"):
         build(torch.optim.AdamW(model.parameters()), mode="offload")
     for unknown in (None, "AdamW", nn.Linear):
-        with pytest.raises(ConfigError, match="which optimizer"):
+        with pytest.raises(ConfigError, match="not an optimizer class"):
             build(model.parameters(), unknown)
     for options in ({"workers": 0}, {"workers": "two"}, {"persist_every": 1.5}):
         with pytest.raises(ConfigError, match="whole numbers above 0"):
@@ -493,7 +493,7 @@ class TestDamage:
             had = file.digest(block, 1 - changed)
             flip(file.directory / "state", changed * file.layout.size_bytes + 4096)
             if is_counted == is_recorded:
-                with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* is not what was written"):
+                with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* does not match its digest"):
                     apply()
                 assert file.digest(block, 1 - changed) == had, "the other version is what is left"
             else:
@@ -631,7 +631,7 @@ class TestDamage:
             state = {"model": trainer.model, "optimizer": optimizer}
             monkeypatch.setattr(Hold, "wait", wait_and_flip)
             checkpointer.save(6, state)
-            with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* is not what was written"):
+            with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* does not match its digest"):
                 checkpointer.wait("local")
             monkeypatch.undo()
             checkpointer.save(6, state).result()
@@ -653,7 +653,7 @@ class TestDamage:
             checkpointer.save(8, state).result()
             for one in (4096, at):
                 flip(path, one)
-            with pytest.raises(IntegrityError, match=r"block 0 of .*/state is damaged, in both versions") as caught:
+            with pytest.raises(IntegrityError, match=r"both versions of block 0 of .*/state are damaged") as caught:
                 trainer.train(9)
             assert "restore the newest checkpoint" in caught.value.hint
 
