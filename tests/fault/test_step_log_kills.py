@@ -178,7 +178,7 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     path.write_bytes(damaged)
     seen, said = run(nursery, tmp_path, 2, uri=file_uri, steps=0)
     back = seen.resumed()
-    assert back == 4 and "is not what was written" in said
+    assert back == 4 and "does not match its digest" in said
     assert all(seen.said(rank, "resumed")[-1] == (back, digests[rank][back]) for rank in range(2))
     _, said = run(nursery, tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
     assert "a job of 2 ranks has written it" in said

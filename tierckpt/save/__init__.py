@@ -1,1 +1,1 @@
-"""From memory to the SSD: room for a save, flush, writing ahead, and the direct put where the SSD is full."""
+"""From memory to the SSD: flush, write-ahead, direct put."""

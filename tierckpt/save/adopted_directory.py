@@ -1,11 +1,11 @@
-"""Takes a directory that somebody else wrote into the local tier: looked at twice, linked or copied, digested.
+"""Adopts a directory written by another program into the local tier.
 
-A1  The writer may delete or replace its files as soon as they are taken in: the local tier has names of its own.
-A2  What is digested is what was taken in. A file that differs between the first look and the last, or that anybody has
-    open for writing, refuses the whole: no commit names half of a write.
+A1  The writer may delete or replace its files once they are adopted: the local tier has its own names for them.
+A2  The adopted bytes are the digested bytes. A file that differs between the first and the last scan, or that any
+    process has open for writing, refuses the whole directory: no commit names half of a write.
 A3  A reflink or a copy shares nothing with the writer. A hard link shares its inode: a write in place after the commit
-    changes our bytes too, and every reader finds that by the digests (P4). So links are made only where the caller says
-    that its files are never written in place.
+    changes our bytes too, and every reader detects that by the digests (P4). So links are made only if the caller
+    guarantees that its files are never written in place.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ..stores.schemes import check_object_name
 from ..types import ByteRange
 
 FICLONE = 0x40049409
-"""``ioctl_ficlone(2)``: one file gets the blocks of another, copied when either is written to."""
+"""``ioctl_ficlone(2)``: share the blocks of another file, copy on write."""
 THREADS = 4
 COPY_BYTES = 8 << 20
 CLOCK_REALTIME_COARSE = 5
 QUIET_SECONDS = 2 * time.clock_getres(CLOCK_REALTIME_COARSE)
-"""Time stamps are as fine as a tick of the kernel: what was written later than this ago is looked at a moment later."""
+"""Time stamps have the resolution of a kernel tick: a file written more recently than this is scanned again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file as it was seen: two that are equal have not been written to between the looks."""
+    """A file as scanned: two equal ones mean that it was not written in between."""
 
     place: Path
     size_bytes: int
@@ -51,10 +51,10 @@ class SourceFile:
 
 
 def identity(directory: Path) -> str | None:
-    """What all that see one directory say of it, once all have written: its names, last changed at one moment.
+    """Return an identity of ``directory``, equal on all nodes after all have written.
 
-    No inode number: a FUSE server may give each node another. None where it has no file: a framework may make it on
-    nodes that write nothing.
+    It consists of names and modification times, without inode numbers, which differ between nodes on FUSE. None if
+    the directory has no file: a framework may create it on nodes that write nothing.
     """
     walk = os.walk(directory)
     names = sorted(os.path.relpath(Path(folder, name), directory) for folder, _, found in walk for name in found)
@@ -63,7 +63,7 @@ def identity(directory: Path) -> str | None:
 
 @contextmanager
 def staying(directory: Path) -> Iterator[None]:
-    """Raise CheckpointError for a file of ``directory`` that was there a moment ago: it is still being written."""
+    """Raise CheckpointError if a file vanishes in the context: it is still being written."""
     try:
         yield
     except ObjectNotFoundError as error:
@@ -71,48 +71,48 @@ def staying(directory: Path) -> Iterator[None]:
 
 
 def check_names(files: Mapping[str, SourceFile], folder: str, location: Location) -> None:
-    """Raise ConfigError for a path that no manifest, or no key of a bucket, can hold below ``folder``."""
+    """Raise ConfigError for a path under ``folder`` that no manifest or bucket key can hold."""
     for path in files:
         if not is_safe_path(f"{folder}/{path}"):
-            raise ConfigError(f"{path} is too long a name for a file of a checkpoint", hint="Shorten it")
+            raise ConfigError(f"{path} is too long for a file name in a checkpoint", hint="Shorten it")
         check_object_name(location.child(f"{folder}/{path}"))
 
 
 def look(directory: Path) -> dict[str, SourceFile]:
-    """Return the files below ``directory`` by their relative path. Links that stay inside are followed.
+    """Return the files under ``directory`` by relative path. Follows links that stay inside it.
 
     Raises:
-        ConfigError: no directory, nothing in it, or something in it that cannot be taken in: a link that leads out of
-            it or nowhere, a name that no store has, a device, a pipe, a socket.
+        ConfigError: ``directory`` does not exist or is empty, or has an entry that cannot be adopted: a link that
+            leads out of it or is dangling, a name that no store accepts, a device, a pipe, a socket.
     """
     with staying(directory), translated(directory, is_above=True):
         if not directory.is_dir():
             raise ConfigError(
-                f"{directory} is no directory", hint="Give the directory that the checkpoint was written to"
+                f"{directory} is not a directory", hint="Give the directory that the checkpoint was written to"
             )
         top = directory.resolve()
         found = dict(_walk(top, top, "", (top,)))
     if not found:
-        raise ConfigError(f"{directory} has no file in it", hint="Adopt a checkpoint when its writer has written it")
+        raise ConfigError(f"{directory} contains no files", hint="Adopt a checkpoint after its writer has finished")
     return found
 
 
 def _walk(top: Path, place: Path, below: str, above: tuple[Path, ...]) -> Iterator[tuple[str, SourceFile]]:
     for entry in sorted(os.scandir(place), key=lambda one: one.name):
         path, real = f"{below}{entry.name}", Path(entry.path)
-        if path == PRIVATE_DIR:  # the receipt of a restore, not the checkpoint
+        if path == PRIVATE_DIR:  # the receipt of a restore, not part of the checkpoint
             continue
         if entry.is_symlink():
             real = _followed(top, real, path)
         status = real.stat()
         if not is_safe_path(path):
-            raise ConfigError(f"{top}/{path!r} is no name that a store can have", hint="Rename or remove it")
+            raise ConfigError(f"{top}/{path!r} is not a valid name for a store", hint="Rename or remove it")
         if stat.S_ISDIR(status.st_mode):
             if real in above:
-                raise ConfigError(f"{top}/{path} is a link to a directory that it lies in", hint="Remove the link")
+                raise ConfigError(f"{top}/{path} is a link to one of its parent directories", hint="Remove the link")
             yield from _walk(top, real, f"{path}/", (*above, real))
         elif not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{top}/{path!r} is no file that a store can hold", hint="Remove it from the directory")
+            raise ConfigError(f"{top}/{path!r} is not a regular file", hint="Remove it from the directory")
         else:
             yield path, SourceFile(real, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -121,17 +121,17 @@ def _followed(top: Path, link: Path, path: str) -> Path:
     try:
         real = link.resolve(strict=True)
     except (OSError, RuntimeError):
-        raise ConfigError(f"{top}/{path} is a link that leads nowhere", hint="Remove the link") from None
+        raise ConfigError(f"{top}/{path} is a dangling link", hint="Remove the link") from None
     if not real.is_relative_to(top):
         raise ConfigError(
             f"{top}/{path} is a link out of the directory, to {real}",
-            hint="A checkpoint holds its own files: put the file itself there, or remove the link",
+            hint="Replace the link by the file itself, or remove it",
         )
     return real
 
 
 def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
-    """Raise CheckpointError when anybody has one of ``files`` open for writing, where the kernel tells."""
+    """Raise CheckpointError if a process has a file open for writing and the kernel reports it."""
     newest = max(file.modified_ns for file in files.values()) / 1e9
     time.sleep(min(QUIET_SECONDS, max(0.0, newest + QUIET_SECONDS - time.time())))
     with staying(directory):
@@ -141,7 +141,7 @@ def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
 
 
 def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:
-    """Raise CheckpointError when ``directory`` is not what it was at the first look."""
+    """Raise CheckpointError if ``directory`` has changed since the first scan."""
     was, now = ({path: _seen(file, links) for path, file in files.items()} for files in (before, look(directory)))
     for path in sorted(was.keys() | now.keys()):
         if was.get(path) != now.get(path):
@@ -149,26 +149,26 @@ def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -
 
 
 def _seen(file: SourceFile, links: bool) -> tuple[object, ...]:
-    """A second name changes the inode's own time, and no byte."""
+    """Return the fields to compare. A hard link changes the inode's ctime, but no byte."""
     return (file.size_bytes, file.modified_ns, None if links else file.changed_ns)
 
 
 def _still_written(directory: Path, path: str) -> CheckpointError:
     return CheckpointError(
         f"{directory} is still being written: {path} changes",
-        hint="Adopt it when its writer has closed every file; nothing was committed",
+        hint="Adopt it after its writer has closed every file; nothing was committed",
         file=path,
     )
 
 
 def _is_open_for_writing(path: Path) -> bool:
-    """True when some process has the file open for writing: then the kernel gives nobody a read lease (fcntl(2)).
+    """Whether a process has the file open for writing: the kernel then refuses a read lease (fcntl(2)).
 
-    It gives none on network mounts, nor for files of others: there the two looks have to do.
+    It also refuses leases on network mounts and for files of other users. There only the two scans protect.
     """
     file = open_file(path)
     try:
-        # Whoever opens the file in the moment that we hold the lease has us signalled; SIGIO would end the process.
+        # A process that opens the file during the lease makes the kernel signal us; SIGIO would end the process.
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -180,7 +180,7 @@ def _is_open_for_writing(path: Path) -> bool:
 
 
 def take_in(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
-    """Give each file a name below ``target``: a hard link where ``links``, else a reflink, else a copy (A3)."""
+    """Create each file under ``target``: as a hard link if ``links``, else a reflink, else a copy (A3)."""
     with translated(target, is_above=True), ThreadPool(THREADS) as pool:
         for place in sorted({(target / path).parent for path in files}):
             make_dirs(place)
@@ -195,17 +195,17 @@ def _take_file(source: Path, target: Path, links: bool) -> None:
     with os.fdopen(open_file(source), "rb", 0) as old, os.fdopen(create_file(target, 0o644), "wb") as new:
         try:
             fcntl.ioctl(new, FICLONE, old.fileno())
-        except OSError:  # another file system, or one that shares no blocks
+        except OSError:  # another file system, or one without reflinks
             shutil.copyfileobj(old, new, COPY_BYTES)
 
 
 def settle(
     target: Path, sizes: Mapping[str, int], chunk_size_bytes: int, on_bytes: Callable[[int], None]
 ) -> dict[str, tuple[str, ...]]:
-    """Have the files below ``target``, and their names, durable. Return the digests of the chunks of each.
+    """Make the files under ``target`` and their names durable. Return the chunk digests of each file.
 
-    ``on_bytes`` is told how many bytes have been digested so far.
-    Cost: an fsync for each file and directory, several at a time, and meanwhile one read of every byte.
+    ``on_bytes`` is called with the number of bytes digested so far.
+    Cost: an fsync for each file and directory, several at a time, and one concurrent read of every byte.
     """
 
     def digest(place: tuple[str, int]) -> str:

@@ -1,14 +1,13 @@
-"""Direct put: shards that go from staging memory straight to the store, and not to the SSD.
+"""Direct put: sends shards from staging memory to the store, bypassing the SSD.
 
-For a save that the SSD has no room for, or where it is no faster than the shared tier (``planning/drain_policy.py``,
-D5). The commit is the usual one: an object has the name its shard would have had, so the drain finds it there and sends
-nothing.
+For a save that the SSD has no room for, or if it is no faster than the shared tier (``planning/drain_policy.py``, D5).
+The commit is the usual one: each object has the name its shard would have had, so the drain finds it and sends nothing.
 
 Invariants (tests cite them):
-    T1  A rank's results name its shards only when all of them are whole and durable on the shared tier, digests taken
-        of the very bytes that were sent. So a commit that names them, on either tier, names what can be read.
-    T2  A shard that did not get there goes to the SSD instead, and the other way round. Only when neither takes it the
-        save fails, and what it left in the store is removed, or stays under names that no commit knows.
+    T1  A rank's results name its shards only when all of them are whole and durable on the shared tier, with digests
+        of the bytes that were sent. So a commit that names them, on either tier, names readable files.
+    T2  A shard that cannot be put goes to the SSD instead, and vice versa. If neither tier takes it, the save fails,
+        and its objects are removed from the store, or stay under names that no commit knows.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from .shard_plan import Shard
 async def send(
     store: Store, shards: Sequence[Shard], slot: Memory, chunk_size_bytes: int, flow: DrainFlow
 ) -> list[Flushed]:
-    """Put ``shards`` into ``store``, one after another, each under its file's name. All are whole there on return.
+    """Put ``shards`` into ``store``, one after another, each under its file's name. All are durable on return.
 
-    Raises TierckptError: one could not be put; those before it are there.
+    Raises TierckptError if a shard cannot be put; the earlier ones are stored.
     Cost: one pass over the data for CRC and digest, and a copy of each chunk, as the store takes several at a time.
     """
     return [await send_shard(store, shard, slot, chunk_size_bytes, flow) for shard in shards]

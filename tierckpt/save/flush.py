@@ -1,24 +1,24 @@
-"""Flush: memory to node-local SSD, durable, with digests and CRCs taken on the same pass.
+"""Flush: writes memory to the node's SSD, durably, taking digests and CRCs in the same pass.
 
 A shard is an ordered list of records (head, raw data somewhere in memory, tail). Its file is cut in segments of one or
-more chunks. Workers take segments in file order; each one
+more chunks. Workers take segments in file order. A worker
 
-    1. brings the segment's bytes together: in place where the arena already holds the image of the file, otherwise in
-       a slot of huge pages that the worker owns;
-    2. computes the CRC-32 of the data in it, and fills the tails that are now known;
+    1. gathers the segment's bytes: in place if the arena holds an image of the file, otherwise in the worker's slot of
+       huge pages;
+    2. computes the CRC-32 of the data in it, and fills the tails that are then known;
     3. digests each chunk;
     4. writes the whole segment with one O_DIRECT write.
 
-The processor's cache still holds the bytes of step 1 in steps 2 and 3. Nothing else is allocated, whatever the size.
+In steps 2 and 3 the bytes of step 1 are still in the processor's cache. Memory use does not depend on the size.
 
 Invariants (tests cite them):
-    F1  The digests are of the bytes that were handed to the kernel, padding excluded.
-    F2  A tail waits only for segments that come earlier in the same file, and those are taken first: no deadlock.
-    F3  After any error the shard is useless: the error is raised, nothing is tried again on the same file. A failed
-        fsync in particular may have dropped the pages it could not write (Rebello et al., ATC'20).
-    F4  When ``flush`` returns, every shard's bytes are durable if ``durable``; its directory is the caller's to fsync.
+    F1  The digests are of the bytes handed to the kernel, excluding padding.
+    F2  A tail waits only for earlier segments of the same file, which are taken first: no deadlock.
+    F3  After any error the shard is useless: the error is raised, and the same file is never retried. In particular,
+        a failed fsync may have dropped the pages it could not write (Rebello et al., ATC'20).
+    F4  When ``flush`` returns, every shard's bytes are durable if ``durable``; the caller syncs its directory.
 
-Works in the process that owns the data or in another that has mapped the same memory: addresses count from ``base``.
+Runs in the process that owns the data or in another one that maps the same memory: addresses count from ``base``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from .shard_plan import Record, Shard
 
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
-"""A quarter of the smallest second-level cache of today's servers, since source, target and more go through it."""
+"""A quarter of the smallest second-level cache of current servers, which also holds source, target and other data."""
 
 SMALL_BYTES = 16 * 1024
-"""Copied without letting go of the interpreter lock: to get it back takes longer than the copy."""
+"""Copied without releasing the interpreter lock: reacquiring it takes longer than the copy."""
 
 
 def flush(
@@ -66,20 +66,20 @@ def flush(
     cached: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> list[Flushed]:
-    """Write ``shards``, each under a name that does not exist yet. Returns size and chunk digests, in order.
+    """Write ``shards``, each to a new file. Return size and chunk digests, in order.
 
-    The caller's thread is one of the workers, unless ``nice`` asks for a low priority, which only threads of our own
-    get. ``slots``: memory for a segment each; only what does not lie in an image takes one, and waits for it.
+    The caller's thread is one of the workers, unless ``nice`` requests a low priority, which applies to new threads
+    only. ``slots``: memory for a segment each, used for data outside an image.
 
-    ``cached`` writes through the page cache: slower, and whoever reads the shards next finds them in memory.
+    ``cached`` writes through the page cache: slower, but later readers find the shards in memory.
 
-    With a ``pace`` workers rest between segments while the node's processors are busy (``disk/cpu_throttle.py``).
+    With a ``pace``, workers rest between segments while the node's processors are busy (``disk/cpu_throttle.py``).
 
     Raises:
-        CapacityError: the disk is full (found by fallocate before the first byte, where the file system has it).
-        TierckptError: any other error of any worker, by the first shard that had one (F3). Files are left as they are.
-        OperationTimeoutError: a worker has not ended within ``timeout_seconds``.
-    Cost: one pass over data in cache for CRC and digest, one copy more where there is no image; memory: the slots.
+        CapacityError: the disk is full (detected by fallocate before the first byte, if the file system supports it).
+        TierckptError: any other error of a worker, of the first failed shard (F3). Files are not removed.
+        OperationTimeoutError: a worker did not end within ``timeout_seconds``.
+    Cost: one pass over cached data for CRC and digest, one more copy if there is no image; memory: the slots.
     """
     deadline = time.monotonic() + timeout_seconds
     pace = pace or CpuThrottle()
@@ -94,8 +94,8 @@ def flush(
                 job.work(0)
             job.join()
         except BaseException as error:
-            # An interrupt, or a thread that cannot be had. The slots are the caller's again when this returns, so the
-            # workers end first: each finishes the segment it has and takes no other.
+            # An interrupt, or no thread available. On return the caller reuses the slots, so wait for the workers:
+            # each finishes its current segment and takes no other.
             job.fail(error)
             job.join()
             raise
@@ -107,7 +107,7 @@ def flush(
 
 
 class Stream:
-    """One shard as a stream, for who sends it instead of writing it. ``slot`` must hold a chunk."""
+    """A shard as a stream of bytes, to be sent instead of written. ``slot`` must hold a chunk."""
 
     def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int, timeout_seconds: float = 1800.0) -> None:
         for record in shard.records:
@@ -120,7 +120,7 @@ class Stream:
         self._slot = slot
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes of the file in order, chunk by chunk. Each piece is valid until the next is asked for."""
+        """Yield the bytes of the file in order, chunk by chunk. Each piece is valid until the next iteration."""
         for file in self._job.files:
             for index in range(file.segments):
                 start = index * self._job.segment_bytes
@@ -131,12 +131,12 @@ class Stream:
                 yield place.part(start, end)
 
     def flushed(self) -> Flushed:
-        """What the shard has become, once all pieces were taken."""
+        """Return size and digests of the shard, after all pieces were consumed."""
         return self._job.files[0].flushed()
 
 
 class ShardFile(DirectFile):
-    """One shard being written: its descriptor, and how many segments are still to come."""
+    """A shard being written: its descriptor, and the number of pending segments."""
 
     def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
         super().__init__(direct=direct)
@@ -154,7 +154,6 @@ class ShardFile(DirectFile):
             allocate(self.fd, round_up(self.shard.size_bytes))
 
     def _take(self) -> bool:
-        """Go on with the file that was begun ahead, if there is one."""
         fd = self.ahead.take(self.shard.path) if self.ahead is not None else None
         if fd is None:
             self.ahead = None
@@ -163,7 +162,7 @@ class ShardFile(DirectFile):
         return True
 
     def has(self, place: _Place) -> bool:
-        """True when the segment at ``place`` is written ahead: it lies in the image and is one record's data (A3)."""
+        """Whether the segment at ``place`` is written ahead: it is in the image and is one record's data (A3)."""
         image = self.shard.image
         if self.ahead is None or image is None or place.address != image.address + place.start:
             return False
@@ -183,7 +182,7 @@ class ShardFile(DirectFile):
 
 
 class FlushJob:
-    """The workers of one call of ``flush`` and what they share."""
+    """The workers of one ``flush`` call and their shared state."""
 
     def __init__(
         self,
@@ -210,8 +209,8 @@ class FlushJob:
         self.working = 0
         self.threads_started: list[threading.Thread] = []
         self.pace = pace
-        # Where the caller waits, copy, CRC and digest take a piece that the core's own cache holds, one after another:
-        # an eighth less processor time. Beside training each takes a segment, as each must ask for the GIL.
+        # In the foreground, copy, CRC and digest process pieces that fit the core's own cache: an eighth less processor
+        # time. In the background they process whole segments, since each call must reacquire the GIL.
         whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
         self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
         self._queue = deque(self._segments())
@@ -224,7 +223,7 @@ class FlushJob:
                 yield file, index * self.segment_bytes
 
     def open(self, nice: int) -> list[threading.Thread]:
-        """Open the files. Return the threads that are to work beside the caller's, or in its place (``nice``)."""
+        """Open the files. Return the threads to start besides the caller's, or instead of it (``nice``)."""
         for file in self.files:
             file.open()
             if not file.segments:
@@ -236,17 +235,17 @@ class FlushJob:
         ]
 
     def join(self) -> None:
-        """Wait until no worker touches a slot or a file any more.
+        """Wait until no worker uses a slot or a file.
 
-        Counted, because ``Thread.join`` takes a thread for ended when an interrupt hits it (CPython issue 89437).
+        Uses a counter, as an interrupted ``Thread.join`` marks a running thread as ended (CPython issue 89437).
         """
         with self.changed:
             ended = self.changed.wait_for(lambda: not self.working, max(0.0, self.deadline - time.monotonic()))
         if ended:
-            for thread in self.threads_started:  # they have only to return: none is left for the interpreter's end
+            for thread in self.threads_started:  # they are about to return: leave none for interpreter shutdown
                 thread.join(1.0)
             return
-        # One hangs in the kernel and still uses its slot and its file: neither may be used again.
+        # A thread hangs in the kernel and still uses its slot and its file: neither may be reused.
         late = self._late("a write to end")
         self.fail(late)
         raise late
@@ -258,7 +257,7 @@ class FlushJob:
             start_thread(thread)
             self.threads_started.append(thread)
         except BaseException:
-            if thread.ident is None:  # it never ran, so it cannot say that it has ended
+            if thread.ident is None:  # it never ran, so it does not call ``_leave``
                 self._leave()
             raise
 
@@ -283,7 +282,7 @@ class FlushJob:
                     self._write_segment(segment)
                 finally:
                     self._give_back(segment.slot)
-                if self._queue:  # after the last segment the commit waits, and nothing is left to hold back
+                if self._queue:  # after the last segment only the commit remains
                     self.pace.rest_after(time.thread_time() - begun)
         except BaseException as error:
             self.fail(error)
@@ -294,10 +293,10 @@ class FlushJob:
             self.changed.notify_all()
 
     def _next(self) -> _Segment | None:
-        """The next segment of the queue, with a slot if it takes one; None when there is none, or after an error.
+        """Return the next segment, with a slot if it needs one; None at the end or after an error.
 
-        The first of the queue waits for its slot, and what comes after it too: a tail waits for the CRCs of segments
-        before it, and all of those must have what they need.
+        Segments are taken strictly in order, also if the first must wait for a slot: a tail waits for the CRCs of
+        earlier segments, which must all have their slots.
         """
         with self.changed:
             while self.failure is None and self._queue:
@@ -340,7 +339,7 @@ class FlushJob:
                 self._finish(file)
 
     def assemble(self, file: ShardFile, records: Sequence[Record], place: _Place, end: int) -> None:
-        """Have the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
+        """Assemble the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
         self._gather(records, place)
         start = place.start
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
@@ -356,7 +355,7 @@ class FlushJob:
             file.finish(self.durable)
 
     def in_place(self, file: ShardFile, records: Sequence[Record], start: int, end: int) -> _Place | None:
-        """Where bytes ``start`` to ``end`` lie in the image as they will lie in the file; None when they do not."""
+        """Return the place of these bytes in the image; None if the image does not hold them contiguously."""
         image, padded = file.shard.image, round_up(end)
         if image is None or padded > image.size_bytes:
             return None
@@ -370,7 +369,7 @@ class FlushJob:
         return _Place(image.memory.view[position : position + padded - start], image.address + start, start, padded)
 
     def _gather(self, records: Sequence[Record], place: _Place) -> None:
-        """Bring the bytes of a segment together, tails last: theirs may be the CRC of a part another worker has."""
+        """Gather the bytes of a segment. Tails come last: their CRC may depend on another worker."""
         cursor = place.start
         tails = []
         view, start, shift, last = place.view, place.start, place.address - place.start, place.end
@@ -379,7 +378,7 @@ class FlushJob:
             offset, frame = record.offset, record.frame
             gap, end = offset - cursor, offset + record.total_bytes
             if frame is not None and offset >= start and end <= last and gap < DISK_BLOCK_BYTES:
-                # The whole item lies in this segment: by far the most frequent case when there are many small ones.
+                # The segment has the whole item: the common case with many small items.
                 data = offset + record.head_bytes
                 tail = data + record.size_bytes
                 view[cursor - start : data - start] = _ZEROS[:gap] + record.head if gap else record.head
@@ -402,7 +401,7 @@ class FlushJob:
             place.put(record.frame.tail_with(self._crc_of(record)), record.end - record.tail_bytes)
 
     def _put_data(self, record: Record, place: _Place) -> None:
-        """Copy the part of the data that lies in this segment, unless it is there, and note its CRC."""
+        """Copy the record's data in this segment, unless it is there already, and note its CRC."""
         first = max(record.data_offset, place.start)
         last = min(record.data_offset + record.size_bytes, place.end)
         if first >= last:
@@ -442,33 +441,33 @@ class FlushJob:
 
     def close(self) -> None:
         if self.working:
-            return  # its next write would go to whatever file got the number of the one closed here
+            return  # a late write could go to another file that reuses the descriptor (A5)
         for file in self.files:
             if file.ahead is not None and not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
-                continue  # the same (A5)
+                continue  # same (A5)
             file.close()
 
 
 class _Place:
-    """Where a segment's bytes come together: ``view`` begins at file offset ``start`` and memory ``address``."""
+    """Memory for a segment: ``view`` begins at file offset ``start`` and memory ``address``."""
 
     __slots__ = ("address", "digests", "end", "start", "view")
 
     def __init__(self, view: memoryview, address: int, start: int, end: int) -> None:
         self.view, self.address, self.start, self.end = view, address, start, end
         self.digests: dict[int, bytes] = {}
-        """By file offset: the digests of blocks that were taken as soon as their bytes were there."""
+        """Digests of blocks by file offset, taken while their bytes were in the cache."""
 
     def part(self, start: int, end: int) -> memoryview:
         return self.view[start - self.start : end - self.start]
 
     def digest(self, start: int, end: int) -> None:
-        """Take the digests of the blocks that lie within ``[start, end)``, whose bytes are final."""
+        """Digest the whole blocks within ``[start, end)``, after their bytes are final."""
         for offset in range(start + -start % DIGEST_BLOCK_BYTES, end - DIGEST_BLOCK_BYTES + 1, DIGEST_BLOCK_BYTES):
             self.digests[offset] = block_digest(self.part(offset, offset + DIGEST_BLOCK_BYTES))
 
     def blocks(self, start: int, end: int) -> bytes:
-        """The digests of the blocks of the chunk ``[start, end)``, of which all bytes are here."""
+        """Return the block digests of the chunk ``[start, end)``, which is complete."""
         if not self.digests:
             return blocks_of(self.part(start, end))
         return b"".join(
@@ -477,13 +476,13 @@ class _Place:
         )
 
     def put(self, data: Any, offset: int) -> None:
-        """Put what of ``data`` (which begins at file ``offset``) lies in this segment."""
+        """Copy the part of ``data`` (which begins at file ``offset``) that is in this segment."""
         first, last = max(offset, self.start), min(offset + len(data), self.end)
         if first < last:
             self.view[first - self.start : last - self.start] = data[first - offset : last - offset]
 
     def zero(self, start: int, end: int) -> None:
-        """No stale memory reaches a file."""
+        """Zero these bytes, so that no stale memory reaches a file."""
         while start < end:
             count = min(end - start, len(_ZEROS))
             self.view[start - self.start : start - self.start + count] = _ZEROS[:count]
@@ -491,7 +490,7 @@ class _Place:
 
 
 def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """``[start, end)`` cut at the multiples of ``size_bytes``; whole when that is 0."""
+    """Yield ``[start, end)`` cut at multiples of ``size_bytes``; whole if that is 0."""
     while size_bytes and end - start > size_bytes:
         cut = start + size_bytes - start % size_bytes
         yield start, cut
@@ -504,17 +503,15 @@ def _in(slot: Memory, start: int, end: int) -> _Place:
 
 
 class _Segment(NamedTuple):
-    """A part of a file that one thread writes."""
-
     file: ShardFile
     records: Sequence[Record]
     place: _Place
     end: int
     slot: Memory | None
-    """What ``place`` lies in, where that is not the image."""
+    """The slot that ``place`` uses; None in the image."""
 
 
 def overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
-    """The records with a byte in [start, end): records are in order."""
+    """Return the records with a byte in [start, end)."""
     first = bisect_right(records, start, key=lambda record: record.end)
     return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]

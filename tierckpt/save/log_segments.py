@@ -62,7 +62,7 @@ _COPIED_BYTES_MAX = 64 << 10
 """Limit for copies under the interpreter lock."""
 
 Read = Callable[[int, int], memoryview]
-"""Returns bytes, given the offset from the begin of a record and the size; fewer at the end of the file."""
+"""Returns bytes, given the offset from the start of a record and the size; fewer at the end of the file."""
 
 
 def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
@@ -97,13 +97,13 @@ def unpack(read: Read, magic: bytes, *, where: str) -> tuple[dict[str, Any], str
     if len(text) < size_bytes:
         raise damaged(where, "it is cut short")
     if xxh3_128(text).digest() != digest:
-        raise damaged(where, "its header is not what was written")
+        raise damaged(where, "its header does not match its digest")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise damaged(where, "its header is none that tierckpt writes")
+        raise damaged(where, "its header has an unknown format")
     return fields, digest.hex(), _HEAD.size + size_bytes
 
 
@@ -309,11 +309,11 @@ def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: st
             if len(piece) < wanted:
                 raise damaged(where, "it is cut short")
             if digest_of_piece(piece) != digest:
-                raise damaged(where, f"its data ({number}) is not what was written")
+                raise damaged(where, f"its data ({number}) does not match its digest")
             at += wanted
             yield piece
         if at != end:
-            raise damaged(where, f"its data ({number}) is not of the size that was written")
+            raise damaged(where, f"its data ({number}) does not have the recorded size")
 
 
 def digest_of_piece(data: bytes | memoryview) -> str:
@@ -356,12 +356,12 @@ def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str)
     except (KeyError, TypeError, ValueError, AttributeError):
         is_ours = False
     if not is_ours:
-        raise damaged(where, "its header is none that tierckpt writes")
+        raise damaged(where, "its header has an unknown format")
     length = round_up(head_bytes + sum(sizes))
     if at + length > size_bytes:
         raise damaged(where, "it is cut short")
     if fields.get("previous") != previous:
-        raise damaged(where, f"the frame of step {number} does not follow the one before it")
+        raise damaged(where, f"the frame of step {number} does not follow the previous one")
     return Place(segment, number, layouts, fields, digest, head_bytes, read), length
 
 
@@ -390,7 +390,7 @@ def _head(file: int, path: Path) -> Segment:
     fields, digest, size_bytes = unpack(read, SEGMENT, where=str(path))
     segment = Segment(path, digest=digest, head_bytes=round_up(size_bytes), **fields)
     if not (isinstance(segment.step, int) and all(isinstance(base, str) for base in segment.bases)):
-        raise damaged(str(path), "its head is none that tierckpt writes")
+        raise damaged(str(path), "its head has an unknown format")
     return segment
 
 
@@ -407,7 +407,7 @@ class SegmentFile:
         self._request_bytes = REQUEST_BYTES_MAX
         self._file = DirectFile(direct=not is_cached)
         self._is_cached = is_cached
-        self._staging = mmap.mmap(-1, STAGING_BYTES)  # begins on a page, as direct I/O wants it
+        self._staging = mmap.mmap(-1, STAGING_BYTES)  # page-aligned for direct I/O
         with translated(self.path):
             make_dirs(directory)
             self._file.create(self.path)

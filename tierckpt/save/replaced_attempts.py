@@ -1,4 +1,4 @@
-"""Finds the attempts that a new save replaces, on the local and the shared tier, before its ranks write."""
+"""Finds the attempts that a new save replaces, before its ranks write."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ log = logger("mover")
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_SILENT_SECONDS = 0.5
 REPORT_SECONDS = 8.0
-"""A save that waits for so long for the answer of its store logs an outage."""
+"""A save that waits this long for its store logs an outage."""
 SILENT_SECONDS = 60.0
-"""After a save without an answer, how long requests to that store time out after ``PROBE_SILENT_SECONDS``, and training
-does not wait for them."""
+"""Period after an unanswered save: its store gets ``PROBE_SILENT_SECONDS``, and training does not wait for it."""
 
 
 class ReplacedAttempts:
-    """Asks both tiers. Its coroutines run on one event loop."""
+    """Queries both tiers. Its coroutines run on one event loop."""
 
     def __init__(self, drainer: Drainer, selector: Selector) -> None:
         self._drainer, self._selector = drainer, selector
         self._silent_until: dict[tuple[str, str], float] = {}
-        """Until when (monotonic seconds) saves do not wait for stores that did not answer one."""
+        """When (monotonic seconds) saves wait again for stores that did not answer one."""
         self._asking: list[tuple[tuple[str, str], float, asyncio.Timeout]] = []
-        """The stores that saves are asking, and when (of the loop's clock) one counts as silent."""
+        """The stores that saves are querying, and when (of the loop's clock) one counts as silent."""
         self._blind: set[Location] = set()
         """Runs with a warning that their store has no conditional puts."""
 
     def here(self, location: Location) -> tuple[bool, set[str]]:
-        """Return whether the local tier has a checkpoint at ``location``, and the attempts that this node expects on
-        either tier. Blocking."""
+        """Return whether the local tier has a checkpoint at ``location``, and this node's attempts on either tier.
+
+        Blocking."""
         directory = self._drainer.directory(location)
         try:
             local = local_commit.read_local_manifest(directory)
         except (ManifestError, StoreError) as error:
             # The commit quarantines it, not this method: the journal names its entries by that manifest.
-            log.warning("%s: what stands on the local tier cannot be read, a new save replaces it: %s", location, error)
+            log.warning("%s: the local checkpoint is unreadable, a new save replaces it: %s", location, error)
             return False, self._attempts_in_journal(location)
         if local is None:
             return False, set()
@@ -149,7 +149,7 @@ class ReplacedAttempts:
             return
         self._blind.add(run)
         log.warning(
-            "%s: this store has no conditional puts, so it cannot be known whether another job or node saves there at "
-            "the same time, and one may replace what the other has saved. Make sure that only one does",
+            "%s: this store has no conditional puts, so concurrent saves by another job or node cannot be detected and "
+            "may replace each other. Make sure that only one job saves there",
             run.uri,
         )

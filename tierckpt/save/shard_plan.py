@@ -1,4 +1,4 @@
-"""What a shard file will consist of: records in memory, and where each goes."""
+"""Layout of a shard file before it is written: records in memory, and their offsets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..arena.memory import Memory
 from .write_ahead import TempFile
 
 Fetch = Callable[[int, int, int], None]
-"""``fetch(target_address, start, count)``: put ``count`` bytes of the data, from ``start`` on, at an address."""
+"""``fetch(target_address, start, count)``: copy ``count`` bytes of the data, from ``start``, to an address."""
 
 
 class Record:
-    """One item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
+    """An item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
 
     __slots__ = (
         *("address", "crcs", "fetch", "frame", "head", "head_bytes", "item", "known_bytes", "lease", "offset", "owner"),
@@ -36,19 +36,19 @@ class Record:
         lease: Any = None,
     ) -> None:
         self.offset = offset
-        """Of the head, in the file."""
+        """Offset of the head in the file."""
         self.head = head
         self.frame = frame
-        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None when the head is all there is."""
+        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None for a record without a tail."""
         self.address = address
         self.owner = owner
         """Keeps the data alive until it is written."""
         self.fetch = fetch
-        """Brings data that has no address in this process (on a device, or strewn over memory); None to copy it."""
+        """Reads data that is not contiguous in this process's memory, such as on a device; None to copy it."""
         self.item = item
-        """What the caller knows the record by."""
+        """The caller's item for the record."""
         self.lease = lease
-        """Of the arena, where the data is staged; None elsewhere."""
+        """Lease of the arena that stages the data; None elsewhere."""
         self.head_bytes = len(head)
         self.size_bytes: int = 0
         self.tail_bytes: int = 0
@@ -74,11 +74,11 @@ class Record:
         self.known_bytes += size_bytes
 
     def forget(self) -> None:
-        """Forget the CRCs: the shard is written from the beginning again."""
+        """Drop the CRCs, before the shard is written from the beginning again."""
         self.known_bytes, self.crcs = 0, None
 
     def crc(self) -> int:
-        """The CRC-32 of the whole data, from those of its parts in order."""
+        """Return the CRC-32 of the whole data, combined from its parts."""
         value = 0
         for _, (crc, size_bytes) in sorted((self.crcs or {}).items()):
             value = crc32_combine(value, crc, size_bytes)
@@ -87,13 +87,13 @@ class Record:
 
 @dataclass(slots=True)
 class Image:
-    """Memory that already holds a shard's data where the file will have it: offset 0 of the file is at ``address``."""
+    """Memory that holds a shard's data in the file's layout: offset 0 of the file is at ``address``."""
 
     memory: Memory
     address: int
     size_bytes: int
     ahead: TempFile | None = None
-    """Data of it that is in a file already, one without a name."""
+    """An unnamed file that already has part of the data."""
 
 
 @dataclass(slots=True)

@@ -1,12 +1,12 @@
-"""The spool of a file that is being written: memory while it is small, then a file of the local tier without a name.
+"""The spool of a file being written: in memory, then in an unnamed local file.
 
-To be kept it only gets a name: nothing is written twice. Written from front to back, it is digested on the way, and the
-disk begins with each piece at once, so that the fsync at the end waits for the last one.
+Keeping the file only links a name to it: no byte is written twice. A file written front to back is digested on the
+way, and writeback of each piece starts at once, so that the final fsync waits only for the last one.
 
 Invariants:
-    S1  Until it is kept nobody sees it, and the kernel frees it with its last descriptor (O_TMPFILE, open(2)): a
-        process that is killed leaves nothing.
-    S2  After a write anywhere but at its end, all of it is read once more and digested then.
+    S1  Until it is kept the file is invisible, and the kernel frees it with its last descriptor (O_TMPFILE, open(2)):
+        a killed process leaves no file.
+    S2  After a write other than at its end, the whole file is read and digested again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 
 
 class Spool(io.BufferedIOBase):
-    """A file that is written, and then kept on the local tier (``is_kept``), or read.
+    """A file to be written, and then kept on the local tier (``is_kept``) or read.
 
-    Raises (``write``): CapacityError: no room, as a save; what else the file system says, as an error of ours.
+    Raises (``write``): CapacityError: no room, as for a save; or the file system's error as a TierckptError.
     """
 
     def __init__(self, settings: Settings, *, is_kept: bool) -> None:
@@ -43,14 +43,14 @@ class Spool(io.BufferedIOBase):
         self._at = self._begun_bytes = 0
         self.size_bytes = 0
         self._room_bytes = MEMORY_BYTES
-        """The size from which on it has to be asked for room."""
+        """Size beyond which more room must be reserved."""
         self._digests, self._chunk = list[str](), BlockDigests()
         self._is_in_order = is_kept
         self._to_sync = -1
 
     @property
     def reserved_bytes(self) -> int:
-        """What it has of the disk already, when it is kept."""
+        """Bytes already allocated on the disk, if it is kept."""
         return self.size_bytes if self._can_be_named else 0
 
     def readable(self) -> bool:
@@ -81,7 +81,7 @@ class Spool(io.BufferedIOBase):
         return len(view)
 
     def fileno(self) -> int:
-        """A descriptor to sync. It is read-only: what is written past ``write`` would not be digested."""
+        """Return a read-only descriptor for fsync: bytes written past ``write`` would not be digested."""
         if self._to_sync < 0:
             with translated(self._settings.local_root):
                 if self._is_in_memory:
@@ -117,7 +117,7 @@ class Spool(io.BufferedIOBase):
         self._at, self.size_bytes = stop, max(stop, self.size_bytes)
         if self._is_in_order:
             self._digest(piece)
-            whole = stop - stop % PIECE_BYTES  # a page that is on its way is not written to again
+            whole = stop - stop % PIECE_BYTES  # do not write again to a page under writeback
             if whole > self._begun_bytes:
                 begin_writeback(self._file.fileno(), self._begun_bytes, whole - self._begun_bytes)
                 self._begun_bytes = whole
@@ -136,9 +136,9 @@ class Spool(io.BufferedIOBase):
         self._chunk = BlockDigests()
 
     def keep_as(self, path: Path) -> tuple[str, ...]:
-        """Give what was written the new name ``path``, its bytes durable, the name not. Return its chunks' digests.
+        """Link the file to ``path``, its bytes durable, its name not. Return its chunk digests.
 
-        Raises OSError, or an error of ours. Cost: one fsync; a copy where the file system has no files without a name.
+        Raises OSError, TierckptError. Cost: one fsync; a copy if the file system has no unnamed files.
         """
         self._file.flush()
         if not self._is_linked(path):
@@ -161,13 +161,13 @@ class Spool(io.BufferedIOBase):
         fd = self._file.fileno()
         os.fsync(fd)
         try:
-            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)  # given a directory, linkat follows the link
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)  # with a directory fd, linkat follows the link
         except OSError:
             return False
         return True
 
     def close(self) -> None:
-        """Flushes nothing: a forked child would write what its parent's buffer had once more."""
+        """Close without flushing: a forked child would write its parent's buffer a second time."""
         getattr(self._file, "raw", self._file).close()
         if self._to_sync >= 0:
             os.close(self._to_sync)
@@ -176,7 +176,7 @@ class Spool(io.BufferedIOBase):
 
 
 def spooled(settings: Settings, stream: io.BufferedIOBase) -> Spool:
-    """What ``stream`` has, to be kept."""
+    """Return a spool, to be kept, with the contents of ``stream``."""
     spool = Spool(settings, is_kept=True)
     while piece := stream.read(PIECE_BYTES):
         spool.write(piece)

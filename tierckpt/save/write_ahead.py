@@ -1,22 +1,22 @@
-"""Writing ahead: staged data goes to the SSD before DCP has planned the save, and before it is hashed.
+"""Write-ahead: writes staged data to the SSD before the save is planned or hashed.
 
-Where the last save of the same layout was written from where it was staged, the next one will be too; so whatever is
-nothing but data is written as soon as all is copied, before anybody knows where its files go. The flush gives the files
-their names and writes the rest beside us: what is only data can be written before it is hashed, so no disk waits.
+If the last save of a layout was written in its staged form, the next one will be too. So blocks of pure data are
+written once all is copied, before the files' names are known. The flush then names the files and writes the rest
+concurrently: pure data can be written before it is hashed, so the disk is never idle.
 
-Not while the copies are made, though the disk is idle then: training waits for them, and where writing takes memory
-bandwidth or the host's processors they took up to five times as long (docs/adr/0007-flush.md).
+Not during the copies, although the disk is idle then: training waits for them, and if writing takes memory bandwidth
+or the host's processors they took up to five times as long (docs/adr/0007-flush.md).
 
 Invariants (tests cite them):
-    A1  Begun is only when all is copied, and written only what lies within the data of one tensor: nobody changes that
-        before the lease ends. Heads, tails, CRCs and digests are the flush's, from the same memory.
-    A2  A file has no name (O_TMPFILE, open(2)) until a flush takes it. If that never comes, or the process ends, the
-        kernel frees it: there is nothing to tidy up, and no reader ever sees it.
-    A3  A flush takes a file only for the same memory in the same place, and leaves out a write only where its own
-        records say that there is nothing but one tensor's data. A wrong guess costs writes, never bytes.
-    A4  An error before a flush has taken the file is not one of the save: the file is given up, and the flush makes
-        another. After that it is the flush's own, and nothing is tried again on that file (F3 of ``save/flush.py``).
-    A5  No descriptor is closed while a thread may write to it: its number may be another file's by then.
+    A1  Writes begin only after all is copied, and cover only blocks inside the data of one tensor: it does not change
+        before the lease ends. The flush makes heads, tails, CRCs and digests from the same memory.
+    A2  A file has no name (O_TMPFILE, open(2)) until a flush takes it. If that never happens, or the process ends,
+        the kernel frees it: there is nothing to clean up, and it is invisible to readers.
+    A3  A flush takes a file only for the same memory in the same place, and skips a write only if its own records
+        show nothing but one tensor's data there. A wrong guess costs writes, never bytes.
+    A4  An error before a flush has taken the file does not fail the save: the file is dropped, and the flush makes
+        another. Afterwards the file belongs to the flush, and is never retried (F3 of ``save/flush.py``).
+    A5  No descriptor is closed while a thread may write to it: another file may get its number.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from ..telemetry import logger
 log = logger("flush")
 
 BYTES_MIN = 64 << 20
-"""A state below this is on the disk before threads are started."""
+"""A smaller state is written before threads have started."""
 THREADS = 2
 OPEN_SECONDS = 30.0
-"""What takes longer to open and to reserve is not worth waiting for."""
+"""Maximum wait for opening and reserving a file."""
 WRITE_BYTES = 8 << 20
 LAYOUTS_KNOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One file to be, as it was staged: where its offset 0 is, and where in it each tensor's data lies."""
+    """A file as staged: the address of its offset 0, and the place of each tensor's data in it."""
 
     address: int
     size_bytes: int
     data: Sequence[tuple[int, int]]
 
     def units(self, unit_bytes: int) -> Iterator[int]:
-        """The offsets of the units that lie within the data of one tensor (A1)."""
+        """Yield the offsets of the units inside the data of one tensor (A1)."""
         for start, end in self.data:
             first = round_up(start, unit_bytes)
             yield from range(first, end - unit_bytes + 1, unit_bytes)
@@ -70,40 +70,41 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class TempFile:
-    """A file that has no name before a flush takes it."""
+    """A file without a name until a flush takes it."""
 
     owner: WriteAhead
     span: Span
     fd: int = -1
     begun: set[int] = field(default_factory=set)
-    """The offsets of the units that are written, or being written, by us or by the flush."""
+    """The offsets of the units that are written, or being written, by write-ahead or by the flush."""
     writing: int = 0
     is_taken: bool = False
     is_ended: bool = False
     error: BaseException | None = None
 
     def take(self, path: Path) -> int | None:
-        """Give the file its name. Returns its descriptor, the caller's to close once ``end`` has returned True; None
-        when there is no file to take (A4).
+        """Give the file its name. Return its descriptor, or None if there is no usable file (A4).
 
-        Raises FileExistsError: there is such a name already.
+        The caller closes it after ``end`` returned True.
+
+        Raises FileExistsError: the name exists already.
         """
         return self.owner.take(self, path)
 
     def covers(self, start: int, end: int) -> bool:
-        """True when all of ``[start, end)`` is written here, or being written. If not it is all the caller's."""
+        """Whether all of ``[start, end)`` is written or being written here. If not, the caller owns all of it."""
         return self.owner.covers(self, start, end)
 
     def end(self, timeout_seconds: float) -> bool:
-        """Begin no more writes, and return when those under way have ended; False when they take longer.
+        """Start no more writes, and wait for pending ones. Return False on timeout.
 
-        ``error`` says what went wrong with one, if anything did.
+        ``error`` is the error of a failed write, if any.
         """
         return self.owner.end(self, timeout_seconds)
 
 
 class WriteAhead:
-    """The files of one staged checkpoint, and the threads that write them. Thread-safe."""
+    """The files of a staged checkpoint, and the threads that write them. Thread-safe."""
 
     def __init__(
         self,
@@ -128,12 +129,12 @@ class WriteAhead:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the files that nobody has taken hold of the disk."""
+        """Return the disk space of the files that no flush has taken."""
         with self._changed:
             return sum(file.span.size_bytes for file in self._files if file.fd >= 0 and not file.is_taken)
 
     def start(self) -> None:
-        """Begin to write: all is copied and stays as it is (A1). The first thread opens the files."""
+        """Start writing, after all is copied (A1). The first thread opens the files."""
         _started.add(self)
         for number in range(THREADS):
             with self._changed:
@@ -141,13 +142,13 @@ class WriteAhead:
             thread = threading.Thread(target=self._run, args=(number == 0,), name="tierckpt-ahead", daemon=True)
             try:
                 start_thread(thread)
-            except CapacityError as error:  # no thread can be had
+            except CapacityError as error:  # no thread available
                 self._stop(error)
                 self._leave()
                 return
 
     def discard(self) -> None:
-        """Give up what no flush has taken. Waits for nothing: the kernel frees it after the last write under way."""
+        """Drop the files that no flush has taken, without waiting: the kernel frees them after the last write."""
         with self._changed:
             self.is_stopped = self._is_discarded = True
             self._changed.notify_all()
@@ -155,7 +156,7 @@ class WriteAhead:
                 self.close()
 
     def file(self, address: int, size_bytes: int) -> TempFile | None:
-        """The file whose offset 0 is at ``address``, if it is as large as that (A3)."""
+        """Return the file whose offset 0 is at ``address``, if it has this size (A3)."""
         for file in self._files:
             if file.span.address == address and file.span.size_bytes == size_bytes:
                 return file
@@ -165,11 +166,11 @@ class WriteAhead:
 
     def take(self, file: TempFile, path: Path) -> int | None:
         with self._changed:
-            # Opening takes some milliseconds, and has begun: sooner done than another file is made.
+            # Opening takes some milliseconds and is under way: faster than creating another file.
             self._changed.wait_for(lambda: file.fd >= 0 or self.is_stopped or not self._working, OPEN_SECONDS)
             try:
                 if file.fd >= 0 and file.error is None and not self._is_discarded:
-                    # Given a directory, Python calls linkat and has it follow the link; link(2) would not.
+                    # With a directory fd, Python calls linkat and follows the link; link(2) would not.
                     os.link(f"/proc/self/fd/{file.fd}", path, src_dir_fd=file.fd)
                     file.is_taken = True
                     return file.fd
@@ -185,7 +186,7 @@ class WriteAhead:
         with self._changed:
             if file.begun.issuperset(units):
                 return True
-            file.begun.update(units)  # the caller's: nobody begins them here any more
+            file.begun.update(units)  # the caller writes them: start none of them here
             return False
 
     def end(self, file: TempFile, timeout_seconds: float) -> bool:
@@ -207,10 +208,10 @@ class WriteAhead:
             self._leave()
 
     def _open_files(self) -> None:
-        if not self._has_room():  # asked here, and not where training waits for the disk; nothing has to go for this
+        if not self._has_room():  # checked here, not while training waits for the disk; evicts nothing
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for file in self._files:
-            # Under the directory of the local tier: on its file system, as only there can the file get its name.
+            # In the local tier's directory: a name can only be linked on the same file system.
             fd = open_direct(self._directory, os.O_TMPFILE | os.O_WRONLY)
             if fd is None:
                 raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -240,7 +241,7 @@ class WriteAhead:
                     self.is_stopped = True
 
     def _is_wanted(self, file: TempFile, offset: int) -> bool:
-        """False when the flush has come to it first, or when nothing more goes to that file (A4)."""
+        """Whether to write this unit: not if the flush was first, or after an error of the file (A4)."""
         return not file.is_ended and file.error is None and offset not in file.begun
 
     def _write(self, file: TempFile, offset: int) -> None:
@@ -255,7 +256,7 @@ class WriteAhead:
                 self._changed.notify_all()
 
     def _stop(self, error: BaseException) -> None:
-        log.info("%s: nothing more is written ahead: %s", self._directory, error)
+        log.info("%s: write-ahead stopped: %s", self._directory, error)
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()
@@ -275,24 +276,24 @@ class WriteAhead:
 
 
 class Layout(Protocol):
-    """Where the tensors of a save are staged."""
+    """The staging layout of a save."""
 
     @property
     def key(self) -> int:
-        """Tells it from others."""
+        """Identifies the layout."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def spans(self, address: int) -> list[Span]:
-        """The files to be, with the staging memory at ``address``."""
+        """Return the files to write, with the staging memory at ``address``."""
 
 
 def prepare(settings: Settings, lease: Lease, layout: Layout) -> WriteAhead | None:
-    """What writes the data that is about to be staged in ``lease``, to be started when it is there. None mostly.
+    """Return a ``WriteAhead`` for data to be staged in ``lease``, to be started after the copy. Usually None.
 
-    Only where the last save of this layout in this process was written from where it was staged, and where the disk
-    has room without anything having to go.
+    Only if this process wrote its last save of this layout in its staged form, and if the disk has room without
+    eviction.
     """
     size_bytes = layout.size_bytes
     if size_bytes < BYTES_MIN or not lease.memory.huge:
