@@ -1,8 +1,8 @@
-"""The drains of one mover, as tasks of its event loop: starts them, retries failed ones, waits for them.
+"""The drains of one mover, as tasks of its event loop.
 
 ``Client.drain_in_background`` decides which process drains a save: the node's agent or the trainer. Each task is one
-call of ``Drainer.drain`` (``drainer.py``), which itself waits while a store is unavailable. A drain that fails for
-another reason is tried again by ``submit_due``, after a pause that doubles.
+call of ``Drainer.drain`` (``drainer.py``), which waits while a store is unavailable. ``submit_due`` retries a drain
+that failed for another reason, after a pause that doubles.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ log = logger("drain")
 
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
-"""Least time for the answer of a store, when the timeout of ``wait`` is nearly over."""
+"""Minimum timeout of store requests, when the timeout of ``wait`` is nearly over."""
 REFUSALS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
 """Errors of a store that concern all checkpoints of a run."""
 RETRY_SECONDS_MIN = 5.0
 RETRY_SECONDS_MAX = 300.0
 ERRORS_KEPT = 20
 NOTED_MAX = 1024
-"""How many of its latest drains a process can still tell the end of."""
+"""Number of drain outcomes that a process remembers."""
 
 
 class BackgroundDrains:
-    """The drains of one mover. Not thread-safe: every coroutine runs on the loop that made it."""
+    """The drains of one mover. Not thread-safe: every coroutine runs on the event loop that created it."""
 
     def __init__(self, settings: Settings, drainer: Drainer) -> None:
         self.settings = settings
         self._drainer = drainer
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
-        """URI and error of failed drains that no caller has asked for, by token."""
+        """URI and error of failed drains until the error is taken, by token."""
         self._retries: dict[str, tuple[int, float]] = {}
-        """Failures of a drain in a row, and when (monotonic seconds) ``submit_due`` starts it again, by token."""
+        """Consecutive failures of a drain, and when (monotonic seconds) ``submit_due`` retries it, by token."""
         self.errors: deque[Json] = deque(maxlen=ERRORS_KEPT)
         """The latest errors of drains."""
         self.ended = asyncio.Event()
         """Set at each end of a drain; the task that waits for it clears it."""
         self._drained_to: set[tuple[str, str]] = set()
-        """The stores (``place_of``) to which this process has drained something."""
+        """The stores (``place_of``) that this process has drained to."""
         self._logged: dict[str, None] = {}
-        """Tokens of the latest drains whose failure was logged."""
+        """Tokens of recent drains with a logged failure."""
         self._not_waited_for: set[str] = set()
-        """Tokens of drains that ``idle`` waits for no longer (``stop_waiting``)."""
+        """Tokens of drains that ``idle`` ignores (``stop_waiting``)."""
         self.committed_at: dict[str, float] = {}
         """When (monotonic seconds) this process saw each of its latest URIs committed on the shared tier."""
 
@@ -83,14 +83,14 @@ class BackgroundDrains:
         return self._drainer.journal
 
     async def close(self) -> None:
-        """Stop every drain; the journal keeps them."""
+        """Stop every drain; their journal entries stay."""
         for task in self._drains.values():
             task.cancel()
         await asyncio.gather(*self._drains.values(), return_exceptions=True)
         await self._drainer.close()
 
     async def send_linked(self, entry: Entry) -> bool:
-        """Make the files of ``entry`` appear on the shared tier at once; False when links cannot and copies must."""
+        """Link the files of ``entry`` into the shared tier; return False if copies are needed."""
         store = self._drainer.store(entry.location)
         if not entry.files or not await store.link(
             entry.files[0].key, self._drainer.directory(entry.location) / entry.files[0].key
@@ -100,7 +100,7 @@ class BackgroundDrains:
         return True
 
     async def is_named(self, entry: Entry) -> bool:
-        """True when a manifest on the shared tier, committed or to be, names the files of ``entry``."""
+        """Return whether a manifest on the shared tier, also a pending one, names the files."""
         return await self._drainer.is_named(entry)
 
     @property
@@ -110,21 +110,21 @@ class BackgroundDrains:
 
     @property
     def active(self) -> list[Json]:
-        """What each drain of this process is doing."""
+        """Return the state of each drain of this process."""
         return [drain.to_json() for drain in self._drainer.active.values()]
 
     @property
     def troubles(self) -> list[Json]:
-        """The stores that do not answer now, with the cause."""
+        """Return the stores that do not answer now, with the cause."""
         return self._drainer.retries.troubles
 
     @property
     def is_idle(self) -> bool:
-        """True when this process drains no entry, and is to retry none."""
+        """Whether this process neither drains an entry nor will retry one."""
         return not (self._drains or self._retries)
 
     def submit_due(self, entries: Sequence[Entry]) -> None:
-        """Start draining ``entries`` of the journal, except failed ones whose pause is not over."""
+        """Start draining ``entries``, except failed ones that are in a pause."""
         ready = [entry.token for entry in entries if entry.state in TO_DRAIN]
         self._retries = {token: self._retries[token] for token in ready if token in self._retries}
         for token in ready:
@@ -132,21 +132,21 @@ class BackgroundDrains:
                 self.submit(token)
 
     def submit(self, token: str) -> asyncio.Task[DrainResult]:
-        """Start draining a journal entry in the background. Its error is kept for ``wait``."""
+        """Start draining a journal entry in the background. ``wait`` raises its error."""
         if token not in self._drains:
             task = asyncio.create_task(self._drain(token), name=f"drain {token}")
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # kept in _failures, not lost
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # kept in _failures
             self._drains[token] = task
         return self._drains[token]
 
     async def recover(self) -> None:
-        """Take up the journal entries of ended processes: drain finished saves, remove the shards of the others.
+        """Recover entries of ended processes: drain finished saves, remove other shards.
 
         Safe while other processes save and drain: each holds the locks of its entries.
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
         root = self.settings.local_root
-        for folder in (self.journal.directory, root / "checkpoints", root / "written"):  # the cache has its own way
+        for folder in (self.journal.directory, root / "checkpoints", root / "written"):  # the cache cleans its own
             await asyncio.to_thread(clear_leftovers, folder)
         for entry in await asyncio.to_thread(self.journal.entries):
             if await recover_entry(entry, self._drainer) and self.settings.drain:
@@ -158,7 +158,7 @@ class BackgroundDrains:
             entry = await asyncio.to_thread(self.journal.read, token)
             uri = entry.uri if entry else ""
             result = await self._drainer.drain(token)
-            if result.outcome == "committed" and uri:  # '': another mover was through before we looked
+            if result.outcome == "committed" and uri:  # '': another mover was first
                 self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
             self._retries.pop(token, None)
@@ -170,22 +170,22 @@ class BackgroundDrains:
             if isinstance(error, TierckptError):
                 self._log_failure(token, uri, error)
                 self._failures[token] = (uri, error)
-                if len(self._failures) > NOTED_MAX:  # of saves that no caller waits for: the journal has them
+                if len(self._failures) > NOTED_MAX:  # of saves without a waiting caller: the journal has them
                     del self._failures[next(iter(self._failures))]
                 self.errors.append({"at_unix_seconds": time.time(), **error.to_json()})
             else:
-                log.exception("drain of %s failed; it is tried again", uri or token)
+                log.exception("drain of %s failed; it will be retried", uri or token)
             raise
         finally:
             self._drains.pop(token, None)
             self.ended.set()
 
     def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
-        """Log a failed drain: one ERROR for a store that refuses a run, and one for each other entry that fails."""
+        """Log a failed drain: one ERROR per run if its store refuses requests, else one per entry."""
         is_local = error.context.get("tier") == Tier.LOCAL
         if isinstance(error, REFUSALS) and not is_local and uri:
             self._drainer.retries.refused(parse_uri(uri).parent.uri, "drain", error)
-        error.is_logged |= token in self._logged  # it was tried again
+        error.is_logged |= token in self._logged  # it was retried
         log_failure(log, error, "drain of %s failed: %s", uri, error, level=logging.ERROR)
         error.is_logged = True
         self._logged[token] = None
@@ -193,15 +193,15 @@ class BackgroundDrains:
             del self._logged[next(iter(self._logged))]
 
     async def promote_newest(self, run: Location | None = None) -> list[Entry]:
-        """Have the newest local-only checkpoint of each run drained after all (local_only.py). Returns its entries."""
+        """Start draining the newest local-only checkpoint of each run (local_only.py). Returns its entries."""
         return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
 
     async def drop_superseded(self, run: Location | None = None) -> None:
-        """Supersede local-only checkpoints older than the newest of their run on the shared tier (local_only.py)."""
+        """Supersede local-only checkpoints that are older than a shared one (local_only.py)."""
         await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run)
 
     async def drain_now(self, token: str) -> bool:
-        """Commit an entry whose files are all on the shared tier already. False: other ranks' files are missing."""
+        """Commit an entry with all its files on the shared tier. False: files of other ranks are missing."""
         result = await self._drainer.commit_if_complete(token)
         if result.outcome == "waiting":
             return False
@@ -214,7 +214,7 @@ class BackgroundDrains:
             del self.committed_at[next(iter(self.committed_at))]
 
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
-        """Drain all ready entries of the journal, newest first. Returns the results, and the errors of the others."""
+        """Drain all ready entries of the journal, newest first. Return the results, and the errors of the others."""
         entries = await asyncio.to_thread(self.journal.entries)
         ready = [entry for entry in entries if entry.state in TO_DRAIN]
         results = await asyncio.gather(
@@ -229,15 +229,15 @@ class BackgroundDrains:
         )
 
     async def newest_first(self) -> None:
-        """Drain the newest checkpoint before all others, and retry at once: this process will be stopped."""
+        """Drain the newest checkpoint first, and retry at once, because this process will be stopped."""
         self._drainer.limiter.newest_first()
         self._retries.clear()
 
     async def idle(self, timeout_seconds: float) -> list[Entry]:
-        """Wait until no drain of this process runs, at most ``timeout_seconds``. Returns the entries of those that do.
+        """Wait up to ``timeout_seconds`` until no drain of this process runs. Return the entries of running ones.
 
-        An entry that has sent its files and only waits for other ranks is given ``OTHER_RANKS_SECONDS``: when a rank
-        of the job has died, the rest should not sit out the whole time for it.
+        An entry that has sent its files and only waits for other ranks gets ``OTHER_RANKS_SECONDS``: if a rank of the
+        job has died, the others should not wait the full time for it.
         """
         deadline = time.monotonic() + timeout_seconds
         patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
@@ -252,26 +252,26 @@ class BackgroundDrains:
         return [entry for entry in entries if entry.token in self._drains]
 
     async def stop_waiting(self) -> None:
-        """Have ``idle`` wait no longer for the drains that run now: a process waits once at its end, not twice."""
+        """Make ``idle`` ignore the drains that run now: a process waits once at its end, not twice."""
         self._not_waited_for = {*self._drains}
 
     async def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
-        """Return when the newest save to ``location`` is committed on ``tier``.
+        """Wait until the newest save to ``location`` is committed on ``tier``.
 
         Raises:
-            OperationTimeoutError: not within ``timeout_seconds``; says how many entries are left.
-            TierckptError: the drain failed for a reason that waiting does not mend.
+            OperationTimeoutError: not within ``timeout_seconds``; names the number of pending entries.
+            TierckptError: the drain failed permanently.
         """
         deadline = time.monotonic() + timeout_seconds
         idle_rounds = 0
         self._forget_passing(location)
-        may_fail = True  # a try that had begun before this call; the outcome of the next one is what is raised
+        may_fail = True  # an attempt from before this call; only the outcome of the next one is raised
         async for _ in Poll(timeout_seconds, LOCAL if tier is Tier.LOCAL else SHARED):
             entries = await asyncio.to_thread(self._unsettled, location)
             try:
                 local = await asyncio.to_thread(local_commit.read_local_manifest, self._drainer.directory(location))
             except ManifestError:
-                local = None  # a save that is under way replaces it
+                local = None  # a running save replaces it
             if tier is Tier.LOCAL:
                 if local is not None and all(is_commit_of(local, entry) for entry in entries):
                     return
@@ -285,23 +285,22 @@ class BackgroundDrains:
                 if idle_rounds > 2:
                     await asyncio.to_thread(self._raise_set_aside, location)
                     raise CommitAbandonedError(
-                        f"{location.uri} is committed on the local tier only and nothing drains it",
+                        f"{location.uri} is committed on the local tier only and no process drains it",
                         hint="It was saved with drain=False, or its interval keeps it here (`tierckpt drain` sends the "
-                        "newest), or another save of the same id won on the shared tier",
+                        "newest), or another save of the same id was committed on the shared tier",
                     )
                 for entry in entries:
                     if entry.state == READY:
-                        self.submit(entry.token)  # left by a process that is gone; held elsewhere it is a no-op
+                        self.submit(entry.token)  # of a dead process; no-op if another mover holds it
         raise OperationTimeoutError(
             f"{location.uri} is not committed on the {tier} tier after {round(timeout_seconds, 1):g} s",
-            hint="`tierckpt status` shows what is in the journal and the last error",
+            hint="`tierckpt status` shows the journal and the last error",
             tier=tier,
             draining=len(entries),
             last_error=next((entry.error for entry in entries if entry.error), None),
         )
 
     def _unsettled(self, location: Location) -> list[Entry]:
-        """Journal entries of ``location`` that are neither committed nor set aside."""
         found = []
         for entry in self.journal.entries():
             if entry.uri != location.uri or entry.state in ASIDE:
@@ -309,7 +308,7 @@ class BackgroundDrains:
             if entry.state != READY:
                 with self.journal.own(entry.token) as dead:
                     if dead:
-                        continue  # its saver is gone: it will never commit, recover() removes it
+                        continue  # its saver is dead: it will never commit, recover() removes it
             found.append(entry)
         return found
 
@@ -319,7 +318,7 @@ class BackgroundDrains:
                 raise set_aside_error(entry)
 
     async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
-        """True when the shared tier has our local attempt, or any attempt where this node has none."""
+        """Whether the shared tier has our local attempt, or any attempt if this node has none."""
         directory = self._drainer.directory(location)
         if local is not None and await asyncio.to_thread(marks.is_drained, directory, local.attempt):
             return True
@@ -337,7 +336,7 @@ class BackgroundDrains:
                 raise error
 
     def _forget_passing(self, location: Location) -> bool:
-        """Forget failures that ``may_pass``, so that their drains are tried again. False when there are none."""
+        """Forget failures that ``may_pass``, so that their drains are retried. Return False if there are none."""
         passing = [
             token
             for token, (uri, error) in self._failures.items()
@@ -348,14 +347,15 @@ class BackgroundDrains:
         return bool(passing)
 
     def take_failures(self, uris: set[str]) -> dict[str, tuple[str, TierckptError]]:
-        """Return the errors of drains to ``uris`` since the last call, with the URI, by token; and forget those."""
+        """Return and clear the errors of drains to ``uris``: URI and error by token."""
         taken = {token: failure for token, failure in self._failures.items() if failure[0] in uris}
         for token in taken:
             del self._failures[token]
         return taken
 
     def may_pass(self, location: Location, error: TierckptError) -> bool:
-        """True for an error of a store to which this process has drained before: credentials that have expired, say.
-        The save is safe on this node, and its drain is to be tried again."""
+        """Whether ``error`` may be temporary: this process has drained to that store before.
+
+        Credentials may have expired, for example. The save is safe on this node, and its drain should be retried."""
         is_local = error.context.get("tier") == Tier.LOCAL
         return isinstance(error, StoreError) and not is_local and place_of(location) in self._drained_to

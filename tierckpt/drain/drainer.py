@@ -1,10 +1,10 @@
-"""Drains one journal entry: its files to the shared tier, and the commit there once every rank's part has come.
+"""Drains a journal entry to the shared tier, and commits when all parts are there.
 
 Called by ``background_drains.py``.
 
-Each rank's mover sends its own files and then a part record. The coordinator's mover also leaves the manifest-to-be
-under ``pending/``. Whichever mover comes last finds every part present and commits; no rank is needed for it and no
-torch collective is used. A mover that comes back after a crash repeats its steps: all of them are idempotent.
+Each rank's mover sends its own files and then a part record. The coordinator's mover also puts the pending manifest
+under ``pending/``. The mover that finds every part present commits, without help of a rank or a torch collective. A
+restarted mover repeats its steps, which are all idempotent.
 """
 
 from __future__ import annotations
@@ -68,18 +68,19 @@ log = logger("drain")
 
 PAUSE_SECONDS_MIN = 0.5
 PASSING_SECONDS = 7 * 86400.0
-"""How long a drain is tried whose store is away, full, or refuses us: over a long weekend and the week after it."""
+"""Time limit of a drain if its store is unreachable, full, or refuses requests: covers a long weekend and a week."""
 NOTE_SECONDS = 3600.0
-"""Between two looks at how long that has been."""
+"""Interval between checks of that limit."""
 WATCH_SECONDS = 0.5
 STORES_MAX = 16
-"""Steps that are drained or looked at at a time are few."""
+"""Maximum number of cached stores. Few steps are drained or checked at a time."""
 
 
 @dataclass
 class DrainResult:
-    """What became of one journal entry: ``committed``, ``superseded`` by a later save, ``held`` by another mover, or
-    ``waiting`` for the parts of other ranks."""
+    """Outcome of an entry: ``committed``, ``superseded``, ``held`` or ``waiting``.
+
+    ``held``: by another mover. ``waiting``: the parts of other ranks are missing."""
 
     token: str
     uri: str
@@ -95,25 +96,25 @@ class Drainer:
         self.journal = Journal(settings.local_root)
         self.listener = listener
         self._stores: dict[Location, Store] = {}
-        """The stores used last, the latest one at the end."""
+        """The most recently used stores, the latest one last."""
         self._opening = threading.Lock()
         self.retries = Retries(settings)
-        """How often this mover asks its stores again, and which of them are down."""
+        """Retry state and outages of this mover's stores."""
         self.limiter = RateLimiter(
             settings.drain_bytes_per_second,
             settings.concurrency,
             local_root=settings.local_root,
             nice=BACKGROUND_NICE,
         )
-        """Of all drains of this mover together."""
+        """Shared by all drains of this mover."""
         self._noted_at: dict[str, float] = {}
-        """When (monotonic seconds) the next note is due of an entry that waits for its store."""
+        """When (monotonic seconds) an entry that waits for its store is next noted in the journal."""
         self.active: dict[str, ActiveDrain] = {}
-        """By token."""
+        """Running drains by token."""
         self._watch: asyncio.Task[None] | None = None
 
     def store(self, location: Location) -> Store:
-        """The store of a place, one of the latest used. Any thread may ask."""
+        """Return the store of a location, from the cache of recent ones. Thread-safe."""
         with self._opening:
             store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
             self._stores[location] = store
@@ -125,15 +126,15 @@ class Drainer:
         return local_dir(self.settings.local_root, location)
 
     def breaker(self, location: Location) -> StoreBreaker:
-        """The breaker that logs the outages of the store of ``location``."""
+        """Return the breaker that logs the outages of the store of ``location``."""
         return self.retries.breaker(f"{location.scheme}://{location.authority}")
 
     def is_away(self, run: Location) -> bool:
-        """True from the log record of an outage of the store of ``run``, or of a refusal, to that of its end."""
+        """Whether the store of ``run`` has a logged outage or refusal that has not ended."""
         return self.retries.is_refused(run.uri) or self.breaker(run).is_reported
 
     async def _watch_silence(self) -> None:
-        """Report a store that leaves drains without an answer: long before the request times out."""
+        """Report a store that stalls drains, long before the request times out."""
         while self.active:
             await asyncio.sleep(WATCH_SECONDS)
             for drain in self.active.values():
@@ -153,15 +154,15 @@ class Drainer:
         self.limiter.close()
 
     async def drain(self, token: str, *, patient: bool = True) -> DrainResult:
-        """Drain one entry to its commit on the shared tier. An error stays in the journal and is raised.
+        """Drain one entry to its commit on the shared tier. An error is noted in the journal and raised.
 
         Args:
-            patient: keep trying while the store is unavailable (with backoff), and wait for other ranks' parts until
-                ``commit_timeout_seconds``. False gives up at the first obstacle.
+            patient: retry while the store is unavailable (with backoff), and wait up to ``commit_timeout_seconds``
+                for other ranks' parts. False fails at the first obstacle.
 
         Raises:
-            CommitAbandonedError: the other ranks' parts did not come.
-            IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained as it is.
+            CommitAbandonedError: the other ranks' parts did not arrive.
+            IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained in its present state.
         """
         from tenacity import AsyncRetrying, retry_always, wait_random_exponential  # late, as in ``Retries.again``
 
@@ -180,7 +181,7 @@ class Drainer:
             pause = partial(self._pause, entry, active)
             try:
                 outcome = await self._attempt(work, entry, active, patient)
-                if not outcome:  # the first try is outside of tenacity, which leaves 20 objects in cycles per call
+                if not outcome:  # the first attempt bypasses tenacity, which leaves 20 objects in cycles per call
                     async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
                         if one.retry_state.attempt_number > 1:
                             outcome = await self._attempt(work, entry, active, patient)
@@ -199,7 +200,7 @@ class Drainer:
     async def _attempt(
         self, work: Callable[[Entry, bool], Awaitable[str]], entry: Entry, active: ActiveDrain, patient: bool
     ) -> str:
-        """Return the outcome of one try, "" if another one may succeed later."""
+        """Return the outcome of one attempt, "" if another one may succeed later."""
         tried_at = time.monotonic()
         try:
             return await work(entry, patient)
@@ -209,7 +210,7 @@ class Drainer:
         return ""
 
     async def _pause(self, entry: Entry, active: ActiveDrain, seconds: float) -> None:
-        """Sleep before the next try; less when a store that was down is up again, at most until the next note."""
+        """Sleep before the next attempt, less if a store recovers or a note is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTE_SECONDS):
                 if not await available(self.store(entry.location)):
@@ -217,10 +218,10 @@ class Drainer:
                     await asyncio.sleep(seconds)
 
     async def _may_retry(self, entry: Entry, active: ActiveDrain, error: TierckptError, tried_at: float) -> bool:
-        """Note that ``entry`` waits for its store; False when it has done so for ``PASSING_SECONDS``, over restarts."""
+        """Note that ``entry`` waits for its store; return False after ``PASSING_SECONDS``."""
         RETRIES.emit(1, operation="drain")
         breaker = self.breaker(entry.location)
-        if breaker.ended_at < tried_at:  # else this request is the rest of an outage that is over
+        if breaker.ended_at < tried_at:  # else this request belongs to an outage that is over
             breaker.report(error.message, error.hint, time.time(), ends_with_drain=True)
         log.debug("%s: its drain waits for the store: %s", entry.uri, error)
         if time.monotonic() >= self._noted_at.get(entry.token, 0.0):
@@ -232,9 +233,9 @@ class Drainer:
         return True
 
     async def commit_if_complete(self, token: str) -> DrainResult:
-        """Commit an entry whose files are on the shared tier already. ``waiting``: other ranks' parts are not, yet.
+        """Commit an entry with its files on the shared tier. ``waiting``: other ranks' parts are missing.
 
-        That is no error: ranks that are told the outcome of a save send their parts after it. The entry stays ready.
+        That is no error: ranks send their parts after they learn the outcome of a save. The entry stays ready.
         """
         with self.journal.own(token) as owned:
             entry = await asyncio.to_thread(self.journal.read, token) if owned else None
@@ -247,8 +248,8 @@ class Drainer:
             return await self._drained(entry, outcome, begun)
 
     async def _drained(self, entry: Entry, outcome: str, begun: float) -> DrainResult:
-        # Before the entry goes: a kill in between leaves an entry that comes here again. The note stays until the run
-        # was pruned, and that passes over what the journal has.
+        # Before the entry is removed: a crash in between leaves an entry that repeats this. The note stays until the
+        # run is pruned, and pruning skips runs with journal entries.
         await asyncio.to_thread(self._note_due, entry, None, is_shared=entry.rank == 0)
         await asyncio.to_thread(self.journal.remove, entry.token)
         self._noted_at.pop(entry.token, None)
@@ -261,7 +262,7 @@ class Drainer:
         return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
 
     def _note_due(self, entry: Entry, manifest: Manifest | None, *, is_shared: bool) -> None:
-        """Note that the run of ``entry`` is to be pruned, if its checkpoint (None: the local one) carries a rule."""
+        """Note that a run must be pruned, if its checkpoint (None: the local one) has a rule."""
         if entry.state != READY:
             return
         with contextlib.suppress(ManifestError):
@@ -272,12 +273,12 @@ class Drainer:
                 )
 
     async def _note_failure(self, entry: Entry, error: TierckptError, patient: bool) -> None:
-        """Note ``error`` in the journal; an entry that fails for too long is set aside, and that is said.
+        """Note ``error`` in the journal; set aside and log an entry that fails for too long.
 
-        What may pass by itself (the store is away or full, credentials have expired) gets ``PASSING_SECONDS``; what
-        nobody but a person mends, as long again as a mover waits for other ranks. The files stay in either case.
+        The limit is ``PASSING_SECONDS`` for errors that may end by themselves (store unreachable or full, expired
+        credentials), else the time that a mover waits for other ranks. The files stay in either case.
         """
-        # A server may repeat our credentials in its answer; the journal is read by people.
+        # A server may repeat our credentials in its answer, and people read the journal.
         text, is_passing = redact(f"{type(error).__name__}: {error}"), _may_pass(error)
         limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
         noted = await asyncio.to_thread(
@@ -289,8 +290,8 @@ class Drainer:
         )
         if noted is not None and noted.state in ASIDE:
             log.error(
-                "%s (%s) is set aside, as its drain has failed for %.0f s: %s. It stays on this node; `tierckpt "
-                "drain --retry` tries again, `tierckpt drain --forget %s` gives it up",
+                "%s (%s) is set aside, as its drain failed for %.0f s: %s. It stays on this node; `tierckpt "
+                "drain --retry` retries it, `tierckpt drain --forget %s` drops the drain",
                 entry.uri,
                 human_bytes(entry.size_bytes),
                 time.time() - noted.failing_since_unix_seconds,
@@ -300,18 +301,18 @@ class Drainer:
             error.is_logged = True
 
     async def _drain(self, entry: Entry, patient: bool) -> str:
-        # What the system refuses is an error of ours, so that it is kept in the journal, and told to whoever waits.
+        # Convert OSErrors, so that they are kept in the journal and reported to waiting callers.
         with translated(self.directory(entry.location), is_above=True):
             try:
                 if await asyncio.to_thread(self._is_replaced, entry):
                     return await self._forget(entry)
                 if await self._was_cleaned_up(entry):
-                    return "committed"  # by another mover, with files that were there already: leave no part record
+                    return "committed"  # by another mover, and the files were there: leave no part record
                 await self.send_files(entry)
-                # From here on others are waited for. The rate limit may have made our own sending take long.
+                # Other ranks' parts are missing. The timeout starts here, as the rate limit may delay our own sending.
                 return await self._await_commit(entry, self.settings.commit_timeout_seconds if patient else 0.0)
             except TierckptError as error:
-                # A save that replaces this one may pull its files away at any of these steps: then that is the answer.
+                # A save that replaces this one may remove its files at any step, which explains the error.
                 if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
                     raise
                 return await self._forget(entry)
@@ -327,25 +328,24 @@ class Drainer:
         raise CommitAbandonedError(
             f"{entry.uri}: this rank's files are on the shared tier, but other ranks' parts are not",
             hint="A rank failed while saving, or its node has not drained yet; `tierckpt drain --wait` on each "
-            "node tries again, and the checkpoint stays uncommitted until then",
+            "node retries, and the checkpoint stays uncommitted until then",
             rank=entry.rank,
             waited_seconds=timeout_seconds or None,
         )
 
     def _is_replaced(self, entry: Entry) -> bool:
-        """True when no commit of this node can name this entry's files any more, so that draining them serves nobody.
+        """Return whether no commit of this node can name this entry's files any more.
 
-        The coordinator's entry stands in the journal a moment before its local commit: a crash in that moment, or a
-        later save to the same id, leaves an entry whose attempt the local manifest does not name. Another rank does
-        not know its attempt. It knows it was replaced when a local manifest does not name it and its files are gone,
-        because only the commit that replaces them removes files. No clock is compared: the manifest may come from
-        another node.
+        The coordinator's entry is in the journal shortly before its local commit: after a crash in between, or a later
+        save to the same id, the local manifest does not name the entry's attempt. Another rank does not know its
+        attempt. It was replaced if a local manifest does not name it and its files are missing, because only the
+        replacing commit removes files. Clocks are not compared: the manifest may come from another node.
         """
         directory = self.directory(entry.location)
         try:
             local = local_commit.read_local_manifest(directory)
         except ManifestError:
-            return False  # nobody can know: its files are what they were, and each chunk is checked as it is sent
+            return False  # unknown: its files are unchanged, and each chunk is verified as it is sent
         if entry.manifest is not None and not entry.is_fragment:
             return local is None or not is_commit_of(local, entry)
         if local is None or is_commit_of(local, entry):
@@ -353,10 +353,10 @@ class Drainer:
         return not all((directory / file.key).exists() for file in entry.files)
 
     async def _forget(self, entry: Entry) -> str:
-        """Put away what a replaced entry left. Returns ``superseded``, or ``committed`` if it was that before.
+        """Clean up a replaced entry. Return ``superseded``, or ``committed`` if it was committed before.
 
-        Objects on the shared tier are removed only while nobody there refers to them: once a pending manifest names
-        them, somebody may be committing it, and the save that replaces it removes them after its own commit.
+        Objects on the shared tier are removed only while no manifest there names them: once a pending manifest names
+        them, another mover may be committing it, and the replacing save removes them after its own commit.
         """
         store, directory = self.store(entry.location), self.directory(entry.location)
         current = await shared_commit.read_shared_manifest(store)
@@ -381,7 +381,7 @@ class Drainer:
                 local_commit.remove_empty(directory)
 
     async def send_files(self, entry: Entry) -> None:
-        """Put this rank's files on the shared tier, then its part record (and the manifest-to-be, if it has one)."""
+        """Send this rank's files, then its part record, and the pending manifest if any."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         flow = self.limiter.flow(entry.created_unix_seconds)
         if (active := self.active.get(entry.token)) is not None:
@@ -408,7 +408,7 @@ class Drainer:
         except BaseExceptionGroup as errors:
             raise cause_of(errors) from None
         if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
-            return  # one rank wrote everything: nobody to leave a record for
+            return  # one rank wrote everything: no other mover needs a record
         if entry.is_fragment:
             await store.put(part(entry.token), entry.manifest.encode())  # type: ignore[union-attr]
             return
@@ -417,15 +417,15 @@ class Drainer:
         await store.put(part(entry.token), b"{}")
 
     def note_progress(self, entry: Entry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
-        """``done_bytes`` of ``entry`` were sent in this try; ``files`` are in flight."""
+        """Note progress: ``done_bytes`` sent in this attempt, and the ``files`` in flight."""
         if (active := self.active.get(entry.token)) is not None:
             active.moved(done_bytes)
         self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes, files=files))
 
     async def try_commit(self, entry: Entry) -> str | None:
-        """Commit if all parts are there. Returns ``committed``, ``superseded``, or None when some part is missing.
+        """Commit if all parts are there. Return ``committed``, ``superseded``, or None if a part is missing.
 
-        One mover of a node at a time, so that of two attempts at one id on this node the newer one is last.
+        One mover of a node at a time, so that the newer of two attempts at one id on this node is committed last.
         """
         if await self._was_cleaned_up(entry):
             return "committed"
@@ -442,7 +442,7 @@ class Drainer:
         current = await shared_commit.read_shared_manifest(store)
         if current is not None and is_commit_of(current, entry):
             if entry.manifest is not None:
-                await shared_commit.commit_shared(store, entry.location, current)  # clean up what an earlier try left
+                await shared_commit.commit_shared(store, entry.location, current)  # clean up after an earlier attempt
             await store.delete(part(entry.token))
             await self._after_commit(entry, current)
             return "committed"
@@ -458,7 +458,7 @@ class Drainer:
                 return "superseded"
             if not await shared_commit.is_abandoned(store, entry.location, manifest):
                 raise
-            log.info("%s: the job has gone back to an older step, and saved this one again", entry.uri)
+            log.info("%s: the job went back to an older step, and saved this one again", entry.uri)
             await asyncio.to_thread(marks.mark_superseded, directory, manifest.attempt)
             await self._delete_sent(entry, store)
             return "superseded"
@@ -467,11 +467,11 @@ class Drainer:
         return "committed"
 
     async def _if_part_is_gone(self, entry: Entry, store: Store) -> str | None:
-        """Our part record is removed by the commit of our attempt, or by one that replaced it: tell which."""
+        """Return why our part record is missing: the outcome of the commit that removed it."""
         try:
             await store.head(part(entry.token))
         except ObjectNotFoundError:
-            # The manifest was put before the part was removed, so reading it now, after, cannot miss it.
+            # The manifest was put before the part was removed, so reading it afterwards cannot miss it.
             current = await shared_commit.read_shared_manifest(store)
             if current is None:
                 return None
@@ -482,10 +482,10 @@ class Drainer:
         return None
 
     async def _was_cleaned_up(self, entry: Entry) -> bool:
-        """True when another mover of this node has committed this entry's checkpoint, and nothing is left to do for it.
+        """Return whether another mover of this node committed, and no cleanup is left.
 
-        The part record goes here too: whoever committed may have been killed while it cleaned up. The coordinator's
-        mover looks at everything the commit leaves, so it takes the long way.
+        Removes the part record too, as the committer may have been killed during its cleanup. The coordinator's mover
+        must check all leftovers of the commit, so it takes the full path.
         """
         if entry.manifest is not None and not entry.is_fragment:
             return False
@@ -495,7 +495,7 @@ class Drainer:
         return True
 
     def _was_seen_committed(self, entry: Entry) -> bool:
-        """True when another mover of this node has committed this entry's checkpoint: no request is needed to know."""
+        """Whether a commit by another mover of this node is known without a request."""
         directory = self.directory(entry.location)
         try:
             local = local_commit.read_local_manifest(directory)
@@ -504,7 +504,6 @@ class Drainer:
         return local is not None and is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
 
     async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
-        """The manifest of the whole checkpoint this entry belongs to, None while nobody can know it."""
         if entry.is_fragment:
             return await self._merged(entry, store)
         if entry.manifest is not None:
@@ -512,20 +511,20 @@ class Drainer:
         return await self._pending_manifest(entry, store)
 
     async def _pending_manifest(self, entry: Entry, store: Store) -> Manifest | None:
-        """The manifest-to-be on the shared tier that names this entry's files, if the coordinator has left one."""
-        # A listing may be old or incomplete. What it leaves out is looked for again in the next round, and what it
-        # names is read: it can delay a commit, and decides nothing.
+        """Return the pending manifest that names this entry's files, if there is one."""
+        # A listing may be stale or incomplete. The next round looks for missing names, and listed ones are read. So a
+        # listing can delay a commit, but decides nothing.
         async for info in store.list(PENDING_DIR):
             try:
                 candidate = await _read_manifest(store, info.key)
             except ObjectNotFoundError:
-                continue  # committed meanwhile; the next round sees its manifest
+                continue  # committed in the meantime; the next round sees its manifest
             if entry.token in candidate.tokens:
                 return candidate
         return None
 
     async def is_named(self, entry: Entry) -> bool:
-        """True when the shared tier has a manifest, committed or to be, that names this entry's files."""
+        """Whether a committed or pending manifest on the shared tier names this entry's files."""
         store = self.store(entry.location)
         current = await shared_commit.read_shared_manifest(store)
         return (current is not None and entry.token in current.tokens) or (
@@ -566,17 +565,17 @@ class Drainer:
         return True
 
     async def _is_superseded(self, manifest: Manifest, store: Store) -> bool:
-        """True when the winner was told to replace ``manifest``: a later save of ours, not a rival."""
+        """Whether the committed manifest replaces ``manifest``: a later save of ours, not a rival."""
         current = await shared_commit.read_shared_manifest(store)
         replaced = await shared_commit.replaced_by_claim(store)
         return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
     async def _after_commit(self, entry: Entry, manifest: Manifest, committed_at: float | None = None) -> None:
-        """Bring the commit home: a node whose coordinator was elsewhere learns of it, and eviction may know of it.
+        """Record a commit on this node, and allow eviction.
 
         Args:
-            committed_at: when this mover made the commit; None: another did. The node of the commit also applies the
-                rule of the run to the shared tier.
+            committed_at: when this mover made the commit; None if another did. The committing node also applies the
+                run's rule to the shared tier.
         """
         store, directory = self.store(entry.location), self.directory(entry.location)
         run = self.store(branches.run_of(entry.location))
@@ -587,12 +586,12 @@ class Drainer:
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except ManifestError:
-            local = None  # ``adopt`` sets it aside and puts a good one there
+            local = None  # ``adopt`` quarantines it and writes a good one
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
         await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
         if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
-            # It went straight to the shared tier: nothing here is a copy of anything, and no older one is worth less.
+            # A direct put: this node has no copy, and no older checkpoint loses value.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             parent = entry.location.parent
             await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, parent, entry)
@@ -600,7 +599,7 @@ class Drainer:
             await asyncio.to_thread(self._note_due, entry, manifest, is_shared=True)
 
     async def adopt(self, store: Store, directory: Path, manifest: Manifest) -> None:
-        """Record on this node a commit of the shared tier, its metadata checked."""
+        """Record on this node a commit of the shared tier, after verifying its metadata."""
         metadata = {}
         for item in manifest.metadata:
             metadata[item.path] = await store.get(item.key)
@@ -609,8 +608,7 @@ class Drainer:
 
 
 def _may_pass(error: TierckptError) -> bool:
-    """True for what ends by itself, or by somebody who does not know of this node: an outage, expired credentials, an
-    expired certificate."""
+    """Whether ``error`` may end by itself: an outage, expired credentials or certificate."""
     return error.retryable or isinstance(error, PermissionDeniedError | CapacityError | EndpointError)
 
 
@@ -622,12 +620,11 @@ async def _read_manifest(store: Store, key: str) -> Manifest:
 
 
 def _is_elsewhere(directory: Path, entry: Entry, manifest: Manifest) -> bool:
-    """True when ``entry`` has shards and no shard of its checkpoint lies here."""
     shards = [file for file in manifest.files if file.path.endswith(SHARD_SUFFIX)]
     had = any(file.path.endswith(SHARD_SUFFIX) for file in entry.files)
     return had and not any((directory / file.key).exists() for file in shards)
 
 
 def is_commit_of(manifest: Manifest, entry: Entry) -> bool:
-    """True when ``manifest`` commits ``entry``. A coordinator that wrote no shard knows it by the attempt."""
+    """Whether ``manifest`` commits ``entry``. A coordinator that wrote no shard is matched by the attempt."""
     return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)

@@ -1,9 +1,9 @@
-"""Move one file between the local tier and a store, every byte checked on the way (P4).
+"""Move a file between the local tier and a store, verifying every byte on the way (P4).
 
-A file that is there whole is not sent again (``_is_there``); one that was sent in part begins anew.
+A file that exists completely is not sent again (``_is_there``); a partial transfer starts over.
 
-File operations in threads run ``to_completion``: a cancelled one is waited for before its descriptor is closed, or it
-would write into whatever gets the descriptor next.
+File operations in threads run ``to_completion``: a cancelled one is awaited before its descriptor is closed, or it
+would write to the next file with that descriptor.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ async def send(
     *,
     replaces: bool = False,
 ) -> None:
-    """Put the local file ``path`` under ``entry.key``. Returns when it is whole and durable there.
+    """Put the local file ``path`` under ``entry.key``. On return it is whole and durable there.
 
-    Nothing is sent when it is there already: names are new for every save and puts are all or nothing, so an object
-    of this name and size is the file. A link replaces the copy where store and path share a filesystem.
+    Does not send a file that exists already: names are new for every save and puts are atomic, so an object of this
+    name and size is the file. A link replaces the copy if store and path share a file system.
 
-    ``replaces``: the name is not new, and what is there now is another file. Then it is always sent.
+    ``replaces``: the name may exist with another file. Then it is always sent.
 
-    ``flow`` lets each chunk through; a link needs no leave. This is one attempt, which the caller repeats
-    (``verified_read.again``): the HEAD finds an object whose answer was lost. A failed attempt uncounts its bytes.
+    ``flow`` admits each chunk; a link needs no admission. This is one attempt, which the caller repeats
+    (``verified_read.again``): the HEAD finds an object whose response was lost. A failed attempt uncounts its bytes.
 
     Raises:
-        IntegrityError: the local bytes are not what was staged; the transfer is aborted, nothing appears.
+        IntegrityError: the local bytes differ from the staged ones; the transfer is aborted without an object.
     """
     counted = 0
 
@@ -121,12 +121,12 @@ async def _checked_chunks(
 async def fetch(
     store: RangeSource, entry: FileEntry, path: Path, chunk_size_bytes: int, on_bytes: OnBytes, concurrency: int
 ) -> None:
-    """Bring ``entry`` to ``path``, verified chunk by chunk; it appears whole and durable, or not at all.
+    """Fetch ``entry`` to ``path``, verified by chunk; whole and durable, or not at all.
 
-    One process of the node fetches a file; the others wait for it and find it there.
+    One process of the node fetches a file; the others wait for it.
 
     Raises:
-        IntegrityError: the store's bytes are not what was staged.
+        IntegrityError: the store's bytes differ from the staged ones.
     """
     make_dirs(path.parent)
     stem = stem_of(path.name)
@@ -136,7 +136,7 @@ async def fetch(
             return
         begun = time.monotonic()
         for left in matching(path.parent, f".{glob.escape(stem)}.*.tmp"):
-            left.unlink(missing_ok=True)  # of a process that was killed: nobody else fetches it while we hold the lock
+            left.unlink(missing_ok=True)  # of a killed process: the lock excludes other fetchers
         temporary = path.with_name(f".{stem}.{secrets.token_hex(4)}.tmp")
         file = await asyncio.to_thread(create_file, temporary, entry.size_bytes)
         try:
@@ -167,7 +167,7 @@ def _count(operation: str, begun: float) -> None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error to report of a task group: damage first, then what no retry mends, then any; itself if single."""
+    """Return the error to report; of a group: damage, else a permanent error, else any."""
     flat = _flatten(error)
     ours = [one for one in flat if isinstance(one, TierckptError)]
     damage = [one for one in ours if isinstance(one, IntegrityError)]
@@ -185,7 +185,7 @@ def create_file(path: Path, size_bytes: int) -> int:
     with translated(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
         try:
-            allocate(file, size_bytes)  # a full disk is found before the first byte is fetched
+            allocate(file, size_bytes)  # detects a full disk before the first byte is fetched
             os.ftruncate(file, size_bytes)
         except BaseException:
             os.close(file)

@@ -1,23 +1,23 @@
-"""The rate limit of drains (P8): bytes per second, files at a time, pause, room for a flush. One limiter per mover.
+"""The rate limit of drains (P8): bytes per second, concurrent files, pause, room for a flush. One limiter per mover.
 
 The processes of a node share it by leaving their drains to one mover, the agent's (``mover.py``, ``Client`` decides).
-Should one drain for itself, it has a limiter of its own beside it. What ``tierckpt drain --limit`` writes to the
-control file each mover of the node takes over within a second; ``update`` changes the limits of one.
+A process that drains for itself has a separate limiter. Each mover of the node applies the control file, which
+``tierckpt drain --limit`` writes, within a second; ``update`` changes the limits of one mover.
 
-All drains of a mover draw on its limiter, chunk by chunk and in the order in which they ask, so that none of them
-starves. Places go to the newest checkpoint that waits (PCcheck's order), but one that has begun is finished first: were
-it left for each newer one, a job that saves faster than it can drain would never have a whole checkpoint on the shared
-tier. When the end is near (``newest_first``), nothing is before the newest.
+All drains of a mover draw on its limiter, chunk by chunk in the order of their requests, so that no drain starves.
+Slots go to the newest waiting checkpoint (PCcheck's order), but a checkpoint that has begun is finished first.
+Otherwise a job that saves faster than it can drain would never have a whole checkpoint on the shared tier. Near the
+end of the process (``newest_first``), the newest checkpoint precedes all others.
 
 Invariants (tests cite them):
-    G1  Over any time t at most ``rate * t`` bytes are let through, plus the larger of 0.25 s worth and one chunk, plus
-        0.25 s worth that a late wake-up makes up for: the long-run rate is exact although no timer is.
-    G2  Chunks are let through in the order in which they asked.
-    G3  While a flush writes on this node, drains leave the disk to it for at most half of the time
+    G1  Over any time t at most ``rate * t`` bytes are admitted, plus the larger of 0.25 s worth and one chunk, plus
+        0.25 s worth to compensate a late wake-up: the long-run rate is exact although no timer is.
+    G2  Chunks are admitted in the order of their requests.
+    G3  While a flush writes on this node, drains yield the disk to it for at most half of the time
     (``disk/flush_lock.py``).
-    G4  Of the files that wait for a place those of checkpoints that have begun are first, then those of the newest.
-        In a hurry the newest checkpoint waits for no place and no turn, and all others wait while it sends.
-    G5  A damaged control file changes nothing; a missing one means what the settings say.
+    G4  Files of checkpoints that have begun get slots first, then files of the newest checkpoint. After
+        ``newest_first`` the newest checkpoint waits for no slot and no turn, and all others wait while it sends.
+    G5  A damaged control file changes nothing; without one the settings apply.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 BURST_SECONDS = 0.25
 NAP_SECONDS = 0.1
-"""Longest sleep: a change takes effect within it."""
+"""Longest sleep, and so the delay of a change."""
 LOOK_SECONDS = 1.0
 FLUSH_LOOK_SECONDS = 0.02
 THREADS_MAX = 8
@@ -59,7 +59,7 @@ CONTROL_BYTES_MAX = 1 << 16
 
 
 class Unchanged(enum.Enum):
-    """Tells "leave it as it is" from None, which means no limit."""
+    """Distinguishes "unchanged" from None, which means no limit."""
 
     UNCHANGED = "unchanged"
 
@@ -69,7 +69,7 @@ UNCHANGED = Unchanged.UNCHANGED
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What the control file of a node asks of its movers. UNCHANGED and None leave a thing to the settings."""
+    """Contents of a node's control file. UNCHANGED and None fall back to the settings."""
 
     bytes_per_second: int | Unchanged | None = UNCHANGED
     concurrency: int | None = None
@@ -86,13 +86,13 @@ class Control:
 
 @dataclass(slots=True)
 class DrainFlow:
-    """The drain of one checkpoint, as the limiter knows it.
+    """The drain of one checkpoint, as the limiter sees it.
 
     Attributes:
         created_at: when the checkpoint was saved, Unix seconds; larger is newer.
-        has_begun: whether a file of it has had a place.
-        sending: files that have a place and wait neither for the rate nor for the end of a pause.
-        granted_at: when (monotonic seconds) the limiter let something of it go for the last time.
+        has_begun: whether a file of it has had a slot.
+        sending: files that have a slot and wait neither for the rate nor for the end of a pause.
+        granted_at: when (monotonic seconds) the limiter last admitted some of it.
     """
 
     limiter: RateLimiter
@@ -102,7 +102,7 @@ class DrainFlow:
     granted_at: float = 0.0
 
     async def spend(self, size_bytes: int) -> None:
-        """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
+        """Wait until ``size_bytes`` may be read and sent (G1 to G4). A chunk may exceed a second's worth."""
         self.sending -= 1
         try:
             await self.limiter.spend(size_bytes, self.created_at)
@@ -111,7 +111,7 @@ class DrainFlow:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one of the limiter's ``concurrency`` places (G4)."""
+        """Hold one of the limiter's ``concurrency`` slots (G4)."""
         async with self.limiter.slot(self):
             self.sending, self.granted_at = self.sending + 1, time.monotonic()
             try:
@@ -120,7 +120,7 @@ class DrainFlow:
                 self.sending -= 1
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run blocking ``work`` on a thread that steps back from training."""
+        """Run blocking ``work`` on a low-priority thread."""
         return await self.limiter.in_background(work, *arguments)
 
 
@@ -131,12 +131,12 @@ class _Waiter:
 
 
 class RateLimiter:
-    """Limits what the drains of one mover take. Belongs to one event loop.
+    """Limits the drains of one mover. Belongs to one event loop.
 
     Args:
         bytes_per_second: None for no limit.
         concurrency: files in flight.
-        local_root: where the control file and the mark of a flush lie; None: there are none.
+        local_root: directory of the control file and the flush lock; None for neither.
         nice: CPU priority of the threads that read and digest for the drains; 0 is the caller's own.
     """
 
@@ -160,7 +160,7 @@ class RateLimiter:
         self._turn = asyncio.Lock()
         self._hurried = False
         self.running: Counter[float] = Counter()
-        """How many files of a checkpoint, by its age, hold a place."""
+        """Number of slots held by a checkpoint's files, by its creation time."""
         self._queue: list[_Waiter] = []
         self._control = control_file(local_root) if local_root is not None else None
         self._control_seen: tuple[int, int, int] | None = None
@@ -177,7 +177,7 @@ class RateLimiter:
         concurrency: int | None = None,
         paused: bool | None = None,
     ) -> None:
-        """Change what is given, for what runs too, within ``NAP_SECONDS``. Nothing is changed when it raises.
+        """Change the given limits, also for running drains, within ``NAP_SECONDS``. Changes nothing if it raises.
 
         Raises:
             ConfigError: a rate that is not a positive whole number (or None), a concurrency outside 1 to 256.
@@ -185,7 +185,7 @@ class RateLimiter:
         rate = self.bytes_per_second if bytes_per_second is UNCHANGED else _checked_rate(bytes_per_second)
         files = self.concurrency if concurrency is None else _checked_concurrency(concurrency)
         if paused is not None and not isinstance(paused, bool):
-            raise ConfigError(f"paused is {paused!r}, it is True or False")
+            raise ConfigError(f"paused is {paused!r}, must be True or False")
         before = (self.bytes_per_second, self.concurrency, self.paused)
         self._earn(self._burst_bytes())
         self.bytes_per_second, self.concurrency = rate, files
@@ -196,10 +196,10 @@ class RateLimiter:
             self._say()
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
-        """For the next ``seconds`` let no more than this through, even where the limit is higher. None: no throttle.
+        """Limit the rate further for the next ``seconds``. None removes the throttle.
 
-        A running job asks for it (``training/drain_decider.py``). It ends by itself, so that a job that has ended does
-        not hold up the drains of the next one.
+        A running job requests it (``training/drain_decider.py``). It expires, so that a job that ended does not slow
+        the drains of the next one.
         """
         rate = _checked_rate(bytes_per_second)
         credit = self._credit_bytes if self.rate is not None else 0.0  # no limit, no debt
@@ -209,7 +209,7 @@ class RateLimiter:
 
     @property
     def rate(self) -> int | None:
-        """Bytes per second that are let through: the limit, or the throttle where that is less. None: all."""
+        """Bytes per second admitted: the minimum of limit and throttle. None for no limit."""
         if self._throttle is not None and self._clock() >= self._throttle[1]:
             self._throttle = None
         if self._throttle is None or (self.bytes_per_second or self._throttle[0]) < self._throttle[0]:
@@ -217,12 +217,12 @@ class RateLimiter:
         return self._throttle[0]
 
     def newest_first(self) -> None:
-        """From now on nothing is before the newest checkpoint: the mover will be stopped before all are drained."""
+        """Give the newest checkpoint precedence, as the mover will be stopped early."""
         self._hurried = True
         self._admit()
 
     def refresh(self) -> None:
-        """Take over what the control file says, if it has changed. Cost: one stat, at most once a second."""
+        """Apply the control file if it has changed. Cost: one stat, at most once a second."""
         now = self._clock()
         if self._control is None or now < self._look_at:
             return
@@ -240,35 +240,35 @@ class RateLimiter:
                 paused=control.paused,
             )
         except ConfigError as error:
-            log.warning("the limits of drains stay as they are: %s", error)  # G5
+            log.warning("ignoring the control file, drain limits are unchanged: %s", error)  # G5
 
     def _say(self) -> None:
         rate = "no limit" if self.bytes_per_second is None else f"{self.bytes_per_second} bytes/s"
         if self.paused:
-            log.warning("drains on this node are paused; `tierckpt drain --resume` lets them go on")
+            log.warning("drains on this node are paused; `tierckpt drain --resume` resumes them")
         else:
             log.info("drains: %s, %d files at a time", rate, self.concurrency)
 
     # --- spending it -------------------------------------------------------------------------------------------
 
     def flow(self, created_at: float) -> DrainFlow:
-        """For the drain of a checkpoint that was saved at ``created_at`` (Unix seconds)."""
+        """Return the flow of a checkpoint's drain. ``created_at``: Unix seconds of its save."""
         return DrainFlow(self, created_at)
 
     async def spend(self, size_bytes: int, created_at: float = 0.0) -> None:
-        """Return when ``size_bytes`` may be read and sent (G1 to G4). A chunk may be larger than a second's worth."""
+        """Wait until ``size_bytes`` may be read and sent (G1 to G4). A chunk may exceed a second's worth."""
         while not await self._try_spend(size_bytes, created_at):
             await self._nap(NAP_SECONDS)
 
     async def _try_spend(self, size_bytes: int, created_at: float) -> bool:
-        """Spend when it is our turn, or return False when a newer checkpoint must go before us (G4)."""
+        """Spend credit at our turn, or return False if a newer checkpoint must go first (G4)."""
         if self._is_outdone(created_at):
             return False
         async with self._turn:
             self._earn(self._burst_bytes())
             while (seconds := self._seconds_to_wait(size_bytes)) > 0:
                 await self._nap(min(seconds, NAP_SECONDS))
-                # Waiting for credit, a late wake-up is made up for; waiting for anything else earns only a burst.
+                # After a wait for credit, compensate a late wake-up; after any other wait, earn only a burst.
                 self._earn(self._burst_bytes() * (1 if self.paused else 2))
                 if self._is_outdone(created_at):
                     return False
@@ -289,7 +289,7 @@ class RateLimiter:
         if rate is None:
             return 0.0
         missing = min(float(size_bytes), self._burst_bytes()) - self._credit_bytes
-        # A sleep shorter than the clock can tell would go round for nothing.
+        # A sleep shorter than the clock resolution would loop without progress.
         return max(missing / rate, 0.0) if missing > 1e-6 * rate else 0.0
 
     def _burst_bytes(self) -> float:
@@ -303,7 +303,7 @@ class RateLimiter:
 
     @asynccontextmanager
     async def slot(self, flow: DrainFlow | None = None) -> AsyncIterator[None]:
-        """Hold one of ``concurrency`` places (G4); among equals, first come, first served."""
+        """Hold one of ``concurrency`` slots (G4); first come, first served among equals."""
         flow = flow or DrainFlow(self)
         self.refresh()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), flow)
@@ -315,7 +315,7 @@ class RateLimiter:
             if waiter in self._queue:
                 self._queue.remove(waiter)
             elif not waiter.place.cancelled():
-                self._leave(flow)  # given and cancelled in one moment: the next one has it
+                self._leave(flow)  # granted and cancelled at once: pass it on
             raise
         try:
             yield
@@ -324,12 +324,12 @@ class RateLimiter:
 
     def _leave(self, flow: DrainFlow) -> None:
         self.running[flow.created_at] -= 1
-        self.running += Counter()  # drops what is at zero
+        self.running += Counter()  # drops zeros
         self._admit()
 
     def _admit(self) -> None:
         while self._queue:
-            first = min(self._queue, key=self._rank)  # of equals the one that asked first
+            first = min(self._queue, key=self._rank)  # first request among equals
             if self.running.total() >= self.concurrency and not self._may_push_in(first.flow):
                 return
             self._queue.remove(first)
@@ -339,11 +339,11 @@ class RateLimiter:
                 first.place.set_result(None)
 
     def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
-        """The least is admitted next."""
+        """Return a sort key; the minimum is admitted next."""
         return not self._hurried and not waiter.flow.has_begun, -waiter.flow.created_at
 
     def _may_push_in(self, flow: DrainFlow) -> bool:
-        """In a hurry the newest need not wait until an older file is through: that one makes room by waiting (G4)."""
+        """After ``newest_first``, the newest skips the queue, as older files wait while it sends (G4)."""
         holders = self.running.items()
         return (
             self._hurried
@@ -355,13 +355,13 @@ class RateLimiter:
     # --- threads -----------------------------------------------------------------------------------------------
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run blocking ``work`` on a thread that steps back from training."""
+        """Run blocking ``work`` on a low-priority thread."""
         if self._threads is None:
             self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", _step_back_to, (self._nice,))
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def close(self) -> None:
-        """Let the threads go. Idempotent."""
+        """Shut down the threads. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
@@ -392,7 +392,7 @@ def _checked_concurrency(value: object) -> int:
 
 
 def read_control(local_root: Path) -> Control:
-    """Return what the movers of this node are asked to do. Raises ConfigError when the file is damaged."""
+    """Return the control settings of this node. Raises ConfigError if the file is damaged."""
     return _read_control(control_file(local_root))
 
 
@@ -403,13 +403,13 @@ def change_control(
     concurrency: int | None = None,
     paused: bool | None = None,
 ) -> Control:
-    """Change what is given for every mover of this node, durably; each follows within about a second.
+    """Change the limits for every mover of this node, durably; applied within about 1 s.
 
     Args:
-        bytes_per_second: ``"default"`` gives it back to each mover's settings; None is no limit.
+        bytes_per_second: ``"default"`` restores each mover's settings; None is no limit.
 
     Raises:
-        ConfigError: a value no limiter accepts; nothing was written.
+        ConfigError: a value that no limiter accepts; nothing was written.
     """
     path = control_file(local_root)
     make_dirs(path.parent)
@@ -417,7 +417,7 @@ def change_control(
         try:
             standing = _read_control(path)
         except ConfigError:
-            standing = Control()  # this command is how a damaged file is mended
+            standing = Control()  # this command repairs a damaged file
         rate = standing.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
         control = Control(
             UNCHANGED if rate == "default" or isinstance(rate, Unchanged) else _checked_rate(rate),
@@ -439,7 +439,7 @@ def _read_control(path: Path) -> Control:
         raise _not_a_control_file(path, str(error)) from None
     fields = {"bytes_per_second", "concurrency", "paused"}
     if not isinstance(body, dict) or body.keys() - fields or not isinstance(body.get("paused", False), bool):
-        raise _not_a_control_file(path, "it has other fields than a control file")
+        raise _not_a_control_file(path, "it has unknown or missing fields")
     files = body.get("concurrency")
     try:
         rate = _checked_rate(body["bytes_per_second"]) if "bytes_per_second" in body else UNCHANGED

@@ -1,4 +1,4 @@
-"""Recovers journal entries of dead processes: drains them, leaves them for later, or removes their shards."""
+"""Recovers journal entries of dead processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .drainer import Drainer
 log = logger("recovery")
 
 LOOK_SECONDS_MAX = 10.0
-"""A save that waits for recovery does not wait for a store that is away."""
+"""Recovery blocks a save, so its requests to an unreachable store time out after this."""
 
 
 async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
-    """Return True when ``entry`` is to be drained.
+    """Return whether ``entry`` must be drained.
 
-    The shards of a save that never finished are removed, and the entry with them. What cannot be known yet stays as it
-    is; what a live process holds is left alone.
+    Removes the shards and the entry of a save that never finished. Skips entries with an unknown outcome, and
+    those that a live process holds.
     """
     if entry.state in (LOCAL_ONLY, *TO_DRAIN, *ASIDE):
         return entry.state in TO_DRAIN
@@ -40,11 +40,11 @@ async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
 
 
 async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
-    """A rank that ended between its last shard and the news of the commit: find out what became of the save.
+    """Determine the outcome of a save whose rank ended before it learned of the commit.
 
-    The commit is known by a manifest that names the entry: the one of this node, or what the coordinator's mover has
-    left on the shared tier. While there is none the shards stay, because the coordinator's node may be slow or away;
-    after ``commit_timeout_seconds`` no mover waits for them any more.
+    A commit is known by a manifest that names the entry: this node's, or the one that the coordinator's mover put on
+    the shared tier. Without one the shards stay, because the coordinator's node may be slow or unreachable; after
+    ``commit_timeout_seconds`` no mover waits for them any more.
     """
     local = await asyncio.to_thread(local_commit.read_local_manifest, drainer.directory(entry.location))
     named = local is not None and entry.token in local.tokens
@@ -53,7 +53,7 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
             async with asyncio.timeout(LOOK_SECONDS_MAX):
                 named = await drainer.is_named(entry)
         except (TierckptError, TimeoutError) as error:
-            text = "%s: cannot tell yet whether it was committed (%s)"
+            text = "%s: unknown yet whether it was committed (%s)"
             log_failure(log, error, text, entry.uri, error, level=logging.WARNING)
             return False
     if not named:
@@ -68,13 +68,13 @@ async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
 
 
 def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
-    """True when the coordinator's entry of this save, which has its attempt for a name, stays on this node."""
+    """Whether the coordinator's entry of this save (its attempt) stays on this node."""
     coordinators = drainer.journal.read(manifest.attempt)
     return coordinators is not None and coordinators.state == LOCAL_ONLY
 
 
 async def _give_up(entry: Entry, drainer: Drainer) -> bool:
-    """Remove a save that never finished. One that has no shard here may have gone straight to the shared tier."""
+    """Remove a save that never finished. Without shards on this node it may have used direct put."""
     directory = drainer.directory(entry.location)
     had_shards = await asyncio.to_thread(lambda: bool(matching(directory, f"*-{entry.token}{SHARD_SUFFIX}")))
     if await asyncio.to_thread(_put_away, entry, drainer):
@@ -86,13 +86,13 @@ async def _give_up(entry: Entry, drainer: Drainer) -> bool:
         async with asyncio.timeout(LOOK_SECONDS_MAX):
             await drainer.remove_unnamed(entry)
     except (TierckptError, TimeoutError) as error:
-        text = "%s: shards that no commit names may be left on the shared tier: %s"
+        text = "%s: shards without a commit may be left on the shared tier: %s"
         log_failure(log, error, text, entry.uri, error, level=logging.WARNING)
     return False
 
 
 def _put_away(entry: Entry, drainer: Drainer) -> bool:
-    """Remove a save that never finished, unless a commit names it: then it did, and True is returned."""
+    """Remove a save that never finished. Return True, and keep it, if a commit names it."""
     journal, directory = drainer.journal, drainer.directory(entry.location)
     with journal.own(entry.token) as dead:
         current = journal.read(entry.token)
@@ -100,13 +100,13 @@ def _put_away(entry: Entry, drainer: Drainer) -> bool:
             return False
         local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in local.tokens | {local.attempt}:
-            # The disk gave back an old state of the entry. What a later one said is in the manifest as well.
+            # The disk returned an old version of the entry. The manifest has the fields of the later one too.
             files = tuple(file for file in local.entries if file.token == entry.token)
             manifest = local if local.attempt == entry.token else None
             journal.write(replace(entry, state=READY, files=files, manifest=manifest))
-            log.warning("%s: an old state of its journal entry was found; it is committed", entry.uri)
+            log.warning("%s: its journal entry was outdated; it is committed", entry.uri)
             return True
         local_commit.remove_unfinished(directory, entry.token)
         journal.remove(entry.token)
-        log.info("removed the shards of a save to %s that never finished", entry.uri)
+        log.info("removed the shards of an unfinished save to %s", entry.uri)
         return False

@@ -1,20 +1,20 @@
-"""Write-back of single files: on the local tier when they are closed, on the shared tier behind that.
+"""Write-back of single files: durable locally at close, drained later.
 
 Order of one write, under the lock of its journal entry:
-    1. the bytes, durable under a temporary name, which goes with its process
-    2. the journal entry: what a crash leaves from here on has a name (J1). Without 3 it was never acknowledged
-    3. the name that the entry means: the file is there, for this node
-Invariants (earlier and later are of the journal's order, J5, never of a clock):
-    W1  Of two writes of one file the later one stays, on every tier, whoever drains them and when.
-    W2  On the shared tier the files of a directory appear in the order in which this node has closed them, and one
-        beside directories after all that was closed in those: a file that says that others are whole comes after them.
-        ``.metadata`` of stock DCP, which also names shards of other nodes, waits until they are there.
-    W3  A file that was removed while it drains does not come back: its removal is an entry that drains after it.
-    W4  What is being sent is locked. So whoever writes a file anew, or removes it, knows what has not begun, and
-        cancels that: the later entry is durable by then, and an entry without its bytes is one that was never whole.
-    W5  What is removed with its directory goes after all that was closed beside that, until the latest removal there: a
-        job that keeps the newest few steps does not remove the last one that the shared tier has while the newer ones
-        are on this node only, or were removed before they had drained.
+    1. the bytes, durable under a temporary name, which is removed with its process
+    2. the journal entry: a crash from here on leaves a named file (J1). Without step 3 it was never acknowledged
+    3. the name in the entry: the file exists on this node
+Invariants (earlier and later are in the journal's order, J5, never by a clock):
+    W1  The later of two writes of one file wins on every tier, whichever process drains them, and in any order.
+    W2  On the shared tier, the files of a directory appear in the order in which this node closed them, and a file
+        next to directories appears after all files closed in those before: a file that marks others as complete
+        appears after them. ``.metadata`` of stock DCP, which also names shards of other nodes, waits for those.
+    W3  A file that was removed while it drains does not reappear: its removal is an entry that drains after it.
+    W4  A file is locked while it is sent. So a process that rewrites or removes a file knows which sends have not
+        begun, and cancels those: the later entry is durable by then, and an entry without its bytes is incomplete.
+    W5  A file that is removed with its directory is removed after all files that were closed next to the directory
+        before the latest removal there: a job that keeps the newest few steps does not remove the last step on the
+        shared tier while newer ones are on this node only, or were removed before they had drained.
     W6  A removal after its own file (``after_uri`` is its ``uri``) cancels nothing: the file is sent in its turn, and
         removed in the turn of the removal. So each file of a job that keeps the newest few is on the shared tier until
         a newer one is, however slow that tier is.
@@ -53,15 +53,15 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")
 
 
 def can_carry(location: Location) -> bool:
-    """False for a name that the journal has no words for: then the file goes straight to the store."""
+    """Return False for a name that the journal cannot hold: written to the store directly."""
     return is_uri(location.uri) and is_safe_path(location.name) and is_safe_path(root_of(location)[1])
 
 
 def write(settings: Settings, location: Location, size_bytes: int, keep_as: Callable[[Path], tuple[str, ...]]) -> str:
-    """Keep a file at ``location``, durable on this node. Returns the token that is to be drained.
+    """Keep a file at ``location``, durable on this node. Return the token to drain.
 
     Args:
-        keep_as: puts the file under a new name, its bytes durable, and returns the digests of its chunks.
+        keep_as: stores the file under a new name, its bytes durable, and returns its chunk digests.
     """
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
@@ -76,9 +76,9 @@ def write(settings: Settings, location: Location, size_bytes: int, keep_as: Call
 
 
 def remove(settings: Settings, location: Location, after: Location | None = None) -> str:
-    """Note that the file at ``location`` was removed: the drain does it, after all below ``after`` (W5, W6).
+    """Record the removal of ``location``, to be drained after all under ``after`` (W5, W6).
 
-    Returns the token of that.
+    Returns the token of the removal.
     """
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
@@ -91,7 +91,7 @@ def remove(settings: Settings, location: Location, after: Location | None = None
 
 
 def _cancel(journal: Journal, tokens: list[str]) -> None:
-    """Drop what was written under ``tokens`` and is not being sent (W4). What is not dropped goes in its turn."""
+    """Drop the writes of ``tokens`` that are not being sent (W4). The others drain in their turn."""
     for token in tokens:
         with suppress(OSError, TierckptError):
             entry = journal.read(token)
@@ -102,12 +102,12 @@ def _cancel(journal: Journal, tokens: list[str]) -> None:
                 if idle:
                     place.unlink(missing_ok=True)
             with journal.own(token) as free:
-                if free:  # else its mover sees that the bytes have gone
+                if free:  # else its mover detects the missing bytes
                     journal.drop(entry)
 
 
 def _waits_for_its_file(entry: Entry) -> bool:
-    """True for a removal that does not keep its file from the shared tier (W6)."""
+    """Whether a removal still lets its file reach the shared tier (W6)."""
     return entry.after_uri == entry.uri
 
 
@@ -120,30 +120,30 @@ def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[F
 
 
 async def drain(drainer: Drainer, entry: Entry, patient: bool) -> str:
-    """Send one file, or remove it, when all that was closed before it there has its turn (W2)."""
+    """Send or remove one file, after the turns of all files closed before it there (W2)."""
     root, place = drainer.settings.local_root, written_file(drainer.settings.local_root, entry.token)
     with translated(place):
         wait_seconds = drainer.settings.commit_timeout_seconds if patient else 0.0
         previous, look_at = None, 0.0
         async for _ in Poll(wait_seconds, LOCAL):
             if entry.files and not place.exists():
-                return "superseded"  # cancelled; or killed between 2 and 3: nobody was told that it was written
-            # Of many files that wait for each other all but one only look whether the one before them has gone.
+                return "superseded"  # cancelled; or a crash between 2 and 3, and the write was not acknowledged
+            # Of many entries that wait for each other, all but one only check that their predecessor is gone.
             if previous is not None and previous.exists() and time.monotonic() < look_at:
                 continue
             while before := await asyncio.to_thread(_before, drainer.journal, entry):
                 if before[0].state in ASIDE:
                     raise _waited(entry, f"{before[0].uri}, which was set aside,", 0.0)
                 drained = None
-                with suppress(CommitAbandonedError):  # it waits for others itself
-                    drained = await drainer.drain(before[0].token, patient=False)  # nobody has begun it
+                with suppress(CommitAbandonedError):  # it also waits for others
+                    drained = await drainer.drain(before[0].token, patient=False)  # no task drains it yet
                 if drained is None or drained.outcome == "held":
                     break
             if not before:
                 break
             previous, look_at = drainer.journal.path(before[-1].token), time.monotonic() + SHARED.longest_seconds
         else:
-            raise _waited(entry, "what was written there before it", wait_seconds)
+            raise _waited(entry, "an earlier write there", wait_seconds)
         at, key = root_of(entry.location)
         store = drainer.store(at)
         written = await asyncio.to_thread(drainer.journal.files, entry.uri)
@@ -164,19 +164,18 @@ async def drain(drainer: Drainer, entry: Entry, patient: bool) -> str:
                 drainer.note_progress(entry, done)
 
             async with flow.slot():
-                await flow.spend(0)  # a drain that is paused has not begun
+                await flow.spend(0)  # a paused drain has not begun
                 with try_lock(_lock_of(place), remove=True) as idle:
                     if is_last := bool(idle) and place.exists():
                         named = replace(file, path=key)
                         put = partial(send, store, place, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
                         await again(store, put)
-        # The entry goes after the bytes: without them it is taken for one that was never whole, and goes too.
+        # Remove the entry after the bytes: an entry without bytes is incomplete, and is removed too.
         await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
     return "committed" if is_last else "superseded"
 
 
 def _remove_empty(entry: Entry) -> None:
-    """Remove the directories of a mount that were removed with this file, if nothing is left in them."""
     place = entry.location.parent
     while entry.after_uri and place.uri.startswith(f"{entry.after_uri.rstrip('/')}/"):
         remove_empty(place)
@@ -184,10 +183,10 @@ def _remove_empty(entry: Entry) -> None:
 
 
 def _before(journal: Journal, entry: Entry) -> list[Entry]:
-    """What was closed before ``entry``, in its directory (W5: beside that) or below it.
+    """Return the entries closed before ``entry`` in its directory (W5: next to it) or under it.
 
-    What a removal waited for (W5) may have been removed itself since, undrained: what replaced it stands in for it. So
-    it waits for what was closed before the latest removal there, but for files that wait for this one, also by others.
+    The predecessors of a removal (W5) may have been removed undrained since, and others replaced them. So it waits for
+    all files closed before the latest removal there, except those that wait for this one, directly or indirectly.
     """
     is_in_turn = not entry.after_uri or _waits_for_its_file(entry)
     above = f"{(entry.location.parent.uri if is_in_turn else entry.after_uri).rstrip('/')}/"
@@ -206,13 +205,12 @@ def _before(journal: Journal, entry: Entry) -> list[Entry]:
 
 
 def _above(entry: Entry) -> set[str]:
-    """The directories that ``entry`` lies in."""
     names = entry.uri.split("/")
     return {"/".join(names[:count]) for count in range(1, len(names))}
 
 
 async def _await_shards(drainer: Drainer, entry: Entry, place: Path, wait_seconds: float) -> None:
-    """Return when the shared tier has the shards that a ``.metadata`` names (W2)."""
+    """Wait until the shared tier has the shards that a ``.metadata`` names (W2)."""
     if entry.location.name != METADATA:
         return
     at, key = root_of(entry.location)
@@ -233,7 +231,7 @@ async def _await_shards(drainer: Drainer, entry: Entry, place: Path, wait_second
 
 def _waited(entry: Entry, what: str, seconds: float) -> CommitAbandonedError:
     return CommitAbandonedError(
-        f"{entry.uri} stays on this node: {what} has not reached the shared tier",
-        hint="`tierckpt drain --wait` on each node tries again",
+        f"{entry.uri} stays on this node: {what} is not on the shared tier yet",
+        hint="`tierckpt drain --wait` on each node retries",
         waited_seconds=seconds or None,
     )
