@@ -1,12 +1,12 @@
-"""The digests of the blocks of a rank's shards: a file of their own, so that a few rows cost no whole chunk.
+"""Block digests of a rank's shards, so that small reads need no whole chunk.
 
-The manifest has one digest a chunk, of the digests of the chunk's blocks (``manifest.digest_of``). Those are kept in
-``.tierckpt/blocks/<token>``: 16 bytes a block, no header, the blocks of a shard in order, the shards in the order of
-their paths. It is a file of the checkpoint like any other: the manifest names it, it is drained, verified and removed
-with the rest.
+The manifest has one digest a chunk, of the digests of the chunk's blocks (``manifest.digest_of``). The block digests
+are in ``.tierckpt/blocks/<token>``: 16 bytes a block, no header, the blocks of a shard in order, the shards in the
+order of their paths. It is a file of the checkpoint like any other: the manifest names it, and it is drained, verified
+and removed with the others.
 
-    B1  Nothing in it is believed before it has passed the chunk's digest in the manifest. What is missing or damaged
-        costs a larger read, never a wrong byte and never a failed one.
+    B1  Block digests are used only after they match the chunk's digest in the manifest. If they are missing or damaged,
+        a read is larger, but never returns wrong bytes and never fails.
 
 Source: hash lists, as in Merkle trees of height two; docs/adr/0011-digests-of-blocks.md.
 """
@@ -37,7 +37,7 @@ log = logger("restore")
 
 
 def keep(directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chunk_size_bytes: int) -> list[FileEntry]:
-    """Write what partial reads of ``flushed`` need, durably. Returns its entry, or nothing where a chunk is a block."""
+    """Write the block digests of ``flushed``, durably. Return their entry, or [] if a chunk is one block."""
     shards = sorted(flushed, key=lambda shard: shard.path.name)
     data = b"".join(shard.blocks for shard in shards)
     if not any(len(shard.blocks) > BLOCK_DIGEST_BYTES * len(shard.digests) for shard in shards):
@@ -49,9 +49,9 @@ def keep(directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chu
 
 
 def places(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
-    """By path of each shard: the file its block digests lie in, and from which byte on.
+    """Return the file of block digests and the offset in it, by path of each shard.
 
-    Shards that none are kept of (of earlier releases, of one block a chunk) are left out.
+    Omits shards without block digests (of earlier releases, or with one block a chunk).
     """
     kept = {entry.token: entry for entry in manifest.files if entry.path == blocks_file(entry.token)}
     at = dict.fromkeys(kept, 0)
@@ -64,9 +64,9 @@ def places(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
 
 
 class BlockDigests:
-    """The block digests of one shard, from the copies of the file they are kept in. Any thread may ask.
+    """The block digests of one shard, read from the copies of their file. Thread-safe.
 
-    Cost: one read for all chunks between the first and the last that are ``expect``ed, 512 bytes for each of 8 MiB.
+    Cost: one read for all chunks between the first and the last of ``expect``, 512 bytes for each 8 MiB.
     """
 
     def __init__(self, shard: FileEntry, chunk_size_bytes: int, start: int, copies: Sequence[Copy]) -> None:
@@ -84,11 +84,11 @@ class BlockDigests:
         return next((str(copy.tier) for copy in self._copies), None)
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Say which chunks will be asked for, in order, before any is."""
+        """Announce the chunks to be requested, in order, before the first ``of``."""
         self._expected = sorted(indices)
 
     def of(self, index: int) -> bytes | None:
-        """The digests of the blocks of chunk ``index``, good by the manifest; None where there are none (B1)."""
+        """Return the verified digests of the blocks of chunk ``index``; None if there are none (B1)."""
         with self._lock:
             if index not in self._known:
                 near = self._expected if index in self._expected else [index]
@@ -115,7 +115,7 @@ class BlockDigests:
                     self._known[index] = digests
             if all(self._known.get(index) is not None for index in range(first, last + 1)):
                 return
-            log.debug("%s: its block digests on the %s tier are not those of its chunks", self._shard.path, copy.tier)
+            log.debug("%s: its block digests on the %s tier do not match its chunks", self._shard.path, copy.tier)
 
     def _place(self, index: int) -> ByteRange:
         def at(end: int) -> int:

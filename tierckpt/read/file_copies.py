@@ -1,6 +1,6 @@
-"""Copies of a file, on this node, on another, or on the shared tier, each with a blocking read: for threads.
+"""Copies of a file on any tier, with blocking reads for threads.
 
-Their order is decided in ``dcp/checkpoint_files``; ``replicated_file`` goes on to the next one when a copy fails.
+``dcp/checkpoint_files`` orders them; ``replicated_file`` uses the next one if a copy fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ log = logger("restore")
 
 
 class Copy(Protocol):
-    """One copy of a file. ``read`` returns a range of it or raises one of our errors; any thread may call it.
+    """One copy of a file. ``read`` returns a range of it or raises a TierckptError. Thread-safe.
 
-    ``into``: page-aligned memory, whole blocks of it, which the range may be read into instead of new memory.
-    ``through``: a buffer of whole blocks, which may be read into first, if that is faster.
+    ``into``: page-aligned memory of whole blocks, which the range may be read into instead of new memory.
+    ``through``: a buffer of whole blocks, for an intermediate read if that is faster.
     """
 
     tier: Tier
@@ -40,24 +40,24 @@ class Copy(Protocol):
     ) -> Buffer: ...
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        """True when to read the range is to copy it from memory: nobody waits for a disk or a network."""
+        """Whether the range is in memory, so that a read waits for neither disk nor network."""
 
     def quarantine(self) -> None:
-        """Put a bad copy out of the way, where that is ours to do."""
+        """Quarantine a bad copy, if this node owns it."""
 
     def close(self) -> None: ...
 
 
 class LocalCopy:
-    """A copy on a mounted file system. A bad one of this node is renamed and kept for a person to look at.
+    """A copy on a mounted file system. A bad one of this node is renamed and kept for inspection.
 
-    What is in the page cache is taken from there; the rest is read past it (O_DIRECT), where the file system can, or
-    through it, where that is faster (``tuner``).
+    Reads from the page cache if it has the range. Other ranges are read with O_DIRECT, if the file system supports it,
+    or through the page cache if that is faster (``tuner``).
 
     Attributes:
         is_direct: read past the page cache.
-        is_straight: and not through a buffer, even where one is given.
-        cold_bytes: what was read and was not in the page cache.
+        is_straight: read past it without a buffer, even if one is given.
+        cold_bytes: bytes read that were not in the page cache.
     """
 
     def __init__(self, path: Path, tier: Tier = Tier.LOCAL, tuner: ReadTuner | None = None) -> None:
@@ -76,21 +76,21 @@ class LocalCopy:
 
     @property
     def device(self) -> str:
-        """What the file lies on, once it is open."""
+        """The device of the open file."""
         return self._device
 
     @property
     def way(self) -> ReadMode:
-        """How the device is read, as far as is known."""
+        """The read mode of the device, if known."""
         return self.tuner.way(self._device) if self.tuner is not None else WAYS[0]
 
     @property
     def is_untried(self) -> bool:
-        """True when there are ways to try, and nobody has."""
+        """Whether there are modes to try, and none was tried."""
         return self.tuner is not None and not self.tuner.is_known(self._device)
 
     def take(self, way: ReadMode) -> None:
-        """Read what comes now in this way."""
+        """Use this read mode from now on."""
         self.is_direct, self.is_straight = way.direct, way.straight
 
     def read(
@@ -108,14 +108,15 @@ class LocalCopy:
                 if file is not None:
                     done = read_direct(file, blocks, byte_range.start, None if self.is_straight else through)
                     done = min(done, byte_range.size_bytes)
-            if not done and not is_cached:  # all of it at once, where the kernel would read ahead in small steps
+            if not done and not is_cached:  # all at once, as the kernel would read ahead in small steps
                 os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
             done += read_into(self._file, into[done : byte_range.size_bytes], byte_range.start + done)
         return into[:done]
 
     def read_pieces(self, start: int, size: int, step: int, into: memoryview) -> int:
-        """Fill ``into`` with ``size`` bytes of each ``step`` from ``start`` on, through the page cache; return how many
-        there were. What lies between them is read from the disk where the ranks of this node want it between them."""
+        """Fill ``into`` with ``size`` bytes of each ``step`` from ``start``, through the page cache; return the count.
+
+        Reads the gaps from the disk too if the ranks of this node together want them."""
         self.open()
         starts, advised = range(start, start + len(into) // size * step, step), size
         with translated(self._path, is_above=True):
@@ -130,7 +131,7 @@ class LocalCopy:
         return len(into)
 
     def open(self) -> None:
-        """Raises our error when it cannot be had. Once is enough."""
+        """Open the file, once. Raises TierckptError."""
         with self._lock:
             if self._file < 0:
                 self._file = open_file(self._path)
@@ -138,18 +139,18 @@ class LocalCopy:
                 self.take(self.way)
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        """True for what is in the page cache."""
+        """Whether the range is in the page cache."""
         try:
             self.open()
         except TierckptError:
-            return False  # who reads it is told why
+            return False  # the read reports the error
         return self.is_in_page_cache(byte_range)
 
     def is_in_page_cache(self, byte_range: ByteRange) -> bool:
-        """True when the whole range is in the page cache.
+        """Whether the whole range is in the page cache.
 
-        Asked of the kernel by ``mincore``: a read with RWF_NOWAIT, when it finds nothing, starts readahead of what is
-        then read past it. Cost: some 20 us for 8 MiB.
+        Uses ``mincore``: a read with RWF_NOWAIT that finds nothing starts readahead of bytes that are then read past
+        the page cache. Cost: some 20 us for 8 MiB.
         """
         with self._lock:
             if self._resident is None:
@@ -157,11 +158,11 @@ class LocalCopy:
         return self._resident.has(byte_range)
 
     def _direct(self) -> int | None:
-        """The file, opened past the page cache at the first call; None where that cannot be had."""
+        """Return the file opened with O_DIRECT at the first call; None if unsupported."""
         with self._lock:
             if self._may_direct and self._direct_file is None:
                 self._may_direct = False
-                with contextlib.suppress(OSError):  # what is wrong is said when it is read through the page cache
+                with contextlib.suppress(OSError):  # the read through the page cache reports the error
                     self._direct_file = open_direct(self._path, os.O_RDONLY)
             return self._direct_file
 
@@ -183,12 +184,12 @@ class LocalCopy:
 
 
 class RemoteCopy:
-    """A copy behind a network, each read of which is a request (``get_range``, blocking), into memory of its own.
+    """A copy over a network. Each read is a request (``get_range``, blocking) into new memory.
 
     Args:
-        chunk_size_bytes: of a peer, which gives whole chunks only; 0: any range can be asked for.
-        report: is told when what came was not what was saved. The shared tier is not ours to rename in:
-            ``tierckpt verify`` reports it.
+        chunk_size_bytes: of a peer, which serves whole chunks only; 0: any range.
+        report: called if the bytes are damaged. This node renames no file on the shared tier: ``tierckpt verify``
+            reports it.
     """
 
     def __init__(
@@ -219,4 +220,4 @@ class RemoteCopy:
         return False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close nothing: a remote copy holds no resources."""

@@ -1,13 +1,12 @@
-"""Bytes of many files into memory: in parallel, in the order of the files, each verified before it is copied.
+"""Read parts of many files into memory, in parallel and verified.
 
-A few threads take part after part of the chunks, in the order of the files. Each reads its part, or the blocks of it
-that somebody wants, into a small buffer of its own (huge pages, past the page cache where the bytes are not in it),
-digests it while it is in the processor's caches, and copies out what was asked for. What lies behind a store is read by
-threads of its own, which wait for answers most of the time, and is copied out of the answers. Reading, digesting and
-copying run without the interpreter lock.
+A few threads take parts of the chunks, in the order of the files. Each reads its part, or its wanted blocks, into a
+small buffer (huge pages, past the page cache for uncached bytes), digests it while it is in the processor's caches,
+and copies the wanted bytes out. Separate threads read from stores, since they mostly wait for responses, and copy out
+of the responses. Reading, digesting and copying run without the interpreter lock.
 
-Digesting and copying is done by as many threads at a time as there are processors, in turns: a disk that ends many
-reads at once would otherwise have all of the threads do it side by side, each as slowly as all, and none to read.
+At most one thread per processor digests and copies at a time, in turns: if a disk completes many reads at once, all
+threads would otherwise do so concurrently, each as slowly as all together, and none would read.
 """
 
 from __future__ import annotations
@@ -39,34 +38,33 @@ from .replicated_file import ReplicatedFile
 T = TypeVar("T")
 
 REQUESTS_MAX = 8
-"""Requests to stores that one load has under way: each holds a chunk, so this bounds its memory too."""
+"""Concurrent requests of one load to stores. Each holds a chunk, so this also bounds its memory."""
 
 NEAR_BYTES = 1 << 20
-"""Ranges of a remote file that are nearer to each other are one request: the bytes between cost less than it does."""
+"""Maximum gap between ranges of a remote file read in one request: it costs less than another request."""
 
 NEAR_LOCAL_BYTES = 64 << 10
-"""The same of a file on a disk, which has no such cost to speak of."""
+"""Maximum gap for a file on a disk, where a read has almost no fixed cost."""
 
 READ_BYTES = 2 << 20
-"""What a thread reads at a time from a disk, where the digests of blocks are there to verify it by. Small, so that the
-buffers of all threads stay in the processor's caches: 2 GiB took 0.57 s into eight buffers of 1 MiB, 0.88 into eight of
-8 MiB, and digesting and copying out of them half as long again. Less gains nothing more, and costs a call each."""
+"""Size of a read from a disk that has block digests for verification. Small, so that the buffers of all threads stay
+in the processor's caches: 2 GiB took 0.57 s into eight buffers of 1 MiB, 0.88 into eight of 8 MiB, and digesting and
+copying out of them half as long again. Smaller reads gain nothing more, and cost a call each."""
 
 THREADS_A_PROCESSOR = 4
-"""Most threads that all ranks of a node together read with, for each of its processors. Two ranks became four on two
-processors in 1.05 x the time of raw reads with two threads each, 1.19 with four and 1.36 with eight."""
+"""Maximum read threads per processor, of all ranks of a node together. Two ranks became four on two processors in
+1.05 x the time of raw reads with two threads each, 1.19 with four and 1.36 with eight."""
 
 THREADS_MIN = 2
-"""Of one rank: while one digests, the other reads."""
+"""Minimum for one rank: while one digests, the other reads."""
 
 
 class Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a file, and the address they go to. Whoever makes it keeps that memory alive.
+    """Bytes ``start`` to ``stop`` of a file, and their target address. The creator keeps that memory alive.
 
     Attributes:
-        is_unverified: it is compared with what is known already, so that it need not be verified: nothing more is
-            read for
-            it, and where nothing can be read its memory stays as it is.
+        is_unverified: the caller compares the bytes with known ones, so they need no verification: no extra bytes are
+            read for it, and on a read error its memory is unchanged.
     """
 
     start: int
@@ -79,7 +77,7 @@ OnError: TypeAlias = Callable[[TierckptError, ReplicatedFile, Piece], None]
 
 
 class Pull(Protocol):
-    """``pull``, or what does the same."""
+    """``pull`` or an equivalent."""
 
     def __call__(
         self,
@@ -93,13 +91,11 @@ class Pull(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """One chunk that is touched, and who wants what of it."""
-
     copies: ReplicatedFile
     index: int
     pieces: list[Piece] = field(default_factory=list)
     runs: list[ByteRange] = field(default_factory=list)
-    """Whole blocks that hold all pieces but those that only peek."""
+    """Whole blocks that cover all pieces except unverified ones."""
 
     @property
     def chunk(self) -> ByteRange:
@@ -111,7 +107,7 @@ class _Job:
 
     @property
     def has_parts(self) -> bool:
-        """True when less than the chunk can be read at a time."""
+        """Whether less than the chunk can be read at a time."""
         copies, index = self.copies, self.index
         return copies.takes_parts(index) if self.is_wanted_whole else copies.has_parts(index)
 
@@ -129,23 +125,23 @@ class _Job:
 
     @property
     def read_bytes_max(self) -> int:
-        """The most that is read of it at a time, and of a disk, as far as is known without going anywhere for it."""
+        """Largest single read of the chunk, and of a disk, as known without I/O."""
         if not self.runs:
             return 0
         is_cut = self.has_parts if self.is_wanted_whole else self.copies.may_have_parts
         return min(READ_BYTES, self.chunk.size_bytes) if is_cut else self.chunk.size_bytes
 
     def first_after(self, start: int, first: int) -> int:
-        """The first of the pieces from ``first`` on that does not end before ``start``."""
+        """Return the first piece from ``first`` on that ends after ``start``."""
         while first < len(self.pieces) and self.pieces[first].stop <= start:
             first += 1
         return first
 
     def parts(self) -> Iterator[ByteRange]:
-        """What is read of it, in order: all of ``runs``, so that it can be verified."""
+        """Yield the reads of the chunk in order; they cover ``runs``, for verification."""
         if self.runs and not self.has_parts:
             yield self.chunk
-        elif self.copies.is_remote:  # where each is a request
+        elif self.copies.is_remote:  # one request each
             yield from self.runs
         else:
             for run in self.runs:
@@ -154,19 +150,18 @@ class _Job:
 
 
 class _Read(NamedTuple):
-    """What a thread does at a time."""
-
     job: _Job
     parts: Iterable[ByteRange]
-    """What is read of the chunk."""
+    """The reads of the chunk."""
     first: int = 0
-    """The first of the pieces that may want something of it."""
+    """The first piece that may overlap them."""
 
 
 def _reads(jobs: Iterable[_Job]) -> Iterator[_Read]:
-    """Of a disk, chunks that are wanted whole are shared out in parts, so that it is read in order.
+    """Split chunks of a disk that are wanted whole into parts, so that the disk is read in order.
 
-    Any other is one thread's: what verifies a part of it may have to be fetched, and nobody else should wait for that.
+    One thread reads any other chunk: the digests for a part of it may have to be fetched, and other threads should not
+    wait for that.
     """
     for job in jobs:
         if job.copies.is_remote or not job.is_wanted_whole:
@@ -184,17 +179,17 @@ def pull(
     *,
     on_error: OnError = lambda *_: None,
 ) -> None:
-    """Copy all pieces to where they go. Returns when all of them are there.
+    """Copy all pieces to their targets.
 
     Args:
         wanted: each file once, its pieces in order of ``start``; they may overlap.
         buffers: for threads that read from disks, at most one each.
-        on_error: may add to the error of a chunk, given the first piece that wanted it.
+        on_error: may extend the error of a chunk, given its first piece.
 
     Raises:
-        IntegrityError: some chunk has no good copy. Pieces of other chunks may have been copied.
-    Cost: each block that a piece touches (each chunk, where the file has no block digests) is read, digested and
-        copied from once; a page or two for what is only peeked at.
+        IntegrityError: a chunk has no good copy. Pieces of other chunks may have been copied.
+    Cost: each block that a piece overlaps (each chunk, if the file has no block digests) is read, digested and copied
+        from once; a page or two for unverified pieces.
     """
     local: list[_Job] = []
     remote: list[_Job] = []
@@ -221,13 +216,12 @@ def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
 
 
 def _threads(disk: LocalCopy | None) -> int:
-    """As many as the disk likes, or fewer: ranks of a node load at the same time, and have one disk for all."""
+    """Return the thread count for a disk, which all ranks of a node share."""
     liked = disk.way.threads if disk is not None else WAYS[0].threads
     return min(liked, max(THREADS_MIN, THREADS_A_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 
 def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_Job]:
-    """One job for each chunk that is touched, in order."""
     jobs: dict[int, _Job] = {}
     size = copies.chunk_size_bytes
     for piece in pieces:
@@ -244,7 +238,6 @@ def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_Job]:
 
 
 def _runs(job: _Job) -> list[ByteRange]:
-    """The blocks of a chunk that are wanted, those near to each other together."""
     chunk, grain, is_remote = job.copies.chunk_range(job.index), job.copies.verify_block_bytes, job.copies.is_remote
     near = NEAR_BYTES if is_remote else NEAR_LOCAL_BYTES
     runs: list[tuple[int, int, bool]] = []
@@ -261,7 +254,7 @@ def _runs(job: _Job) -> list[ByteRange]:
 
 
 class _Turns:
-    """How many threads digest and copy at a time. (``threading.Semaphore`` does the same in Python, and is felt.)"""
+    """Limits the threads that digest and copy. (``threading.Semaphore`` is pure Python, and measurably slower.)"""
 
     def __init__(self, count: int) -> None:
         self._free: SimpleQueue[None] = SimpleQueue()
@@ -269,7 +262,7 @@ class _Turns:
             self.give_back()
 
     def take(self) -> None:
-        """Wait for a turn. It comes: whoever has one gives it back, after a read of the next copy at most."""
+        """Wait for a turn. Its holder returns it, after a read of the next copy at most."""
         self._free.get()
 
     def give_back(self) -> None:
@@ -277,14 +270,14 @@ class _Turns:
 
 
 class _Turn:
-    """A thread's turn to digest and copy, from when it is called to its end."""
+    """A thread's turn to digest and copy, from its call to its exit."""
 
     def __init__(self, turns: _Turns) -> None:
         self._turns, self._is_ours = turns, False
 
     def __call__(self) -> None:
         if not self._is_ours:
-            self._is_ours = True  # before: an interrupt that comes between them gives a turn too many, not too few
+            self._is_ours = True  # set first: an interrupt in between adds a turn instead of losing one
             self._turns.take()
 
     def __enter__(self) -> Self:
@@ -298,8 +291,6 @@ class _Turn:
 
 
 class _Pull(ReadThreads):
-    """Does jobs, those of disks by up to ``threads``, and requests beside them."""
-
     def __init__(
         self,
         local: Sequence[_Job],
@@ -311,7 +302,7 @@ class _Pull(ReadThreads):
         buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
         count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
         disks = Worker(partial(self._work, _reads(local)), "tierckpt-pull", buffer_bytes)
-        # What comes from a store comes in memory of the store's own.
+        # Responses of a store are in the store's own memory: no buffer.
         stores = Worker(partial(self._work, _reads(remote)), "tierckpt-pull")
         super().__init__([disks] * count + [stores] * min(REQUESTS_MAX, len(remote)), buffers)
         self._on_error = on_error
@@ -336,12 +327,11 @@ class _Pull(ReadThreads):
 
 
 def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
-    """``buffer`` where it is large enough: a copy that is given up may leave one that is read by whole chunks."""
+    """Return ``buffer`` if large enough: the next copy may be read by whole chunks."""
     return buffer if buffer is not None and round_up(part.size_bytes) <= len(buffer) else None
 
 
 def _read_unverified(piece: Piece, job: _Job, buffer: memoryview | None) -> None:
-    """Look at what nothing was read for."""
     start, stop = max(piece.start, job.chunk.start), min(piece.stop, job.chunk.stop)
     if any(run.start <= start and stop <= run.stop for run in job.runs):
         return
@@ -351,14 +341,13 @@ def _read_unverified(piece: Piece, job: _Job, buffer: memoryview | None) -> None
 
 
 def _pages(copies: ReplicatedFile, start: int, stop: int) -> ByteRange:
-    """What is read to peek at some bytes: what a disk reads anyway, or just those."""
+    """Return the range to read for an unverified piece: whole pages of a disk, or the exact bytes."""
     if copies.is_remote:
         return ByteRange(start, stop)
     return ByteRange(start // PAGE_BYTES * PAGE_BYTES, min(round_up(stop, PAGE_BYTES), copies.entry.size_bytes))
 
 
 def _scatter(pieces: Iterable[Piece], run: ByteRange, data: Buffer) -> None:
-    """Copy to each piece, in order of ``start``, what ``data``, which is ``run`` of the file, has of it."""
     with _address_of(data) as base:
         for piece in pieces:
             if piece.start >= run.stop:
@@ -369,7 +358,7 @@ def _scatter(pieces: Iterable[Piece], run: ByteRange, data: Buffer) -> None:
 
 
 class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer (PEP 3118), of which only ``buf`` is looked at."""
+    """CPython's Py_buffer (PEP 3118). Only ``buf`` is used."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -388,7 +377,7 @@ class _PyBuffer(ctypes.Structure):
 
 @contextlib.contextmanager
 def _address_of(data: Buffer) -> Iterator[int]:
-    """Where ``data`` lies, while it is held. Read-only memory too, of which ctypes itself tells nothing."""
+    """Yield the address of ``data``, held meanwhile. Works for read-only memory too, unlike ctypes itself."""
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(found), 0)
     try:

@@ -1,7 +1,7 @@
-"""Async sources of ranges of a checkpoint's files: other nodes, and the nearest of them and the shared tier.
+"""Async sources of ranges of a checkpoint's files: peers, and the shared tier.
 
-Each is a ``RangeSource`` (stores/base.py), as are stores and ``LocalFiles``: whoever moves bytes on the event loop
-takes any of them. Threads read through a ``Copy`` (file_copies.py).
+Each is a ``RangeSource`` (stores/base.py), like stores and ``LocalFiles``, for readers on the event loop. Threads read
+through a ``Copy`` (file_copies.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ log = logger("restore")
 T = TypeVar("T")
 
 PEERS_TRIED_MAX = 3
-"""Peers that are asked for a file, one after another, before it is read from the shared tier."""
+"""Maximum number of peers tried for a file, one after another, before the shared tier."""
 
 
 class PeerSource:
-    """Whole chunks of a checkpoint's files from other nodes, each verified as it comes.
+    """Whole chunks of a checkpoint's files from other nodes, verified on arrival.
 
-    A peer that fails is not asked again; one that gives wrong bytes is reported.
+    A peer that fails is not used again; one that returns wrong bytes is reported.
 
     Args:
-        members: who is asked. None: of each file those who have it.
-        spend: is awaited with the size of each chunk before it is asked for.
+        members: the peers to use. None: for each file, the peers that have it.
+        spend: awaited with the size of each chunk before its request.
     """
 
     tier = Tier.PEER
@@ -44,16 +44,16 @@ class PeerSource:
     ) -> None:
         self.uri = f"peers {', '.join(member.name for member in members)}" if members is not None else "peers"
         self.size_bytes = 0
-        """What has come."""
+        """Bytes received."""
         self._copies, self._members, self._spend = copies, members, spend
         self._entries = {entry.key: entry for entry in copies.manifest.entries}
         self._given_up: dict[str, TierckptError] = {}
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one chunk. Raises TierckptError: nobody who has it gives it."""
+        """Return one chunk. Raises TierckptError if no peer returns it."""
         entry = self._entries.get(key)
         if entry is None or not entry.digests:
-            raise ObjectNotFoundError(f"peers give no {key}", key=key)
+            raise ObjectNotFoundError(f"peers do not serve {key}", key=key)
         if self._spend is not None:
             await self._spend(byte_range.size_bytes)
         index = byte_range.start // self._copies.manifest.chunk_size_bytes
@@ -74,14 +74,14 @@ class PeerSource:
                     self._copies.report(member)
                 last = error if isinstance(error, TierckptError) else StoreUnavailableError(f"{member.name}: {error}")
                 self._given_up[member.name] = last
-                log.warning("%s is given up: %s", member.name, error)
+                log.warning("not using peer %s any more: %s", member.name, error)
         raise last
 
 
 class NearestSource:
-    """The files of one checkpoint: chunks of peers that have them, else ranges of the store, which it does not verify.
+    """Files of one checkpoint: verified chunks from peers, else unverified ranges.
 
-    What a store can do about failures (``Recoverable``), this can.
+    Recovers from failures as the store does (``Recoverable``).
     """
 
     def __init__(self, store: Store, elsewhere: PeerCopies | None) -> None:
@@ -93,10 +93,10 @@ class NearestSource:
         return self._peers.size_bytes if self._peers is not None else 0
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one chunk, or any range that only the store has.
+        """Return one chunk, or any range, which only the store has.
 
         Raises:
-            ObjectNotFoundError, StoreError, IntegrityError: of the shared tier, when no peer gives it.
+            ObjectNotFoundError, StoreError, IntegrityError: of the shared tier, if no peer returns the chunk.
         """
         if self._peers is not None:
             try:
@@ -109,7 +109,7 @@ class NearestSource:
         return again(self._store, work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        """Chunks of peers are verified when they come here: the damage is the store's."""
+        """Handle damage, which must come from the store: chunks of peers are verified on arrival."""
         if not isinstance(self._store, Recoverable):
             raise damage
         await self._store.reconnect(damage)

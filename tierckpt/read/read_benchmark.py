@@ -1,4 +1,4 @@
-"""Benchmarks the ways to read a device on part of a load's own bytes, each in turn, where the load is large enough."""
+"""Benchmarks the read modes of a device on part of a large load's own bytes."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from .file_copies import LocalCopy
 MiB = 1 << 20
 
 TRIED_BYTES = 128 * MiB
-"""Read at a time in each way before one is chosen."""
+"""Bytes read at a time in each mode."""
 
 TRIED_ROUNDS_MAX = 3
-"""How often, by a load that is large enough to read as much again in the best of them."""
+"""Maximum rounds, if the load has as many bytes again to read in the best mode."""
 
 TELLING_SHARE = 0.9
-"""A trial tells something of a device when it had to give at least this part of the bytes."""
+"""A trial counts only if the device had to deliver at least this part of the bytes."""
 
 
 class Request(Protocol):
-    """Something to be read."""
+    """A pending read."""
 
     @property
     def wanted_bytes(self) -> int: ...
 
     @property
     def disk(self) -> LocalCopy | None:
-        """The file, where it lies on a disk."""
+        """The file if it is on a disk."""
 
 
 R = TypeVar("R", bound=Request)
 
 
 def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
-    """The first file on a disk, whose device is taken for that of all."""
+    """Return the first file on a disk; its device is assumed for all."""
     for job in jobs:
         if (disk := job.disk) is not None:
-            with contextlib.suppress(TierckptError):  # whoever reads it finds out
+            with contextlib.suppress(TierckptError):  # its reader reports the error
                 disk.open()
                 return disk
     return None
 
 
 def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
-    """Read the first of ``jobs`` in each way there is, unless that is known or another process does so now.
+    """Read the first of ``jobs`` in each mode, unless the best is known or under trial.
 
-    Nothing is learned from bytes that came from memory, or from another device. A device is not equally fast at all
-    times, so a load that is large enough tries each way several times, in turn.
+    Ignores bytes that came from memory or from another device. A device's speed varies, so a large load tries each mode
+    several times, in turn.
 
     Args:
-        first: a file on the device that is asked about, open.
-        run: reads some of the jobs with so many threads.
-    Returns: what is left to read.
+        first: an open file on the device to benchmark.
+        run: reads some of the jobs with the given number of threads.
+    Returns: the remaining jobs.
     """
     if first is None or first.tuner is None or not first.is_untried:
         return jobs
@@ -94,7 +94,6 @@ def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[
 
 
 def _part(jobs: list[R], wanted_bytes: int) -> tuple[list[R], list[R]]:
-    """The first of ``jobs`` that make up ``wanted_bytes``, and the others."""
     for count, job in enumerate(jobs, 1):
         wanted_bytes -= job.wanted_bytes
         if wanted_bytes <= 0:

@@ -1,7 +1,7 @@
-"""The threads of one load: each reads job after job into a buffer of its own, and the first error ends all of them.
+"""The threads of one load: each has a buffer, and the first error ends all.
 
-Used by every parallel read: pieces of checkpoints (``parallel_read``), what ranks of a node read together
-(``shared_read``), tensors of model files (``loading/fill.py``).
+Used by every parallel read: pieces of checkpoints (``parallel_read``), shared reads of ranks (``shared_read``), tensors
+of model files (``loading/fill.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logger("restore")
 J = TypeVar("J")
 
 BUFFER_SECONDS = 600.0
-"""How long to wait for the first buffer, which other loads of this process may have."""
+"""Maximum wait for the first buffer, which other loads of this process may hold."""
 
 
 class Worker(NamedTuple):
-    """What one thread does, given its buffer of ``buffer_bytes`` (0: it needs none)."""
+    """The work of one thread, given its buffer of ``buffer_bytes`` (0: none)."""
 
     work: Callable[[Memory | None], None]
     name: str
@@ -34,7 +34,7 @@ class Worker(NamedTuple):
 
 
 class ReadThreads:
-    """Runs ``workers`` side by side, the first of them in the thread of the caller."""
+    """Runs ``workers`` in parallel, the first of them in the caller's thread."""
 
     def __init__(self, workers: Sequence[Worker], buffers: BounceBufferPool) -> None:
         self._workers, self._buffers = workers, buffers
@@ -42,12 +42,12 @@ class ReadThreads:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Return when all have ended. Raises the first error of any, interrupts included.
+        """Run all workers to their end. Raises the first error of any, interrupts included.
 
         Raises:
-            OperationTimeoutError, CapacityError: not even the first has a buffer; nothing was read.
+            OperationTimeoutError, CapacityError: the first worker got no buffer; nothing was read.
         """
-        # They hold this object, which holds what is read and where to: in a cycle, that memory waits for the collector.
+        # Workers reference this object, which references sources and targets: break the cycle to free that memory.
         workers, self._workers = self._workers, ()
         if not workers:
             return
@@ -64,7 +64,7 @@ class ReadThreads:
             try:
                 for thread in started:
                     thread.join()
-            except BaseException as error:  # interrupted: what they read, and where to, is closed after this
+            except BaseException as error:  # interrupted: the caller closes sources and targets after this
                 self.fail(error)
                 for thread in started:
                     thread.join()
@@ -72,7 +72,7 @@ class ReadThreads:
                 raise self.error
 
     def each(self, jobs: Iterator[J]) -> Iterator[J]:
-        """Yield those of ``jobs`` that no other thread takes, in order; after an error of any thread, no more."""
+        """Yield the ``jobs`` that no other thread has taken, in order; none after an error of any thread."""
         while True:
             with self._taking:
                 job = None if self.error is not None else next(jobs, None)
@@ -81,20 +81,20 @@ class ReadThreads:
             yield job
 
     def fail(self, error: BaseException) -> None:
-        """End all threads at their next job."""
+        """End all threads before their next job."""
         with self._taking:
             self.error = self.error or error
 
     def _help(self, worker: Worker) -> None:
-        """Work beside the first thread, which has a buffer already: where there is no other, it does without help.
+        """Work in addition to the first thread. Without another buffer, the load has one thread less.
 
-        Each thread has its own made, while those before it read: a new one costs 3 to 10 ms.
+        Each thread allocates its own, while earlier ones read: a new buffer costs 3 to 10 ms.
         """
         with contextlib.ExitStack() as stack:
             try:
                 buffer = stack.enter_context(self._buffer(worker, 0.0))
             except (OperationTimeoutError, CapacityError) as error:
-                log.info("a load reads with a thread less: %s", error)
+                log.info("a load reads with one thread less: %s", error)
                 return
             except BaseException as error:
                 self.fail(error)

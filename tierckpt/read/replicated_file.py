@@ -1,6 +1,6 @@
-"""Read a file of a checkpoint from its first good copy, every chunk verified before a byte of it is handed out.
+"""Read a file of a checkpoint from its first good copy, verified by chunk.
 
-The order of copies is the caller's: ``dcp/checkpoint_files`` for a load.
+The caller orders the copies: ``dcp/checkpoint_files`` for a load.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logger("restore")
 
 
 class ReplicatedFile:
-    """The copies of one file, nearest first. Any thread may ask for any chunk, or for whole blocks of one.
+    """The copies of one file, nearest first. Any thread may read any chunk, or whole blocks of one.
 
-    Every byte it returns has passed a digest (files of stock DCP have none and are returned as they are), but for what
-    ``read_unverified`` shows. When a part of one copy is bad or cannot be read, that copy is given up (quarantined
-    where it is ours) for the next.
+    All returned bytes are verified by digest (except files of stock DCP, which have none, and ``read_unverified``).
+    If a part of a copy is bad or unreadable, the copy is dropped (quarantined if this node owns it), and the next one
+    is used.
     """
 
     def __init__(
@@ -47,29 +47,29 @@ class ReplicatedFile:
 
     @property
     def tier(self) -> str | None:
-        """The tier of the copy that is read now."""
+        """The tier of the current copy."""
         return next((str(copy.tier) for copy in self._copies), None)
 
     @property
     def disk(self) -> LocalCopy | None:
-        """The copy that is read now, where it lies on a mounted file system."""
+        """The current copy, if it is on a mounted file system."""
         first = next(iter(self._copies), None)
         return first if isinstance(first, LocalCopy) else None
 
     @property
     def is_remote(self) -> bool:
-        """True when the copy that is read now lies behind a network: each read of it is a request."""
+        """Whether the current copy is read over a network, with one request per read."""
         return isinstance(next(iter(self._copies), None), RemoteCopy)
 
     @property
     def _is_by_chunk(self) -> bool:
-        """True when less than a chunk of the copy that is read now costs as much as the whole."""
+        """Whether a part of a chunk of the current copy costs as much to read as the whole."""
         first = next(iter(self._copies), None)
         return isinstance(first, RemoteCopy) and first.chunk_size_bytes > 0
 
     @property
     def verify_block_bytes(self) -> int:
-        """The least that can be verified, and so the least that is worth reading; parts begin at a multiple of it."""
+        """The smallest verifiable range, and so the smallest useful read; parts begin at a multiple of it."""
         return DIGEST_BLOCK_BYTES if self.entry.digests else DISK_BLOCK_BYTES
 
     def chunk_range(self, index: int) -> ByteRange:
@@ -77,29 +77,30 @@ class ReplicatedFile:
         return ByteRange(start, min(start + self.chunk_size_bytes, self.entry.size_bytes))
 
     def expect_parts(self, indices: Iterable[int]) -> None:
-        """Say of which chunks ``part`` will be asked for."""
+        """Announce the chunks of later ``part`` calls."""
         if self._blocks is not None and not self._is_by_chunk:
             self._blocks.expect(indices)
 
     def has_parts(self, index: int) -> bool:
-        """True when less than the whole of chunk ``index`` can be had, by ``part``."""
+        """Whether ``part`` can return less than the whole of chunk ``index``."""
         if not self.entry.digests or not self.may_have_parts:
             return self.may_have_parts
         return self._blocks is not None and self._blocks.of(index) is not None
 
     @property
     def may_have_parts(self) -> bool:
-        """False when no chunk ``has_parts``: known without reading anything."""
+        """False if no chunk ``has_parts``, as known without I/O."""
         return not self.entry.digests or (not self._is_by_chunk and self._blocks is not None)
 
     def takes_parts(self, index: int) -> bool:
-        """True when chunk ``index``, all of which is wanted, is read from a disk, and can be had in parts without going
-        farther for it: what they are verified by lies where the file does."""
+        """Whether chunk ``index``, wanted whole, is on a disk and can be read in parts.
+
+        True only if its block digests are as near as the file."""
         is_near = not self.entry.digests or (self._blocks is not None and self._blocks.tier == self.tier)
         return is_near and not self.is_remote and self.has_parts(index)
 
     def chunk(self, index: int, into: memoryview | None = None) -> Buffer:
-        """Return chunk ``index``: in ``into`` (page-aligned, a chunk in whole pages), or in other memory."""
+        """Return chunk ``index``: in ``into`` (page-aligned, whole pages for a chunk), or in other memory."""
         return self.part(index, self.chunk_range(index), into)
 
     def part(
@@ -112,12 +113,12 @@ class ReplicatedFile:
         """Return ``byte_range`` of chunk ``index``: all of it, or whole blocks of one that ``has_parts``.
 
         Args:
-            arrived: called between reading and digesting; again, when what was read is bad, for the next copy.
+            arrived: called between reading and digesting; again for the next copy if the bytes were bad.
 
         Raises:
-            IntegrityError: no copy has a good version of it; names each copy and what was wrong.
-            StoreUnavailableError, PermissionDeniedError: the shared tier could not be asked for its copy, and no other
-                is good: that one may be.
+            IntegrityError: no copy has a good version; names each copy and its error.
+            StoreUnavailableError, PermissionDeniedError: the shared tier, whose copy may be good, could not be read,
+                and no other copy is good.
         """
         tried: list[tuple[Copy, TierckptError]] = []
         while (copy := self._next_copy([copy for copy, _ in tried])) is not None:
@@ -128,7 +129,7 @@ class ReplicatedFile:
                 if len(data) == byte_range.size_bytes and self._is_good(data, index, byte_range):
                     return data
                 problem: TierckptError = IntegrityError(
-                    f"bytes {byte_range.start}-{byte_range.stop} are not what was saved",
+                    f"bytes {byte_range.start}-{byte_range.stop} do not match their digest",
                     tier=copy.tier,
                     where=copy.where,
                 )
@@ -139,9 +140,9 @@ class ReplicatedFile:
         raise self._loss(byte_range, tried)
 
     def read_unverified(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
-        """Return what some copy has there, **unverified**, and nothing where it cannot be read.
+        """Return the bytes of some copy, **unverified**, or none if they cannot be read.
 
-        Only for what is compared with what is known already: damage then shows as a difference.
+        Only for bytes that are compared with known ones: damage then shows as a difference.
         """
         for copy in tuple(self._copies):
             with contextlib.suppress(TierckptError):
@@ -161,7 +162,7 @@ class ReplicatedFile:
         return known is not None and known[at : at + len(found)] == found
 
     def _next_copy(self, tried: Sequence[Copy]) -> Copy | None:
-        """The copy to read next. Those with damage elsewhere come last: the range that is wanted may be good there."""
+        """Return the next copy to read. Copies with damage elsewhere come last: this range may be good there."""
         with self._lock:
             damaged = [copy for copy, problem in self._given_up if isinstance(problem, IntegrityError)]
             return next((copy for copy in (*self._copies, *damaged) if copy not in tried), None)
@@ -169,15 +170,15 @@ class ReplicatedFile:
     def _give_up(self, copy: Copy, problem: TierckptError) -> None:
         with self._lock:
             if copy not in self._copies:
-                return  # another thread has given it up before
+                return  # another thread has dropped it
             self._copies.remove(copy)
-            self._given_up.append((copy, problem))  # others may be reading it: it is closed with the rest
+            self._given_up.append((copy, problem))  # other threads may be reading it: it is closed with the others
         if isinstance(problem, IntegrityError):
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)
 
     def _loss(self, byte_range: ByteRange, tried: Sequence[tuple[Copy, TierckptError]]) -> TierckptError:
-        """The error of a range that ``tried`` cannot give; other copies were given up before."""
+        """Return the error of a range that no copy can provide."""
         known = [copy for copy, _ in tried]
         with self._lock:
             all_tried = [*(given_up for given_up in self._given_up if given_up[0] not in known), *tried]
@@ -186,7 +187,7 @@ class ReplicatedFile:
         for unavailable in (StoreUnavailableError, PermissionDeniedError, EndpointError):
             if any(copy.tier is Tier.SHARED and isinstance(problem, unavailable) for copy, problem in all_tried):
                 kind = unavailable
-                hint = "The copy on the shared tier may be good: run it again when the store can be asked"
+                hint = "The copy on the shared tier may be good: retry when the store is reachable"
                 break
         problems = [problem for _, problem in all_tried]
         return kind(
@@ -199,13 +200,13 @@ class ReplicatedFile:
 
 
 class RangeFile(io.RawIOBase):
-    """A read-only, seekable file of ``size_bytes``, any part of which ``read_into`` gives."""
+    """A read-only, seekable file of ``size_bytes``; subclasses implement ``read_into``."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes, self._position = size_bytes, 0
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``start`` on, all of which are there."""
+        """Fill ``into`` with the bytes from ``start``, which are within the file."""
         raise NotImplementedError
 
     def readable(self) -> bool:
@@ -234,7 +235,7 @@ class RangeFile(io.RawIOBase):
 
 
 class VerifiedFile(RangeFile):
-    """A file over ``copies``, which it closes. One chunk of memory; each is read once in order."""
+    """A file over ``copies``, which it closes. Holds one chunk in memory; each is read once if read in order."""
 
     def __init__(self, copies: ReplicatedFile) -> None:
         super().__init__(copies.entry.size_bytes)

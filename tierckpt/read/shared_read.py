@@ -1,4 +1,4 @@
-"""Shared reads: ranks of a node that want the same bytes read each of them once, and copy it from shared memory.
+"""Shared reads: ranks of a node read common bytes once, through shared memory.
 
     interest    each rank names its node and the byte ranges that it wants (``ReadInterest``)
     plan        one rank returns the ranges that several ranks of a node want (``SharedReadPlan``), cut into units
@@ -6,8 +6,8 @@
                 (arena/shared_buffer.py), else reads and verifies one that no rank has claimed, else waits
 
 DCP's planning carries the first two (dcp/read_sharing.py). Fast ranks read more units than slow ones, and the unit of
-a killed rank is read by another. No rank depends on another: without progress for some time it reads the rest for
-itself, at the cost of more reads. The page cache does less: docs/internals/together.md.
+a killed rank is read by another. No rank depends on another: without progress for some time it reads the remaining
+units itself, at the cost of more reads. The page cache does less: docs/internals/together.md.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ UNIT_BYTES = 8 << 20
 SLOTS, SLOTS_MIN = 16, 4
 """Slots of a small window, and of the smallest useful one."""
 JOIN_SECONDS = 10.0
-"""Longest wait of the other ranks, while they have nothing else to do, for a rank that has not begun to read."""
+"""Maximum wait of idle ranks for a rank that has not begun to read."""
 THREADS = 4
-"""Of one rank, for files on disks: they read, digest and copy."""
+"""Threads of one rank for files on disks: they read, digest and copy."""
 UNIT_PAUSES = Pauses(0.0003, 0.005)
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
@@ -60,14 +60,14 @@ Spans: TypeAlias = Callable[[Any], tuple[str, list[tuple[int, int]]]]
 
 @dataclass(frozen=True, slots=True)
 class ReadInterest:
-    """What one rank wants to read.
+    """The ranges that one rank wants to read.
 
     Attributes:
         group: equal for ranks of one node, checkpoint and unit size.
         window: name of the memory that this rank has reserved.
         wanted: byte ranges of each file, in order, not adjacent.
         verify_block_bytes: alignment of reads.
-        unit_bytes: largest unit. No chunk lies in two units.
+        unit_bytes: largest unit. No chunk spans two units.
     """
 
     group: str
@@ -81,7 +81,7 @@ class ReadInterest:
 
 @dataclass(frozen=True, slots=True)
 class SharedReadPlan:
-    """The ranges that the ranks ``members`` of one node read together, through the window of the first of them."""
+    """The ranges that ``members`` of one node read together, in the first one's window."""
 
     members: tuple[Process, ...]
     me: int
@@ -133,7 +133,7 @@ def _common(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
                 ranges.append((start, stop))
         units_left -= sum(stop // unit - start // unit + 1 for start, stop in ranges)
         if units_left < 0:
-            log.info("from %s on every rank reads for itself: more than %d units", name, UNITS_MAX)
+            log.info("from %s on, each rank reads for itself: more than %d units", name, UNITS_MAX)
             break
         if ranges:
             common[name] = ranges
@@ -220,8 +220,6 @@ def _cut(start: int, stop: int, size: int) -> Iterable[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _UnitJob:
-    """One unit that this rank wants: its source, its range, and the pieces to copy out of it."""
-
     copies: ReplicatedFile
     at: ByteRange
     pieces: list[Piece] = field(default_factory=list)
@@ -244,19 +242,19 @@ class SharedRead:
             log.debug("%s", error)
             has_joined = False
         if not has_joined:
-            self._read_alone("the others have begun without this one")
+            self._read_alone("the others began without this one")
 
     @property
     def is_alone(self) -> bool:
-        """True when this rank reads for itself from now on."""
+        """Whether this rank reads for itself from now on."""
         return self._alone
 
     def leave(self) -> None:
-        """Take no further part. The window stays usable for the others."""
+        """Stop sharing. The window stays usable for the others."""
         self._window.leave()
 
     def order(self, items: Iterable[T]) -> list[T]:
-        """Return ``items`` by file and place, shared ones first: no rank waits while another reads its own."""
+        """Return ``items`` by file and offset, shared ones first: no rank waits while another reads its own."""
 
         def key(item: T) -> tuple[bool, str, int]:
             name, ranges = self._spans_of(item)
@@ -285,10 +283,11 @@ class SharedRead:
 
         Args:
             later: the first unit that a later call may need, also a second time. None: this is the last call.
+            later: the first unit that a later call may need, also a second time. None: this is the last call.
         """
         origins: dict[int, Piece] = {}
         jobs, own = self._divide(wanted, origins)
-        # A call must not wait for a later one: that one reads a unit again which this one has passed.
+        # A call must not wait for a later one, which re-reads the units that this one has passed.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
         def blame(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:
@@ -297,7 +296,7 @@ class SharedRead:
         if jobs:
             left = UnitThreads(self._window, jobs, after, buffers, blame, self._timeout_seconds).copied()
             if left:
-                self._read_alone(f"nothing has come from them for {self._timeout_seconds:g} s")
+                self._read_alone(f"no unit has arrived from them for {self._timeout_seconds:g} s")
                 for job in left:
                     own.setdefault(job.copies, []).extend(job.pieces)
         if not self._alone:
@@ -354,7 +353,7 @@ class UnitThreads(ReadThreads):
         self._window, self._jobs, self._after, self._on_error = window, jobs, after, on_error
         self._order = sorted(jobs)
         self._open = set(jobs)
-        """Units that are not copied yet. All of them are in ``_order`` from ``_at`` on."""
+        """Units not copied yet. All of them are in ``_order`` from ``_at`` on."""
         self._busy: set[int] = set()
         self._at = 0
         self._turn, self._lock = threading.Lock(), threading.Lock()
@@ -364,7 +363,7 @@ class UnitThreads(ReadThreads):
         """No progress for ``timeout_seconds``."""
 
     def copied(self) -> list[_UnitJob]:
-        """Copy all units. Return those that did not come in time."""
+        """Copy all units. Return those that did not arrive in time."""
         self._advance()
         self.run()
         return [self._jobs[unit] for unit in sorted(self._open)]
