@@ -1,17 +1,16 @@
-"""Planning: what checkpoints will cost, how often to take them, where replicas go. Pure arithmetic, also of live jobs.
+"""Planning: costs of checkpoints, intervals, placement of replicas. Pure arithmetic, also used by running jobs.
 
-    checked_numbers    numbers as people write them
-    training_state     parameters, bytes for each, and which rank holds and writes what
-    transfer_times     how long bytes take
-    ettr               what share of the time becomes training
-    optimal_interval   how often, from rates and costs, and adapted while a job runs
-    replica_placement  which node holds whose replica
+    checked_numbers    parses numbers with units
+    training_state     parameters, bytes for each, and the ranks that hold and write them
+    transfer_times     transfer times
+    ettr               the share of time that becomes training
+    optimal_interval   intervals from rates and costs, adapted while a job runs
+    replica_placement  which node holds which replica
     drain_policy       which checkpoint to drain, and when
-    sizer              all of it at once
-    simulator          the same, with failures and queues in it
+    sizer              all of them together
+    simulator          the same, with failures and queues
 
-No torch, no files, no clock. What the trainer, the mover and the simulator decide, they decide with these same
-functions.
+No torch, no files, no clock. The trainer, the mover and the simulator share these functions.
 """
 
 from .ettr import Level

@@ -1,7 +1,7 @@
-"""Numbers as people write them, and the sentence each gets that cannot be right.
+"""Parse numbers with units, and raise a clear error for each invalid one.
 
-Sizes and rates are decimal where the unit is (``GB`` is 1e9 bytes), binary where it says so (``GiB``), and bits only
-when spelled so (``Gb/s``, ``Gbit/s``): the published figures this package reproduces are decimal.
+Sizes and rates follow their unit: decimal (``GB`` is 1e9 bytes), binary (``GiB``), or bits (``Gb/s``, ``Gbit/s``).
+The published figures that this package reproduces are decimal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = {f"{name}{bit}": scale / 8 for name, scale in _PREFIXES.items() if name 
 
 
 def parse_count(text: str | float, what: str) -> int:
-    """``"175e9"``, ``"70b"``, ``"1.3T"`` as a whole number above zero. Raises ConfigError that names ``what``."""
+    """Return ``"175e9"``, ``"70b"``, ``"1.3T"`` as a positive whole number. Raises ConfigError that names ``what``."""
     value, unit = _split(text, what, "175e9, 70b or 1.5t")
     if unit.lower() not in _COUNTS:
         raise _wrong(what, text, "write a count like 175e9, 70b or 1.5t")
@@ -29,7 +29,7 @@ def parse_count(text: str | float, what: str) -> int:
 
 
 def parse_bytes(text: str | float, what: str) -> float:
-    """``"30TB"``, ``"512GiB"`` as bytes above zero. Raises ConfigError."""
+    """Return ``"30TB"``, ``"512GiB"`` as bytes, above 0. Raises ConfigError."""
     value, unit = _split(text, what, "30TB or 512GiB")
     if unit not in _BYTES:
         raise _wrong(what, text, "write a size like 30TB or 512GiB")
@@ -37,7 +37,7 @@ def parse_bytes(text: str | float, what: str) -> float:
 
 
 def parse_rate(text: str | float, what: str) -> float:
-    """``"25GB/s"``, ``"200Gb/s"`` as bytes per second above zero. Raises ConfigError."""
+    """Return ``"25GB/s"``, ``"200Gb/s"`` as bytes per second, above 0. Raises ConfigError."""
     value, unit = _split(text, what, "25GB/s or 200Gb/s")
     scale = (_BYTES | _BITS).get(unit.removesuffix("/s"))
     if scale is None:
@@ -46,7 +46,7 @@ def parse_rate(text: str | float, what: str) -> float:
 
 
 def parse_seconds(text: str | float, what: str, *, zero: bool = False) -> float:
-    """``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"`` as seconds, above zero unless ``zero``. Raises ConfigError."""
+    """Return ``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"`` as seconds, above 0 unless ``zero``. Raises ConfigError."""
     value, unit = _split(text, what, "90s, 5min, 2h or 1d")
     if unit not in _SECONDS:
         raise _wrong(what, text, "write a duration like 90s, 5min, 2h or 1d")

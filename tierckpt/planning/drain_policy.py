@@ -1,22 +1,22 @@
-"""The drain policy: what goes to shared storage, when, how fast; what may leave the SSD; where the next save goes.
+"""The drain policy: selects drains and their rate, evictions, and the next save's tier.
 
-A pure state machine. The mover (and the simulator) tells it what it measured (``observe``) and asks what to do
-(``decide``) whenever a checkpoint is committed, a drain ends, and every few seconds; it keeps the returned ``State``
-and carries the ``Decision`` out. Every decision carries its numbers, for the log.
+A pure state machine. The mover (and the simulator) passes measurements (``observe``) and requests a decision
+(``decide``) whenever a checkpoint is committed, a drain ends, and every few seconds. It keeps the returned ``State``
+and executes the ``Decision``, which carries its numbers for the log.
 
 Rules (tests cite them):
-    D1  Newest first. What is older than the newest on the SSD, and not being sent, is superseded: skipped, never sent.
-    D2  A drain that runs is never given up for a newer checkpoint: slow storage would then get nothing at all.
-    D3  Every ``every``-th checkpoint is sent, and sooner where waiting for the next one would break the exposure
-        bound: the age, at any time, of the newest state on shared storage (``rpo_seconds``), with ``outage_seconds``
-        to spare for storage that stops answering.
-    D4  Removed from the SSD is only what shared storage has, or what is superseded; never the newest ``keep_local``,
-        nor what is being sent. So the newest state that this node has is always whole somewhere.
-    D5  A save goes straight to shared storage when the SSD has no room; or when it is no faster, and the checkpoint is
-        due anyway or the SSD cannot keep up. A change of mind takes three votes in a row, or a factor of 1.5.
-    D6  Nothing waits for bandwidth: at zero, saves go on to the SSD, which never fills while it has room for
-        ``keep_local`` + 2 checkpoints, and the newest one is sent when there is bandwidth again.
-    D7  Drains stay below what training leaves of the network, unless the exposure bound needs more.
+    D1  Newest first. A checkpoint older than the newest on the SSD, and not being sent, is superseded: never sent.
+    D2  A running drain is never cancelled for a newer checkpoint: slow storage would then receive none at all.
+    D3  Every ``every``-th checkpoint is sent, and earlier if waiting for the next one would exceed the exposure bound
+        (``rpo_seconds``): the maximum age of the newest state on shared storage, minus ``outage_seconds`` of reserve
+        for storage that stops responding.
+    D4  Only checkpoints that are on shared storage or superseded are evicted from the SSD, except the newest
+        ``keep_local`` and the one being sent. So this node's newest state is always whole somewhere.
+    D5  A save goes directly to shared storage if the SSD has no room; or if the SSD is no faster, and the checkpoint is
+        due anyway or the SSD cannot keep up. A switch takes three votes in a row, or a factor of 1.5.
+    D6  Saves never wait for bandwidth: at zero they continue on the SSD, which never fills if it has room for
+        ``keep_local`` + 2 checkpoints. The newest one is sent when bandwidth returns.
+    D7  Drains use only the bandwidth that training leaves, unless the exposure bound needs more.
 
 From the dynamic local/remote decision of SK hynix; the numbers are argued in docs/adr/0012-planning.md.
 """
@@ -34,12 +34,12 @@ Place: TypeAlias = Literal["local", "shared"]
 Standing: TypeAlias = Literal["held", "at risk", "missed"]
 
 LEAST_SHARE = 0.05
-"""Of the measured bandwidth, what a drain is always granted: training must not be able to starve it."""
+"""Share of the measured bandwidth that a drain always gets, so that training cannot starve it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the policy is asked to keep. Bytes are of one checkpoint on whatever ``local_bytes_max`` counts."""
+    """Limits that the policy keeps. Bytes are of one checkpoint, in the units of ``local_bytes_max``."""
 
     every: int = 1
     rpo_seconds: float = math.inf
@@ -65,7 +65,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One checkpoint: which save of the job it is (1, 2, ...), the time its state was taken, its size, where it is."""
+    """One checkpoint: its save number (1, 2, ...), time, size, and tiers."""
 
     number: int
     size_bytes: float
@@ -78,7 +78,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the policy remembers between two decisions. Throughputs are None until measured."""
+    """State between two decisions. Throughputs are None until measured."""
 
     local_rate: float | None = None
     shared_rate: float | None = None
@@ -88,12 +88,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The state at the moment of a decision. ``versions`` have a copy or will have one, oldest first,
-    the newest on shared storage among them; ``sending`` is the number of the one being sent.
+    """The situation at a decision. ``versions``: those that have or will have a copy, oldest first.
+
+    They include the newest on shared storage; ``sending`` is the number of the one being sent.
 
     ``began_at`` is when the job began: the exposure counts from there until shared storage has a checkpoint.
-    ``interval_seconds`` is the expected time between two saves; ``local_queue_bytes`` what is still to be flushed, and
-    ``local_reserved_bytes`` the room that this takes on the SSD when it is.
+    ``interval_seconds`` is the expected time between two saves, ``local_queue_bytes`` the bytes to be flushed, and
+    ``local_reserved_bytes`` the room that these will take on the SSD.
     """
 
     now: float
@@ -110,7 +111,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do. ``rate_bytes_per_second`` None is as fast as it goes."""
+    """The actions to take. ``rate_bytes_per_second`` None is unlimited."""
 
     place: Place
     send: int | None
@@ -123,7 +124,7 @@ class Decision:
 
 
 def observe(state: State, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float) -> State:
-    """Take in that ``size_bytes`` went to ``tier`` in ``seconds``. Zero bytes are a measurement too: an outage."""
+    """Record a transfer of ``size_bytes`` to ``tier`` in ``seconds``. Zero bytes are valid too: an outage."""
     if seconds <= 0:
         return state
     rate = not_negative(size_bytes, "measured bytes") / seconds
@@ -133,9 +134,9 @@ def observe(state: State, rules: Rules, tier: Literal["local", "shared"], size_b
 
 
 def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[State, Decision]:
-    """Return the new state and what to do. Pure: the same arguments give the same answer.
+    """Return the new state and the decision. Pure.
 
-    ``votes=False`` is a second question about the same moment, which is no second vote for another place (D5).
+    ``votes=False``: another decision at the same moment, which does not vote for a switch (D5).
     """
     pending = _pending(now.versions)
     exposure = now.now - _newest_shared(now)
@@ -159,18 +160,18 @@ def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) ->
 
 
 def with_version(now: Situation, version: Version) -> Situation:
-    """``now`` as it will be when ``version`` stands on the SSD."""
+    """Return ``now`` after ``version`` is written to the SSD."""
     return replace(now, versions=[*now.versions, version])
 
 
 def _superseded(pending: Sequence[Version], sent: int | None) -> tuple[int, ...]:
-    """D1: there is a newer one on the SSD, or on its way to shared storage."""
+    """D1: a newer one is on the SSD, or on its way to shared storage."""
     newest = max([one.number for one in pending] + [sent or 0])
     return tuple(one.number for one in pending if one.number < newest and one.number != sent)
 
 
 def _due(state: State, rules: Rules, now: Situation, pending: Sequence[Version]) -> tuple[bool, str]:
-    """D3: is it time to send the newest?"""
+    """D3: return whether to send the newest now, and why."""
     if now.sending is not None:
         return False, f"checkpoint {now.sending} is being sent"
     if not pending:
@@ -188,7 +189,7 @@ def _due(state: State, rules: Rules, now: Situation, pending: Sequence[Version])
 def _place(
     state: State, rules: Rules, now: Situation, remove: tuple[int, ...], sent: int | None
 ) -> tuple[State, Place]:
-    """D5: where the next save goes."""
+    """D5: return the tier of the next save."""
     free = _free(rules, now, remove)
     remote = _seconds(_left(now, now.sending) + now.next_bytes, state.shared_rate)
     local = _seconds(now.local_queue_bytes + now.next_bytes, state.local_rate)
@@ -197,12 +198,12 @@ def _place(
         return state, "shared"
     newest = max((one.number for one in now.versions), default=0)
     is_due = newest + 1 - (sent or _newest_shared_number(now)) >= rules.every
-    keeps_up = local <= rules.in_flight * now.interval_seconds  # so long, host memory can hold it
+    keeps_up = local <= rules.in_flight * now.interval_seconds  # host memory can hold saves for that long
     return state, "shared" if state.direct and (is_due or not keeps_up) else "local"
 
 
 def vote(state: State, rules: Rules, now: Situation, local: float, remote: float) -> State:
-    """Is shared storage as fast as the SSD, and fast enough to have each checkpoint before the next is taken?"""
+    """Vote whether shared storage is as fast as the SSD, and takes each checkpoint before the next one is due."""
     if state.local_rate is None or state.shared_rate is None:
         return replace(state, direct=False, votes=0)
     wanted = remote <= rules.as_fast * local and remote <= now.interval_seconds
@@ -215,7 +216,7 @@ def vote(state: State, rules: Rules, now: Situation, local: float, remote: float
 
 
 def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None) -> tuple[int, ...]:
-    """D4: the fewest removals, oldest first, that make room for the next save."""
+    """D4: return the fewest evictions, oldest first, that make room for the next save."""
     local = [one for one in now.versions if one.on_local]
     kept = {one.number for one in local[-rules.keep_local :]} | {sent}
     free = _free(rules, now)
@@ -233,7 +234,7 @@ def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None)
 
 
 def _rate(state: State, rules: Rules, now: Situation, exposure: float, send: int | None) -> float | None:
-    """D7: what training leaves, at least a little, and at least what the bound needs."""
+    """D7: return what training leaves, at least a minimum and the bound's need."""
     if state.shared_rate is None or (now.training_bytes_per_second <= 0 and now.step_slowdown <= 0):
         return None
     left = max(state.shared_rate - now.training_bytes_per_second, LEAST_SHARE * state.shared_rate)
@@ -242,7 +243,7 @@ def _rate(state: State, rules: Rules, now: Situation, exposure: float, send: int
     bytes_left = _left(now, now.sending if now.sending is not None else send)
     seconds_left = rules.rpo_seconds - rules.outage_seconds - exposure
     if bytes_left and seconds_left <= 0:
-        return None  # the bound is broken or about to be: everything there is
+        return None  # the bound is or will be exceeded: no limit
     return max(left, bytes_left / seconds_left)
 
 
@@ -256,7 +257,7 @@ def _standing(state: State, rules: Rules, now: Situation, pending: Sequence[Vers
 
 
 def _pending(versions: Sequence[Version]) -> list[Version]:
-    """What shared storage might still want: on the SSD, not there yet, and newer than what it has (D1)."""
+    """Return the candidates for shared storage: on the SSD, not there yet, and newer than its newest (D1)."""
     newest = max((one.number for one in versions if one.on_shared), default=0)
     return [one for one in versions if one.on_local and not one.skipped and one.number > newest]
 
@@ -270,7 +271,6 @@ def _newest_shared_number(now: Situation) -> int:
 
 
 def _left(now: Situation, number: int | None) -> float:
-    """What of a checkpoint is still to be sent."""
     return next((one.size_bytes - one.sent_bytes for one in now.versions if one.number == number), 0.0)
 
 
@@ -280,7 +280,7 @@ def _free(rules: Rules, now: Situation, without: tuple[int, ...] = ()) -> float:
 
 
 def _seconds(size_bytes: float, rate: float | None) -> float:
-    """Time for ``size_bytes``: forever at zero (D6), no time where nothing is known yet."""
+    """Return the time for ``size_bytes``: infinite at rate zero (D6), 0 at an unknown rate."""
     if rate is None or size_bytes <= 0:
         return 0.0
     return size_bytes / rate if rate > 0 else math.inf

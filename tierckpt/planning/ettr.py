@@ -1,7 +1,6 @@
-"""Effective training time ratio: the share of wall clock that is training which no failure undoes.
+"""Effective training time ratio: the share of time spent on training that is kept.
 
-Failures are taken to be independent, with exponential times between them. ``exact`` is the truth under that
-assumption.
+Assumes independent failures with exponential times between them. ``exact`` is exact under that assumption.
 
 Sources: Young 1974 and Daly 2006 (intervals), Moody et al. 2010 (levels). ``exact`` with a latency, and ``nested``, are
 derived here: docs/adr/0012-planning.md.
@@ -21,12 +20,12 @@ DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One place that a job can restart from, as the arithmetic sees it.
+    """A place to restart from, as used by the model.
 
-    ``mtbf_seconds`` is the mean time between failures that need this level and no deeper one (inf: none do);
-    ``stall_seconds`` what training stands still for one checkpoint here; ``restart_seconds`` the time from such a
-    failure until training goes on; ``latency_seconds`` the time until a checkpoint just taken can be restored from
-    here; ``interval_min_seconds`` the fastest it can take checkpoints (its throughput, or the wear it may suffer).
+    ``mtbf_seconds`` is the mean time between failures that need this level and no deeper one (inf: none do),
+    ``stall_seconds`` the training stall of one checkpoint, ``restart_seconds`` the time from such a failure until
+    training resumes, ``latency_seconds`` the time until a new checkpoint can be restored from here, and
+    ``interval_min_seconds`` the shortest possible interval (by throughput or permitted wear).
     """
 
     name: str
@@ -44,17 +43,17 @@ class Level:
 
 
 def mtbf_seconds(nodes: int, failures_per_node_day: float) -> float:
-    """Mean time between failures of a job of ``nodes``; any of its nodes can fail it."""
+    """Return the mean time between failures of a job, which fails with any of its nodes."""
     return DAY_SECONDS / (positive(nodes, "nodes") * positive(failures_per_node_day, "failures per node and day"))
 
 
 def exact(
     interval_seconds: float, stall_seconds: float, mtbf: float, restart_seconds: float, latency_seconds: float = 0.0
 ) -> float:
-    """ETTR of one level: Δ / (μ e^((R+τ)/μ) (e^((Δ+c)/μ) - 1)).
+    """Return the ETTR of one level: Δ / (μ e^((R+τ)/μ) (e^((Δ+c)/μ) - 1)).
 
-    Of a run that ends after Exp(μ), the checkpoints that count are those durable by then: the latency τ delays each,
-    and acts exactly as if the restart took that much longer. Failures during a restart begin it anew.
+    Of a run that ends after Exp(μ), only checkpoints durable by then count: the latency τ delays each, which is
+    equivalent to a restart longer by τ. A failure during a restart begins it again.
     """
     positive(interval_seconds, "interval")
     wall = _stretched(interval_seconds + stall_seconds, mtbf, restart_seconds + latency_seconds)
@@ -62,10 +61,11 @@ def exact(
 
 
 def nested(levels: Sequence[Level], interval_seconds: float, every: Sequence[int]) -> float:
-    """ETTR of several levels: a checkpoint on the first every ``interval_seconds``, on each next every ``every[i]``-th.
+    """Return the ETTR of several levels: a checkpoint on the first every ``interval_seconds``.
 
-    The time to get through one period of a level, its failures included, is the work of the period of the next:
-    ``exact`` applied again and again. It takes these times for constant, which costs less than 1 % (tests).
+    Every ``every[i]``-th checkpoint of a level goes to the next. The time for one period of a level, failures included,
+    is the work of the period of the next: ``exact`` applied recursively. Treating these times as constant costs less
+    than 1 % (tests).
     """
     positive(interval_seconds, "interval")
     work, wall = interval_seconds, interval_seconds
@@ -78,10 +78,10 @@ def nested(levels: Sequence[Level], interval_seconds: float, every: Sequence[int
 
 
 def _stretched(seconds: float, mtbf: float, restart_seconds: float) -> float:
-    """Mean time to get through ``seconds`` without a failure, a restart after each: μ e^(R/μ) (e^(x/μ) - 1)."""
+    """Return the mean time to complete ``seconds`` with a restart after each failure: μ e^(R/μ) (e^(x/μ) - 1)."""
     if math.isinf(mtbf):
         return seconds
     try:
         return mtbf * math.exp(restart_seconds / mtbf) * math.expm1(seconds / mtbf)
     except OverflowError:
-        return math.inf  # it never does
+        return math.inf  # it never completes

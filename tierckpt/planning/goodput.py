@@ -1,11 +1,10 @@
-"""What became of a job's time, from the records that its processes left: measured, where ``ettr`` expects. Pure.
+"""Measure how a job spent its time, from the records of its processes (``ettr`` predicts it). Pure.
 
-A *start* is one life of the job, from the start of its processes to the last line they left. Each line carries the
-totals so far, so that lines may be missing: what a crash tore off is at most what came after the last one. Of the steps
-that were trained
+A *start* is one life of the job, from the start of its processes to their last record. Each line carries cumulative
+totals, so lines may be missing: a crash loses at most the time after the last line. Trained steps are
 
     lost     a later start resumed before them: they were trained again
-    unsaved  no checkpoint has them, no start has resumed, and the last one was not closed: it runs, or was killed. Its
+    unsaved  no checkpoint has them, no start has resumed, and the last one was not closed: it runs or was killed; its
              records do not tell which. The next save keeps them, the next start loses them
     kept     all others; also steps after the newest save of a job that was closed, until another start resumes
 """
@@ -26,17 +25,17 @@ Line: TypeAlias = Mapping[str, Any]
 What: TypeAlias = Literal["kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"]
 
 TOTALS = ("productive", "blocked", "starting", "loading", "warming")
-"""What each line has the seconds of, since the processes of its start began."""
+"""Fields in seconds of each line, counted since the processes of its start began."""
 
 NUMBERS = ("at", "saves", "replayed_steps", "replicas")
 
 PLANNED = "closed"
-"""How a start ends that nobody calls a failure."""
+"""The end of a start that is not a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One life of the job. ``restored_step`` None: it began afresh."""
+    """One life of the job. ``restored_step`` None: it began without a checkpoint."""
 
     began_at: float
     ended_at: float
@@ -49,20 +48,20 @@ class Start:
     saves: int
     size_bytes: int
     made: tuple[Save, ...]
-    """The saves that have a record of their own: of a long start not all of ``saves``."""
+    """The saves that have their own record: not all of ``saves`` in a long start."""
     work: tuple[tuple[int, float], ...]
     """Steps, and the productive seconds of this start when they ended."""
     replayed_steps: int = 0
-    """Of ``restored_step``, how many were in no checkpoint: a gradient log had them."""
+    """Steps of ``restored_step`` that came from a gradient log, and were in no checkpoint."""
     drain: bool | None = None
     replicas: int | None = None
     has_gradient_log: bool = False
     begins_with_save: bool = False
-    """The first call was ``save``, which does not tell which steps came before it."""
+    """The first call was ``save``, so the number of earlier steps is unknown."""
 
     @property
     def did_nothing(self) -> bool:
-        """True when it ended before it had gone back to anything: what the one before had done still stood."""
+        """Whether it ended before it restored a checkpoint, so that the work of the previous start was not undone."""
         return self.restored_step is None and not self.work
 
     @property
@@ -81,7 +80,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a start, and what it cost."""
+    """The end of a start, and its cost."""
 
     at: float
     last_step: int
@@ -93,7 +92,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What ``report`` tells. ``spent`` adds up to ``wall_seconds``."""
+    """Result of ``report``. ``spent`` adds up to ``wall_seconds``."""
 
     ettr: float
     goodput: float
@@ -103,9 +102,9 @@ class Goodput:
     unsaved_steps: int
     lost_steps: int
     trained_steps: int
-    """The sum of the three: a step that was trained twice counts twice."""
+    """Sum of the three: a step that was trained twice counts twice."""
     after_save_steps: int
-    """The steps after the newest save, whether kept or unsaved: no checkpoint has them."""
+    """Steps after the newest save, kept or unsaved: no checkpoint has them."""
     spent: dict[What, float]
     failures: tuple[Failure, ...]
     starts: tuple[Start, ...]
@@ -119,12 +118,12 @@ class Goodput:
     expected_ettr: float | None
     steps_per_hour: float
     replayed_steps: int
-    """Steps that were not lost, because a gradient log had them."""
+    """Steps that a gradient log saved from being lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """How long training waited for the save after ``step``."""
+    """Time that training waited for the save after ``step``."""
 
     step: int
     at: float
@@ -132,9 +131,9 @@ class Stall:
 
 
 def stalls_of(lines: Iterable[Line]) -> list[Stall]:
-    """The saves in a start's lines, or in the last of them: what training waited from each until the next one began.
+    """Return the saves in a start's lines, with the training wait of each.
 
-    A save's line is written before training has waited for it. Of saves whose lines were thinned out, the mean.
+    A save's line is written before training has waited for it. For saves with thinned-out lines, the mean.
     """
     rows = [line for line in lines if _is_line(line)]
     saves = [row for row in rows if row["what"] == "save" and row.get("step") is not None]
@@ -148,7 +147,7 @@ def stalls_of(lines: Iterable[Line]) -> list[Stall]:
 
 
 def read_start(lines: Iterable[Line]) -> Start | None:
-    """One start from its lines, in order. None when they do not hold a beginning."""
+    """Return a start from its lines, in order; None without a first line."""
     rows = [line for line in lines if _is_line(line)]
     first = next((row for row in rows if row["what"] == "start"), None)
     if first is None:
@@ -171,7 +170,7 @@ def read_start(lines: Iterable[Line]) -> Start | None:
         if row["what"] == "durable":
             size_bytes = int(row.get("size_bytes", size_bytes))
         step = row.get("reached_step" if row["what"] == "durable" else "step")
-        # Lines of steps before the last one are of a job that went back within one life: the next one beyond it counts.
+        # A job that went back within one life has lines of earlier steps: ignore them up to the step it had reached.
         if row["what"] in ("step", "save", "end", "durable") and step is not None and (not work or step >= work[-1][0]):
             work.append((int(step), float(row.get("productive_seconds", 0.0))))
     first_step = first.get("step")
@@ -189,7 +188,7 @@ def read_start(lines: Iterable[Line]) -> Start | None:
 
 
 def _note_save(made: list[Save], row: Line) -> None:
-    """Add the save of a line to ``made``. The line of its call, or of its commit, may be missing."""
+    """Add the save of a line to ``made``. The line of its call or of its commit may be missing."""
     if row.get("step") is None:
         return
     step, at = int(row["step"]), float(row["at"])
@@ -207,8 +206,9 @@ def _note_save(made: list[Save], row: Line) -> None:
 
 
 def _is_save_first(first: Line, made: Sequence[Save]) -> bool:
-    """True for a loop that calls only ``save``. Older releases recorded no first call: there the step of the first save
-    is also the first step."""
+    """Whether the loop calls only ``save``.
+
+    Older releases did not record the first call: there, the step of the first save is also the first step."""
     if "begins_with" in first:
         return bool(first["begins_with"] == "save")
     return bool(made) and bool(first.get("step") == made[0].step)
@@ -216,15 +216,15 @@ def _is_save_first(first: Line, made: Sequence[Save]) -> bool:
 
 @dataclass
 class _Kept:
-    """Work that stands: steps in order, and the seconds of work up to each."""
+    """Work that was not undone: steps in order, and the seconds of work up to each."""
 
     steps: list[int]
     seconds: list[float] = field(default_factory=lambda: [0.0])
     saved: list[int] = field(default_factory=list)
-    """The steps that a checkpoint has, or a gradient log, in order."""
+    """The steps in a checkpoint or a gradient log, in order."""
 
     def at(self, step: int) -> float:
-        """Seconds of work up to ``step``, between two known steps in proportion."""
+        """Return the seconds of work up to ``step``, interpolated between known steps."""
         place = bisect.bisect_right(self.steps, step) - 1
         if place < 0:
             return 0.0
@@ -234,7 +234,7 @@ class _Kept:
         return self.seconds[place] + share * (self.seconds[place + 1] - self.seconds[place])
 
     def back_to(self, step: int) -> float:
-        """Forget what was done after ``step``. Returns its seconds."""
+        """Drop the work after ``step``. Return its seconds."""
         stays = self.at(step)
         lost = self.seconds[-1] - stays
         place = bisect.bisect_right(self.steps, step)
@@ -257,13 +257,13 @@ class _Kept:
 
 
 def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
-    """Put the starts of one job together.
+    """Combine the starts of one job.
 
     Args:
         commits: the recorded commits on the shared tier; the agent makes some of them after a job was killed.
 
     Raises:
-        ConfigError: there is no start, or none that took any time.
+        ConfigError: there is no start, or all have no duration.
     """
     ordered = sorted(starts, key=lambda one: one.began_at)
     if not ordered or ordered[-1].ended_at <= ordered[0].began_at:
@@ -290,12 +290,12 @@ def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
 
 
 def _origin(start: Start, saved: Sequence[int]) -> int:
-    """The step that a start went on from. ``saved``: those that a checkpoint had then."""
+    """Return the step that a start continued from. ``saved``: the steps with a checkpoint at that time."""
     if start.restored_step is not None:
         return start.restored_step
     if start.first_step is None:
         return 0
-    if start.begins_with_save:  # a loop that calls nothing but ``save``, every so many steps
+    if start.begins_with_save:  # a loop that calls only ``save``, every few steps
         return max((step for step in saved if step < start.first_step), default=0)
     return start.first_step - 1
 
@@ -364,7 +364,6 @@ def _summed(
 def _expected(
     interval: float | None, blocked: float | None, mtbf: float | None, restart: float | None, latency: float | None
 ) -> float | None:
-    """What the exact model has for these means."""
     if not interval or blocked is None:
         return None
     if mtbf is None:
@@ -373,7 +372,7 @@ def _expected(
 
 
 def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_seconds: float) -> Iterable[Stretch]:
-    """The timeline: of each start the time before training, the training kept, and the training lost or not saved."""
+    """Yield the timeline: per start the time before training, kept, and lost or unsaved."""
     previous: float | None = None
     last = max((place for place, start in enumerate(starts) if start.work), default=-1)
     for place, (start, lost) in enumerate(zip(starts, lost_of, strict=True)):
@@ -398,7 +397,7 @@ def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_second
 
 
 def _is_line(line: Line) -> bool:
-    """Records lie where others may write: what is not a line of ours is left out."""
+    """Whether a line is valid: other users may write to the directory of the records."""
     try:
         return isinstance(line["what"], str) and float(line["at"]) >= 0 and _has_numbers(line)
     except (KeyError, TypeError, ValueError):

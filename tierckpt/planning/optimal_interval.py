@@ -1,14 +1,14 @@
-"""How often to take a checkpoint: the published optima, and the interval of a running job. Pure functions.
+"""Checkpoint intervals: the published optima, and the interval of a running job. Pure functions.
 
 Intervals are seconds of training between two checkpoints, without the stall of the checkpoint. For a running job:
 
-    choose    the best interval, and how many checkpoints go by for one on shared storage, for a profile (CheckFreq's:
-              step, blocked, time to durable) and, where failure rates are known, for them
-    Window    what the last stretch of training cost beyond its steps
-    adapt     a longer interval at once when that is above the bound, a shorter one while it stays well below it
+    choose    the best interval, and every how many checkpoints to drain one, for a profile (CheckFreq's: step,
+              blocked, time to durable) and for failure rates if they are known
+    Window    the overhead of checkpoints in the last period of training
+    adapt     lengthens the interval at once if the overhead exceeds the bound, shortens it while it is well below
 
-CheckFreq (FAST'21) only makes the interval longer, and takes its baseline from steps that a save slows down. Here it
-changes both ways (additive and multiplicative, as TCP does), and the baseline is the median of undisturbed steps.
+CheckFreq (FAST'21) only lengthens the interval, and takes its baseline from steps that a save slows down. Here it
+changes both ways (additive and multiplicative, like TCP), and the baseline is the median of undisturbed steps.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .checked_numbers import not_negative, positive
 from .ettr import Level
 
 OVERHEAD_MAX = 0.035
-"""CheckFreq's bound on what checkpoints may cost of the training time."""
+"""CheckFreq's bound on the share of training time that checkpoints cost."""
 
 _HALVINGS = 200
 
 
 def young(stall_seconds: float, mtbf_seconds: float) -> float:
-    """√(2Cμ), Young 1974: right to first order, while the stall is short beside the time between failures."""
+    """Return √(2Cμ), Young 1974: first order, for a stall much shorter than the time between failures."""
     return math.sqrt(2 * _stall(stall_seconds) * _mtbf(mtbf_seconds))
 
 
 def daly(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Daly 2006: two more terms of the series; μ itself where C reaches 2μ and the series ends."""
+    """Return Daly's interval (2006): two more terms; μ itself from C = 2μ on."""
     if _stall(stall_seconds) >= 2 * _mtbf(mtbf_seconds):
         return mtbf_seconds
     ratio = stall_seconds / (2 * mtbf_seconds)
@@ -42,9 +42,9 @@ def daly(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def exact(stall_seconds: float, mtbf_seconds: float) -> float:
-    """The interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1.
+    """Return the interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1.
 
-    Neither restart nor latency moves it: they cost the same at every interval.
+    Independent of restart and latency, which cost the same at every interval.
     """
     ratio = _stall(stall_seconds) / _mtbf(mtbf_seconds)
     low, high = 0.0, 1.0
@@ -57,7 +57,7 @@ def exact(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def to_steps(interval_seconds: float, step_seconds: float, stall_seconds: float, mtbf_seconds: float) -> int:
-    """The whole number of steps, below or above ``interval_seconds``, whose ETTR is higher; at least 1."""
+    """Return the neighbouring number of whole steps with the higher ETTR; at least 1."""
     steps = interval_seconds / positive(step_seconds, "step time")
     nearest = sorted({max(1, math.floor(steps)), max(1, math.ceil(steps))})
     return max(nearest, key=lambda k: ettr.exact(k * step_seconds, stall_seconds, mtbf_seconds, 0.0))
@@ -66,9 +66,9 @@ def to_steps(interval_seconds: float, step_seconds: float, stall_seconds: float,
 def two_level(
     local_stall_seconds: float, local_mtbf_seconds: float, shared_stall_seconds: float, shared_mtbf_seconds: float
 ) -> tuple[float, int]:
-    """Local interval, and every how manieth goes to shared storage: W = √(2C/λ) of each level alone (Benoit et al.).
+    """Return the local interval, and how many make a shared one: W = √(2C/λ) (Benoit et al.).
 
-    ``plan`` starts from it and finds what is better, with bounds and whole steps.
+    ``plan`` starts from it and improves on it, with bounds and whole steps.
     """
     local = young(local_stall_seconds, local_mtbf_seconds)
     shared = young(shared_stall_seconds, shared_mtbf_seconds)
@@ -78,9 +78,9 @@ def two_level(
 def checkfreq_steps(
     step_seconds: float, blocked_seconds: float, durable_seconds: float, overhead_max: float = OVERHEAD_MAX
 ) -> int:
-    """CheckFreq's interval from a profile, for who knows no failure rate: as often as the bounds allow.
+    """Return CheckFreq's interval, without failure rates: as often as the bounds allow.
 
-    One checkpoint is durable before the next begins, and what they block stays below ``overhead_max`` of training.
+    One checkpoint is durable before the next begins, and blocking stays below ``overhead_max`` of training.
     """
     step = positive(step_seconds, "step time")
     hidden = max(0.0, not_negative(durable_seconds, "time to durable") - not_negative(blocked_seconds, "blocked time"))
@@ -89,10 +89,10 @@ def checkfreq_steps(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What ``plan`` decided: the first level every ``steps`` steps, each next every ``every[i]``-th time.
+    """Result of ``plan``: the first level every ``steps`` steps, each next every ``every[i]``-th time.
 
-    ``bound_by`` says for each level what its interval is bounded by: ``cost`` (the optimum), ``throughput`` (it could
-    not take more) or ``step`` (there is no shorter one: every step, or every one of the level before).
+    ``bound_by`` gives the limit of each level's interval: ``cost`` (the optimum), ``throughput`` (the level's maximum)
+    or ``step`` (there is no shorter one: every step, or every checkpoint of the previous level).
     """
 
     levels: tuple[Level, ...]
@@ -118,16 +118,16 @@ class Schedule:
 
 
 def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
-    """The intervals, in whole steps, with the highest ``ettr.nested`` that every level can keep up with.
+    """Return the intervals in whole steps with the highest sustainable ``ettr.nested``.
 
-    ``levels`` come in the order of what they survive, the first takes every checkpoint. Deterministic, so all ranks
-    that ask with the same numbers decide the same. Where two are equal, the longer interval is taken.
+    ``levels`` are in order of the failures that they survive; the first takes every checkpoint. Deterministic:
+    all ranks with the same numbers get the same result. Ties go to the longer interval.
 
     Raises:
-        ConfigError: no levels, or no interval with which the job would get anywhere.
+        ConfigError: no levels, or no interval at which the job would make progress.
     """
     if not levels:
-        raise ConfigError("there is no level to plan for: give at least one")
+        raise ConfigError("there are no levels to plan for: give at least one")
     positive(step_seconds, "step time")
     levels = tuple(levels)
     best = _repaired(levels, step_seconds, _first_guess(levels, step_seconds))
@@ -142,14 +142,14 @@ def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
     reached = ettr.nested(levels, best[0] * step_seconds, (1, *best[1:]))
     if reached < 1e-6:
         raise ConfigError(
-            "failures come faster than this job can restart, so it would get nowhere at any interval",
+            "failures come faster than this job can restart, so it would make no progress at any interval",
             hint="Give a longer MTBF or a shorter restart, or size a smaller job",
         )
     return Schedule(levels, step_seconds, best[0], (1, *best[1:]), reached)
 
 
 def _first_guess(levels: tuple[Level, ...], step_seconds: float) -> tuple[int, ...]:
-    """Each level alone, as ``two_level`` has it; the first one against all failures."""
+    """Return the optimum of each level alone, as ``two_level``; the first one against all failures."""
     rate = sum(1 / level.mtbf_seconds for level in levels)
     base = young(levels[0].stall_seconds, 1 / rate) if rate else math.inf
     counts = [max(1, round(min(base, LONGEST_SECONDS) / step_seconds))]
@@ -160,16 +160,16 @@ def _first_guess(levels: tuple[Level, ...], step_seconds: float) -> tuple[int, .
 
 
 LONGEST_SECONDS = 30 * ettr.DAY_SECONDS
-"""No interval is longer: without failures none would be the best."""
+"""The longest interval: without failures, none would be optimal."""
 
 
 _FACTORS = (0.5, 0.7, 0.8, 0.9, 0.97, 0.997, 1.003, 1.03, 1.1, 1.2, 1.4, 2.0)
 
 
 def _neighbours(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The same with one count changed, by one or by up to a factor of two, and the next with it: by one or to make up.
+    """Return variants with one count changed by one or by up to a factor of two, and the next by one or inversely.
 
-    By one, since from 3 to 2 is a third: neither alone nor wholly made up for would it ever look worth it.
+    By one, since from 3 to 2 is a third: a change alone, or one fully compensated, would never look better.
     """
     result = []
     for place, count in enumerate(counts):
@@ -184,7 +184,6 @@ def _neighbours(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _repaired(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """``counts`` raised to where every level keeps up."""
     result: list[int] = []
     interval = step_seconds
     for level, count in zip(levels, counts, strict=True):
@@ -195,7 +194,7 @@ def _repaired(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int,
 
 
 def _rank(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int, ...]) -> tuple[float, int]:
-    """What is better is greater. Beyond twelve digits the model says nothing, and the fewer checkpoints win."""
+    """Return a sort key, greater is better. Beyond twelve digits, the model's precision, fewer checkpoints win."""
     interval = math.prod(counts) * step_seconds
     if interval > LONGEST_SECONDS and counts != (1,) * len(counts):
         return (-interval, 0)
@@ -204,7 +203,7 @@ def _rank(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int, ...
 
 
 def _ceil(value: float) -> int:
-    """Up to the next whole number, except from where rounding of the division put it just above one."""
+    """Round up, except a value that only rounding of the division put just above a whole number."""
     return math.ceil(value - 1e-9)
 
 
@@ -218,17 +217,18 @@ def _mtbf(seconds: float) -> float:
 
 GROWTH = 1.25
 CALM_WINDOWS = 3
-"""So many windows in a row below half of the bound make the interval shorter."""
+"""Consecutive windows below half of the bound after which the interval is shortened."""
 STEPS_FACTOR_MAX = 16
-"""The interval is never longer than so many times the one chosen: a noisy machine must not end checkpoints."""
+"""Maximum ratio to the chosen interval: a noisy machine must not end checkpoints."""
 NODE_LOSS_SHARE = 0.5
-"""Of failures, those that take the SSD with them, where one MTBF is given for both."""
+"""Share of failures that lose the SSD too, if one MTBF is given for both kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured of this job, the slowest rank's. ``shared_seconds`` None: nothing goes to shared storage, or
-    nothing has arrived there yet. ``shared_stall_seconds`` is what one drain slows training by, all told."""
+    """Measurements of this job, of the slowest rank. ``shared_seconds`` None: no finished drain.
+
+    ``shared_stall_seconds``: the total slowdown of training by one drain."""
 
     step_seconds: float
     blocked_seconds: float
@@ -244,8 +244,9 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What checkpoints may cost, and how often failures come: those that an SSD survives, and those that it does not.
-    None: not known."""
+    """The permitted cost of checkpoints, and the rates of failures that an SSD does and does not survive.
+
+    None: unknown."""
 
     overhead_max: float = OVERHEAD_MAX
     local_mtbf_seconds: float | None = None
@@ -257,7 +258,7 @@ class Goal:
 
     @classmethod
     def of(cls, overhead_max: float, mtbf_seconds: float | Mapping[str, float] | None) -> Goal:
-        """From what people write: one MTBF, or ``{"local": ..., "shared": ...}``. Raises ConfigError."""
+        """Return the goal for one MTBF, or ``{"local": ..., "shared": ...}``. Raises ConfigError."""
         if mtbf_seconds is None:
             return cls(overhead_max)
         if isinstance(mtbf_seconds, Mapping):
@@ -281,7 +282,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A checkpoint every ``steps``, each ``every``-th of them to shared storage, and why."""
+    """A checkpoint every ``steps``, each ``every``-th of them drained, and the reason."""
 
     steps: int
     every: int
@@ -289,10 +290,10 @@ class Choice:
 
 
 def choose(profile: Profile, goal: Goal, *, drains: bool = True) -> Choice:
-    """The interval that is best for ``profile``. Deterministic.
+    """Return the best interval for ``profile``. Deterministic.
 
-    Without a failure rate: as often as one checkpoint is durable before the next begins and what they block stays below
-    the bound (CheckFreq). With it: the maximum of the exact exponential model, never more often than that.
+    Without a failure rate: CheckFreq's, the shortest at which one checkpoint is durable before the next begins and
+    blocking stays below the bound. With one: the maximum of the exact exponential model, but never shorter than that.
     """
     least = checkfreq_steps(profile.step_seconds, profile.blocked_seconds, profile.durable_seconds, goal.overhead_max)
     is_tiered = drains and profile.shared_seconds is not None
@@ -324,19 +325,18 @@ def choose(profile: Profile, goal: Goal, *, drains: bool = True) -> Choice:
 
 
 def _rate_to_mtbf(*mtbfs: float | None) -> float:
-    """Mean time between failures of several kinds together; infinite without any."""
     rate = sum(1 / mtbf for mtbf in mtbfs if mtbf is not None)
     return 1 / rate if rate > 0 else math.inf
 
 
 def _keeps_up(profile: Profile, steps: int) -> int:
-    """Every how manieth checkpoint shared storage has taken before the next for it is due."""
+    """Return the smallest n with which shared storage keeps up, draining every n-th."""
     return max(1, math.ceil((profile.shared_seconds or 0.0) / (steps * profile.step_seconds) - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Training steps of one kind: how many, all their seconds, and the median."""
+    """Training steps of one kind: their number, total seconds and median."""
 
     count: int = 0
     seconds: float = 0.0
@@ -345,7 +345,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Training between two saves: steps beside nothing, beside a drain, beside a flush; and what calls blocked."""
+    """Training between two saves: steps without load, during drains, during flushes."""
 
     plain: Steps = Steps()
     draining: Steps = Steps()
@@ -357,12 +357,12 @@ class Window:
         return self.plain.count + self.draining.count + self.flushing.count
 
     def baseline(self, known_seconds: float | None = None) -> float | None:
-        """Seconds of an undisturbed step: the value before where each was disturbed, else the least disturbed."""
+        """Return the seconds of an undisturbed step: the median, else ``known_seconds``, else the least disturbed."""
         candidates = (self.plain.median_seconds, known_seconds, self.draining.median_seconds)
         return next((one for one in candidates if one is not None), self.flushing.median_seconds)
 
     def overhead(self, step_seconds: float) -> float:
-        """Share by which checkpoints made it longer: blocked time, and steps that flushes and drains slowed down."""
+        """Return the overhead as a share: blocked time, and steps slowed down by flushes and drains."""
         if not self.count:
             return 0.0
         positive(step_seconds, "step time", "seconds")
@@ -371,14 +371,14 @@ class Window:
         return max(0.0, self.blocked_seconds + slower) / (self.count * step_seconds)
 
     def drain_slowdown(self, step_seconds: float) -> float:
-        """Share by which a step beside a drain was slower."""
+        """Return the slowdown of steps during a drain, as a share."""
         median = self.draining.median_seconds
         return max(0.0, median / positive(step_seconds, "step time", "seconds") - 1) if median is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The interval in force. ``calm`` counts the windows in a row that were well below the bound."""
+    """The current interval. ``calm`` counts consecutive windows well below the bound."""
 
     steps: int
     every: int
@@ -387,9 +387,10 @@ class Pace:
 
 
 def adapt(pace: Pace | None, choice: Choice, overhead_share: float, overhead_max: float) -> Pace:
-    """The next interval: never shorter than chosen, longer by a quarter when too dear, shorter step by step when cheap.
+    """Return the next interval: longer by a quarter if too costly, shorter step by step if cheap.
 
-    Additive and multiplicative: it leaves what hurts quickly, and tries what may hurt carefully.
+    Never shorter than the chosen one. Multiplicative up, additive down: it reacts to overhead quickly, and probes for
+    shorter intervals carefully.
     """
     if pace is None:
         return Pace(choice.steps, choice.every, 0, choice.reason)
@@ -407,7 +408,7 @@ def adapt(pace: Pace | None, choice: Choice, overhead_share: float, overhead_max
 
 
 def slowest(profiles: Sequence[Profile]) -> Profile:
-    """What the job as a whole sees: ranks wait for each other, so the largest of each."""
+    """Return the profile of the job: ranks wait for each other, so the maximum of each value."""
     shared = [one.shared_seconds for one in profiles if one.shared_seconds is not None]
     return Profile(
         max(one.step_seconds for one in profiles),

@@ -1,9 +1,9 @@
-"""Which nodes keep replicas of which, and how likely a checkpoint survives the loss of several at once.
+"""Placement of replicas, and the probability to survive a loss of several nodes.
 
-The nodes of a cluster use it by ``peer/replica_policy.py`` (``holders``), the simulator by itself.
+Used by a cluster's nodes through ``peer/replica_policy.py`` (``holders``), and by the simulator.
 
-From Gemini (Wang et al., SOSP 2023). Nodes are numbered so that neighbours share a failure domain (rack, power); the
-holders of one shard lie as far apart as there are nodes, so that no domain smaller than N/m takes all its copies.
+From Gemini (Wang et al., SOSP 2023). Nodes are numbered so that neighbours share a failure domain (rack, power). The
+holders of a shard are spread over the nodes, so that no domain smaller than N/m holds all its copies.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .checked_numbers import whole
 
 
 def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
-    """For each node the nodes that hold its shard, itself first: groups whose members all hold each other's.
+    """Return the holders of each node's shard, itself first: groups that hold each other's shards.
 
-    Where ``replicas`` does not divide ``nodes``, the last group and the rest form a ring (Gemini's mixed placement).
+    If ``replicas`` does not divide ``nodes``, the last group and the rest form a ring (Gemini's mixed placement).
 
     Raises:
         ConfigError: more replicas than nodes.
@@ -39,13 +39,13 @@ def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
 
 
 def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, ...]]:
-    """``group_placement`` of nodes in failure domains that lie anyhow: for each node its holders, itself first.
+    """Return the holders of each node's shard, itself first, for nodes in arbitrary failure domains.
 
-    Where it can be, no two holders of a shard share a domain, so that losing any one domain loses no shard; where a
-    domain has more nodes than there are groups that is not possible, and its nodes are dealt out evenly.
+    If possible, no two holders of a shard share a domain, so that the loss of one domain loses no shard. If a domain
+    has more nodes than there are groups, its nodes are distributed evenly.
 
     Args:
-        domains: the domain of each node. Nodes that tell none (all alike) are placed as well as any.
+        domains: the domain of each node. Equal domains (unknown ones) are valid.
 
     Raises:
         ConfigError: more replicas than nodes.
@@ -55,7 +55,7 @@ def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, .
     seated = _seated(domains, [len(block) for block in blocks])
     node_at: dict[int, int] = {}
     for block, nodes in zip(blocks, seated, strict=True):
-        # In a ring the holders are neighbours: nodes of one domain sit as far apart as they can.
+        # In a ring the holders are neighbours: place nodes of one domain as far apart as possible.
         places = sorted(range(len(block)), key=lambda place: (place % replicas, place))
         node_at |= {block[place]: node for place, node in zip(places, nodes, strict=True)}
     placed = group_placement(len(domains), replicas)
@@ -64,7 +64,7 @@ def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, .
 
 
 def _seated(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
-    """Deal the nodes to blocks of these sizes, large domains first, each to the blocks that are emptiest."""
+    """Deal the nodes to blocks of these sizes, large domains first, each to the emptiest blocks."""
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)
@@ -83,7 +83,7 @@ def _seated(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _blocks(nodes: int, replicas: int) -> list[list[int]]:
-    """The groups of ``group_placement``, and its ring where there is one, as positions in order."""
+    """Return the groups of ``group_placement``, and its ring if there is one, as positions in order."""
     blocks: dict[frozenset[int], list[int]] = {}
     placed = group_placement(nodes, replicas)
     rest = []
@@ -96,15 +96,15 @@ def _blocks(nodes: int, replicas: int) -> list[list[int]]:
 
 
 def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
-    """True when every lost node's shard is on a node that is not lost."""
+    """Whether every lost node's shard is on a node that is not lost."""
     return all(any(holder not in lost for holder in holders[node]) for node in lost)
 
 
 def survival_probability(nodes: int, replicas: int, lost: int) -> float:
-    """Probability that groups survive the loss of ``lost`` nodes at random, all at once; a lower bound.
+    """Return a lower bound of the probability to survive a loss of ``lost`` random nodes.
 
     Exact for fewer than ``2 * replicas`` lost and ``replicas`` a divisor of ``nodes``:
-    1 - (N/m)·C(N-m, k-m)/C(N, k). Beyond that, cases in which several groups are lost are counted more than once.
+    1 - (N/m)·C(N-m, k-m)/C(N, k). Beyond that, cases in which several groups are lost count more than once.
     """
     _check(nodes, replicas)
     if not 0 <= lost <= nodes:

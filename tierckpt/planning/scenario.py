@@ -1,4 +1,4 @@
-"""What is simulated: a cluster with its failures, and one configuration of tiers for the jobs on it."""
+"""Input of the simulator: a cluster with its failures, and a configuration of tiers for its jobs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .sizer import Sizing, TierRow
 from .transfer_times import Bandwidths, Mode
 
 LOCAL_ONLY = 1 << 60
-"""Every how manieth checkpoint goes to shared storage, when none is to."""
+"""``every`` of a configuration that drains no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """One cause of failures: how often it strikes a node, and what it takes with it.
+    """One cause of failures: its rate per node, and its extent.
 
-    ``nodes`` fail at once: a block of neighbours (a rack) when ``together``, else that many anywhere. ``wipes``: their
-    SSDs and memory are gone; otherwise only the processes are.
+    ``nodes`` fail at once: a block of neighbours (a rack) if ``together``, else random ones. ``wipes``: their SSDs and
+    memory are lost; otherwise only the processes.
     """
 
     name: str
@@ -36,11 +36,11 @@ class FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes, what joins them to shared storage, and what happens to them.
+    """Nodes, their links to shared storage, and their failures.
 
-    ``jobs`` split the nodes evenly and share the storage. ``spares`` None is always enough; otherwise a job waits for a
-    node once they are used up, until one is repaired. Shared storage answers nobody for ``outage_seconds`` on end,
-    every ``outage_every_seconds`` on average.
+    ``jobs`` split the nodes evenly and share the storage. ``spares`` None is unlimited; otherwise a job without a spare
+    waits until a node is repaired. Shared storage has outages of ``outage_seconds``, on average every
+    ``outage_every_seconds``.
     """
 
     nodes: int
@@ -52,7 +52,7 @@ class Cluster:
     outage_every_seconds: float = math.inf
     outage_seconds: float = 0.0
     strikes_at: tuple[float, ...] = ()
-    """Seconds at which the first job's processes fail besides, for a run that is simulated after it was seen."""
+    """Additional failure times of the first job's processes (seconds), to simulate an observed run."""
 
     def __post_init__(self) -> None:
         whole(self.nodes, "nodes")
@@ -74,12 +74,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How each job takes checkpoints and comes back. Bytes and seconds are per job.
+    """How each job takes and restores checkpoints. Bytes and seconds are per job.
 
-    ``blocking`` writes straight to shared storage while training waits; otherwise ``stall_seconds`` of staging, then
-    ``flush_seconds`` until it is on the SSDs (``local``) and ``replicate_seconds`` until peers hold it (``peer``), and
-    the drain policy (``rules``) sends it on. With ``log_step_seconds`` every step is in a log behind the checkpoint,
-    ``log_latency_seconds`` later, and a restart from local or peer replays each in ``replay_step_seconds``.
+    ``blocking`` writes to shared storage while training waits. Otherwise a checkpoint takes ``stall_seconds`` of
+    staging, then ``flush_seconds`` until it is on the SSDs (``local``) and ``replicate_seconds`` until peers hold it
+    (``peer``), and the drain policy (``rules``) sends it. With ``log_step_seconds`` every step is in a log after the
+    checkpoint, ``log_latency_seconds`` later, and a restart from local or peer replays each in ``replay_step_seconds``.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Configuration:
 
 
 def failures_of(sizing: Sizing, domain_nodes: int) -> tuple[FailureKind, ...]:
-    """The failures the sizer assumed, as the simulator needs them: of processes, of nodes, of racks."""
+    """Return the sizer's failures in the simulator's form: of processes, of nodes, of racks."""
     site = sizing.site
     rate = 86400.0 / sizing.mtbf_seconds / sizing.mesh.nodes
     losses = site.node_loss_share + site.domain_loss_share
@@ -122,12 +122,12 @@ def failures_of(sizing: Sizing, domain_nodes: int) -> tuple[FailureKind, ...]:
 
 
 def configurations_of(sizing: Sizing, rpo_seconds: float = math.inf) -> tuple[Configuration, ...]:
-    """The sizer's configurations, at the intervals it chose. Those that would get nowhere are left out."""
+    """Return the sizer's configurations with its intervals, except those that would make no progress."""
     return tuple(_configuration(sizing, row, rpo_seconds) for row in sizing.tiers if row.schedule is not None)
 
 
 def configuration_of(mode: Mode, sizing: Sizing, interval_seconds: float) -> Configuration:
-    """``mode`` with a checkpoint every ``interval_seconds``, on the local tier alone."""
+    """Return ``mode`` with a checkpoint every ``interval_seconds``, on the local tier only."""
     return Configuration(
         name=mode.name,
         interval_seconds=interval_seconds,
@@ -181,5 +181,4 @@ def _configuration(sizing: Sizing, row: TierRow, rpo_seconds: float) -> Configur
 
 
 def _room(sizing: Sizing) -> float:
-    """Bytes of whole checkpoints that the SSDs of all writing nodes hold."""
     return sizing.site.ssd_bytes / sizing.node_written_bytes * sizing.checkpoint_bytes

@@ -1,11 +1,11 @@
-"""The simulator: jobs of thousands of nodes that train, take checkpoints, fail and come back, event by event.
+"""The simulator: jobs of thousands of nodes with failures, event by event.
 
-What the formulas leave out is in it: failures during restarts and drains, queues at shared storage, racks that fail
-together, spares that run out, storage that stops answering, and the decisions of the drain policy. Those, the intervals
-and the placement of replicas come from the same pure functions that the product calls.
+It covers effects that the formulas omit: failures during restarts and drains, queues at shared storage, racks that
+fail together, exhausted spares, storage outages, and the decisions of the drain policy. Decisions, intervals and
+placement of replicas come from the pure functions that the product calls.
 
-Nodes of one job train in step, so a job is one process of the simulation and a node exists only where it is lost: the
-cost of a run grows with its checkpoints and failures, not with its nodes. A seed gives the same run every time.
+Nodes of one job train in step, so a job is one process of the simulation and a node is modelled only when lost: the
+cost of a run grows with its checkpoints and failures, not with its nodes. Runs are deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Steps = Generator[simpy.Event, Any, None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one simulation showed. Seconds are of one job, on average over all jobs.
+    """Result of one simulation. Seconds are of one job, averaged over all jobs.
 
     ``kept``, ``lost``, ``stalled``, ``restarting``, ``loading`` and ``waiting`` (for a node) add up to ``wall``.
     """
@@ -64,11 +64,11 @@ class Run:
     interval_seconds: float
     every: int
     replaying_seconds: float = 0.0
-    """Of ``loading_seconds``, those of the steps in a log."""
+    """The part of ``loading_seconds`` spent on steps of a log."""
 
     @property
     def lost_by_failure_seconds(self) -> float:
-        """Training done again and steps replayed, for each restore."""
+        """Repeated training and replayed steps, per restore."""
         return (self.lost_seconds + self.replaying_seconds) / max(1, sum(self.restores.values()))
 
 
@@ -97,8 +97,6 @@ def simulate(
 
 
 class _World:
-    """One cluster, its jobs, and what befalls them."""
-
     def __init__(self, cluster: Cluster, configuration: Configuration, chance: random.Random) -> None:
         self.env = simpy.Environment()
         self.cluster, self.configuration, self.chance = cluster, configuration, chance
@@ -184,7 +182,7 @@ class _World:
 
 @dataclass(eq=False, slots=True)
 class _Version:
-    """One checkpoint of a job. Times are when each tier had it whole; infinite: not (any more)."""
+    """One checkpoint of a job. Times are when each tier had it whole; infinite: not there (any more)."""
 
     number: int
     work: float
@@ -204,8 +202,6 @@ class _Drain:
 
 
 class _Job:
-    """One training job."""
-
     def __init__(self, world: _World) -> None:
         self.world, self.env, self.plan = world, world.env, world.configuration
         self.nodes = world.cluster.nodes_per_job
@@ -228,7 +224,7 @@ class _Job:
         self.missing = 0
         self.process = self.env.process(self._live())
 
-    # --- what it does ------------------------------------------------------------------------------------------
+    # --- training ----------------------------------------------------------------------------------------------
 
     def _live(self) -> Steps:
         failed = False
@@ -246,7 +242,7 @@ class _Job:
                 self._give_up()
 
     def _now_doing(self, what: str) -> None:
-        """Book the time since the last change under what was done in it."""
+        """Account the time since the last change, and switch to activity ``what``."""
         elapsed = self.env.now - self.since
         if self.doing == "training":
             self.work += elapsed
@@ -279,7 +275,7 @@ class _Job:
             self._later(self.plan.replicate_seconds, lambda: setattr(version, "peer_at", self.env.now))
 
     def _later(self, seconds: float, what: Any) -> None:
-        """Do ``what`` in the background, unless the job fails first."""
+        """Run ``what`` in the background, unless the job fails first."""
         epoch = self.epoch
         event = self.env.timeout(seconds)
         event.callbacks.append(lambda _: what() if epoch == self.epoch else None)
@@ -297,7 +293,6 @@ class _Job:
         self.transfer = None
 
     def _give_up(self) -> None:
-        """Withdraw what the job was waiting for when it was struck."""
         if self.request is not None:
             if self.request.triggered:
                 self._take_spare()
@@ -312,7 +307,6 @@ class _Job:
     # --- draining ----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Ask the policy, and do what it says."""
         self.policy, decision = drain_policy.decide(self.policy, self.plan.rules, self._situation())
         self._obey(decision)
 
@@ -367,16 +361,15 @@ class _Job:
         self.shared_work_at = version.taken_at
 
     def _forget(self) -> None:
-        """Keep what can still be restored or sent: a handful."""
         shared = max((one.number for one in self.versions if one.shared_at < math.inf), default=0)
         newest = [one.number for one in self.versions[-3:]]
         sending = self.drain.version.number if self.drain else 0
         self.versions = [one for one in self.versions if one.number in newest or one.number in (shared, sending)]
 
-    # --- failing and coming back -------------------------------------------------------------------------------
+    # --- failures and restarts ---------------------------------------------------------------------------------
 
     def strike(self, nodes: list[int], *, wipes: bool) -> None:
-        """Some of its nodes failed: the job stops."""
+        """Stop the job, as some of its nodes failed."""
         self.epoch += 1
         if wipes:
             self.wiped |= dict.fromkeys(nodes, self.env.now)
@@ -388,7 +381,7 @@ class _Job:
         self.process.interrupt()
 
     def _can_go_on(self, version: _Version) -> bool:
-        """A drain outlives the trainer while every byte of it is still on some node."""
+        """Whether a drain survives the trainer: every byte of it is still on some node."""
         return self._from_local(version) or self._from_peers(version)
 
     def _come_back(self) -> Steps:
@@ -416,7 +409,7 @@ class _Job:
         self._roll_back(version, tier, logged)
 
     def _take_spare(self) -> None:
-        """One node less is missing, and the one it replaces goes to be repaired."""
+        """Replace a missing node by a spare, and send the old one to repair."""
         self.missing -= 1
         self.env.process(self._repair())
 
@@ -426,7 +419,7 @@ class _Job:
             yield self.world.spares.put(1)
 
     def _newest_usable(self) -> tuple[_Version, str]:
-        """The newest checkpoint that is whole somewhere, from the nearest place that has it."""
+        """Return the newest whole checkpoint, and the nearest tier that has it."""
         for version in reversed(self.versions):
             if self._from_local(version):
                 return version, "local"
@@ -448,7 +441,7 @@ class _Job:
         return {node for node, at in self.wiped.items() if at >= when}
 
     def _logged_work(self, version: _Version, tier: str) -> float:
-        """Work after the last step that the log behind ``version`` has. It lies where the checkpoints do, near only."""
+        """Return the work up to the last logged step after ``version``. Logs exist on the near tiers only."""
         step = self.plan.log_step_seconds
         if not step or tier not in ("local", "peer"):
             return version.work
@@ -456,9 +449,9 @@ class _Job:
         return version.work + math.floor((durable - version.work) / step) * step
 
     def _roll_back(self, version: _Version, tier: str, work: float) -> None:
-        """Training goes on from ``version``, or from the log behind it.
+        """Resume training from ``version``, or from the log after it.
 
-        All nodes have it again: a restore fills the SSDs that it passes.
+        Afterwards all nodes have it: a restore fills their SSDs.
         """
         self.restores[tier] += 1
         self.spent["lost"] += self.work - work
@@ -475,7 +468,7 @@ class _Job:
         self.wiped.clear()
 
     def close(self) -> None:
-        """Book what was under way at the end."""
+        """Account the pending activity at the end."""
         self._now_doing("over")
         self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
 
@@ -493,7 +486,7 @@ def _holders(configuration: Configuration, nodes: int) -> list[tuple[int, ...]]:
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """One transfer. ``done`` happens when its last byte has passed."""
+    """One transfer. ``done`` fires after its last byte."""
 
     left: float
     cap: float
@@ -502,9 +495,9 @@ class Flow:
 
 
 class Pipe:
-    """A fluid model: between two changes every transfer has a constant rate, max-min fair with a cap of its own.
+    """A fluid model: constant rates between changes, max-min fair with separate caps.
 
-    Cost: two events of the simulation for each transfer, whatever its size.
+    Cost: two simulation events for each transfer, whatever its size.
     """
 
     def __init__(self, env: simpy.Environment, bytes_per_second: float) -> None:
@@ -528,13 +521,12 @@ class Pipe:
             self._share()
 
     def set_capacity(self, bytes_per_second: float) -> None:
-        """From now on. Zero: an outage; transfers wait and go on."""
+        """Change the capacity from now on. Zero: an outage; transfers wait."""
         self._pass()
         self._capacity = bytes_per_second
         self._share()
 
     def _pass(self) -> None:
-        """Move the bytes since the last change."""
         elapsed, self._at = self._env.now - self._at, self._env.now
         for flow in self._flows:
             flow.left -= flow.rate * elapsed
@@ -553,7 +545,7 @@ class Pipe:
 
     def _finish(self, turn: int) -> None:
         if turn != self._turn:
-            return  # something changed since this was expected
+            return  # outdated by a later change
         self._pass()
         for flow in _finished(self._flows):
             self._flows.remove(flow)
@@ -562,5 +554,5 @@ class Pipe:
 
 
 def _finished(flows: Iterable[Flow]) -> list[Flow]:
-    """Those with less left than passes in a microsecond: the rest is rounding."""
+    """Return the flows with less left than a microsecond's bytes, which is rounding error."""
     return [flow for flow in flows if flow.left <= flow.rate * 1e-6]

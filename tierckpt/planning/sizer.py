@@ -1,7 +1,7 @@
 """The sizer: from a model, a mesh and a site to bytes, bandwidths, times, intervals and ETTR. Pure arithmetic.
 
-``size`` answers everything at once; the parts it is made of are in the modules beside this one. What it assumes is in
-``Site``, every number of which can be given, and in the docstrings of the modules.
+``size`` combines the other modules of this package. Its assumptions are the fields of ``Site``, which can all be
+changed, and the docstrings of the modules.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .transfer_times import Bandwidths, Mode
 
 STALL_BUDGETS_SECONDS = (1.0, 5.0, 10.0, 60.0, 120.0)
 WARRANTY_YEARS = 5.0
-"""The time over which makers state the drive writes per day of an SSD."""
+"""Period for which vendors specify the drive writes per day of an SSD."""
 
 FAILURES_PER_NODE_DAY = 6.5e-3
-"""Of 8-GPU nodes, as Meta measured on RSC-1 (its RSC-2: 2.34e-3). 131,072 GPUs then fail every 13.5 minutes."""
+"""Of 8-GPU nodes, as measured by Meta on RSC-1 (RSC-2: 2.34e-3). 131,072 GPUs then fail every 13.5 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the sizer has to know of hardware and habits. The defaults are plain assumptions; give your own numbers.
+    """Hardware and operations of a site. The defaults are plain assumptions; give your own numbers.
 
-    ``node_loss_share`` and ``domain_loss_share`` are the shares of failures that take a node's SSDs out of reach, and
-    those of a whole rack; after the rest (processes, software, a GPU that resets) they are still there.
-    ``restart_seconds`` is detection, scheduling and initialisation, all but loading. ``drain_slowdown`` is how much
-    slower training runs while a drain shares its network.
+    ``node_loss_share`` and ``domain_loss_share`` are the shares of failures that lose a node's SSDs, and those of a
+    whole rack; the SSDs survive all others (processes, software, a GPU reset). ``restart_seconds`` is detection,
+    scheduling and initialisation, without loading. ``drain_slowdown`` is the slowdown of training by a drain that
+    shares its network.
     """
 
     rates: Bandwidths = field(
@@ -87,7 +87,7 @@ class ComponentRow:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Bandwidths that a blocking save needs to be over in ``stall_seconds``."""
+    """Bandwidths that a blocking save needs to finish within ``stall_seconds``."""
 
     stall_seconds: float
     bytes_per_second: float
@@ -97,7 +97,7 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class PathRow:
-    """One way to get bytes to where they are needed. ``shared_bytes`` is what leaves shared storage for it."""
+    """One way to load the bytes. ``shared_bytes`` are read from shared storage."""
 
     name: str
     shared_bytes: float
@@ -106,18 +106,18 @@ class PathRow:
 
 @dataclass(frozen=True, slots=True)
 class Endurance:
-    """What the local tier asks of one node's SSDs, at the interval that was chosen."""
+    """Wear of one node's SSDs by the local tier, at the chosen interval."""
 
     needed_bytes: float
     written_bytes_per_day: float
     drive_writes_per_day: float
     years: float
-    """Until the rated terabytes written are spent."""
+    """Years until the rated terabytes written are used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """One configuration of tiers: the schedule found best for it, and what it is worth."""
+    """One configuration of tiers: its best schedule, and the ETTR."""
 
     name: str
     levels: tuple[Level, ...]
@@ -134,7 +134,7 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Everything ``size`` found. Bytes are bytes, rates bytes per second, times seconds."""
+    """Result of ``size``. Bytes are bytes, rates bytes per second, times seconds."""
 
     model: Model
     mesh: Mesh
@@ -170,32 +170,32 @@ class Sizing:
 
     @property
     def log_interval_steps(self) -> float:
-        """A log moves fewer bytes than full checkpoints that come more often than every so many steps."""
+        """Interval below which a log moves fewer bytes than full checkpoints, in steps."""
         return self.checkpoint_bytes / self.log_step_bytes
 
     @property
     def log_drive_writes_per_day(self) -> float:
-        """Of one node's SSDs, without the bases."""
+        """Drive writes per day of one node's SSDs by a log, without the bases."""
         node_bytes = self.log_step_bytes * self.node_written_bytes / self.checkpoint_bytes
         return node_bytes * DAY_SECONDS / self.site.step_seconds / self.site.ssd_bytes
 
     @property
     def node_update_seconds(self) -> float:
-        """What one step of a node's share takes its processors, where the optimizer is near storage."""
+        """Processor time of one step of a node's share, with the optimizer near storage."""
         share = self.node_written_bytes / self.checkpoint_bytes
         return self.model.parameters * share / transfer_times.UPDATES_PER_SECOND
 
     @property
     def copy_restart_seconds(self) -> float:
-        """Of a failure that left a copy on the SSDs, or on a peer's: the restart, and loading it."""
+        """Restart time after a failure that left a copy on the SSDs or on a peer, loading included."""
         return self.site.restart_seconds + next(row.seconds for row in self.restores if row.name == "local")
 
 
 def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
-    """Size the checkpoints of a job. Says what is impossible instead of answering with nonsense.
+    """Size the checkpoints of a job. Raises an error for impossible input.
 
     Raises:
-        ConfigError: degrees, bandwidths or times that cannot be; names the value and what would be valid.
+        ConfigError: invalid degrees, bandwidths or times; names the value and the valid ones.
     Cost: milliseconds; no I/O.
     """
     mesh, site = mesh or Mesh(), site or Site()
@@ -242,8 +242,6 @@ def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None
 
 
 class _Job:
-    """The quantities that several answers need, computed once."""
-
     def __init__(self, model: Model, state: State, mesh: Mesh, site: Site) -> None:
         self.model, self.state, self.mesh, self.site = model, state, mesh, site
         self.model_bytes = model.parameters * state.weight_bytes
@@ -268,7 +266,7 @@ class _Job:
 
     @property
     def replica_bytes(self) -> float:
-        """Memory of one node for what it holds for others: the last whole copy, and the one that is arriving."""
+        """Memory of one node for replicas: the last whole copy, and the arriving one."""
         return 2 * (self.site.replicas - 1) * self.node_written
 
     def components(self) -> tuple[ComponentRow, ...]:
@@ -290,9 +288,9 @@ class _Job:
         )
 
     def restores(self) -> tuple[PathRow, ...]:
-        """Naive: every replica reads the whole checkpoint. Sharded: every rank reads what it holds.
+        """Return the ways to restore. Naive: every replica reads the whole checkpoint. Sharded: every rank its part.
 
-        Fanned out: each byte leaves shared storage once. Local: what each node wrote itself, the rest from peers.
+        Fanned out: each byte leaves shared storage once. Local: each node reads its own files, the rest from peers.
         """
         rates, nodes, ranks = self.site.rates, self.mesh.nodes, self.mesh.ranks_per_node
         naive = self.checkpoint_bytes * self.mesh.replicas
@@ -315,9 +313,9 @@ class _Job:
         )
 
     def tiers(self, seconds: dict[str, float]) -> tuple[TierRow, ...]:
-        """The configurations side by side, from what most do to what this package is for.
+        """Return the configurations, from the most common one to the one with all tiers.
 
-        Copies go to peers while training leaves the network idle, so they stall nothing; they only take their time.
+        Copies go to peers while training leaves the network idle: they take time, but stall nothing.
         """
         site = self.site
         blocking = Level("shared", self.drain_seconds, site.restart_seconds + seconds["sharded"], self.mtbf)
@@ -352,7 +350,7 @@ class _Job:
         return tuple(rows)
 
     def modes(self) -> tuple[Mode, ...]:
-        """The four ways to take the checkpoints of the first level."""
+        """Return the four ways to take the checkpoints of the first level."""
         part = self.rank_written / self.state.saved_bytes
         gradients = sum(one.bytes_per_parameter for one in self.state.components if not one.is_saved)
         return transfer_times.modes(
@@ -367,7 +365,7 @@ class _Job:
 
     @property
     def worn_out_seconds(self) -> float:
-        """The interval at which a node's SSDs are written as often as they are rated for."""
+        """Return the interval at which a node's SSDs reach their rated writes."""
         return self.node_written * DAY_SECONDS / (self.site.ssd_bytes * self.site.ssd_dwpd)
 
     def _near(self, name: str, part: float, load_seconds: float, flush_seconds: float) -> Level:
@@ -398,7 +396,7 @@ class _Job:
         try:
             schedule: Schedule | None = optimal_interval.plan(levels, self.site.step_seconds)
         except ConfigError:
-            schedule = None  # this configuration never gets anywhere; another may
+            schedule = None  # this configuration makes no progress; another may
         return TierRow(name, levels, schedule, schedule.ettr if schedule else 0.0, *optima)
 
     def _mtbf_of(self, part: float) -> float:
@@ -433,11 +431,11 @@ def _loads(model_bytes: float, nodes: int, rates: Bandwidths) -> tuple[PathRow, 
 
 
 def _intervals(tiers: Sequence[TierRow]) -> tuple[float, float]:
-    """Seconds between local and between shared checkpoints of the deepest configuration that works."""
+    """Return the local and the shared interval of the deepest usable configuration."""
     for row in reversed(tiers):
         if row.schedule is not None:
             return row.interval_seconds(0) or 1.0, row.interval_seconds(len(row.levels) - 1) or 1.0
     raise ConfigError(
-        "failures come faster than this job can restart from any tier, so it would get nowhere",
+        "failures come faster than this job can restart from any tier, so it would make no progress",
         hint="Give a longer MTBF, a shorter restart or faster tiers",
     )

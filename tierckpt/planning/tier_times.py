@@ -1,8 +1,8 @@
-"""How long the saves of a run took to reach each tier, from the records of its processes. Pure.
+"""Times of a run's saves to each tier, from the records of its processes. Pure.
 
 A save begins with the call of ``save`` (clock of rank 0) and reaches a tier at the commit there: on the local tier by
-the same clock, on the others by the clock of the node that recorded it, or of the store. A difference of clocks that
-would make a time negative leaves it unknown.
+the same clock, on the others by the clock of the node that recorded it, or of the store. A time that a difference of
+clocks would make negative is unknown.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Protocol, TypeAlias
 Line: TypeAlias = Mapping[str, Any]
 
 CLOCK_SECONDS = 1.5
-"""A store has whole seconds: a commit up to this much before its save counts as 0 s."""
+"""Stores have whole seconds: a commit up to this much before its save counts as 0 s."""
 ROUNDING_SECONDS = 0.01
 TRIMMED = "trimmed"
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save, as its start recorded it. ``local_seconds`` None: no commit on the local tier is recorded."""
+    """One save, as recorded by its start. ``local_seconds`` None: no local commit is recorded."""
 
     step: int
     at: float
@@ -50,12 +50,12 @@ class Life(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Facts that the reporting process knows besides the records.
+    """Facts of the reporting process that are not in the records.
 
     Attributes:
-        is_here: the newest start ran on this node, so that its journal has all that is still to be drained.
+        is_here: the newest start ran on this node, so its journal has all pending drains.
         to_drain: steps in the journal of this node.
-        is_asked: the shared tier has told which steps it has.
+        is_asked: the shared tier has listed its steps.
     """
 
     is_here: bool = False
@@ -68,13 +68,13 @@ class TierTimes:
     """The saves of a run on one tier. Seconds count from the call of ``save``; None without a time.
 
     Attributes:
-        is_used: False when the run was not set up for the tier; None when its records do not say.
-        untimed: of ``reached``, how many at a time that nothing recorded, or that the clocks contradict.
+        is_used: False if the run was not configured for the tier; None if its records do not say.
+        untimed: the part of ``reached`` without a recorded time, or with contradictory clocks.
         waiting_steps: not there yet.
-        skipped_steps: they will not get there: failed, replaced by a later save of the step, kept on the SSD by the
+        skipped_steps: will not get there: failed, replaced by a later save of the step, kept on the SSD by the
             interval, skipped for a newer one, or forgotten.
-        unknown_steps: neither the records nor the tier tell.
-        unlisted: saves of long runs without a record of their own; no other number counts them.
+        unknown_steps: in neither the records nor the tier.
+        unlisted: saves of long runs without a record; no other number counts them.
     """
 
     tier: str
@@ -96,11 +96,11 @@ class TierTimes:
 
 
 Key: TypeAlias = tuple[int, int]
-"""Which start, and which of its saves."""
+"""Index of a start, and of a save in it."""
 
 
 def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> dict[Key, float | None]:
-    """Return when each save reached ``tier`` (Unix seconds), None for one that did at a time that is not recorded.
+    """Return when each save reached ``tier`` (Unix seconds); None if the time is not recorded.
 
     The manifest of a save was created after the call of ``save`` and before the next call for that step, by the same
     clock: this distinguishes two saves of one step.
@@ -125,8 +125,8 @@ def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> di
 def tier_times(starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> tuple[TierTimes, ...]:
     """Return the times of the local, the peer and the shared tier. ``now``: Unix seconds, for ages.
 
-    ``starts`` in order; ``commits``: lines of ``checkpoint/commit_times.py``, and of the commits that the shared tier
-    shows now.
+    ``starts`` in order; ``commits``: lines of ``checkpoint/commit_times.py``, and the commits that the shared tier
+    lists now.
     """
     return _Tiers(starts, commits, seen, now).times()
 
@@ -156,7 +156,7 @@ class _Tiers:
         )
 
     def _on_local(self, key: Key, save: Save) -> str:
-        """Saves are written one after another: an uncommitted save before a committed one has failed."""
+        """Saves are written in sequence: an uncommitted save before a committed one has failed."""
         start, later = self._starts[key[0]], self._starts[key[0]].made[key[1] + 1 :]
         is_over = key[0] + 1 < len(self._starts) or start.end or any(one.local_seconds is not None for one in later)
         return "skipped" if is_over else "waiting"

@@ -1,7 +1,7 @@
-"""What a training job holds: parameters, bytes for each, and the ranks and nodes that have them.
+"""The state of a training job: parameters, bytes for each, and the ranks and nodes that hold them.
 
 The default, mixed-precision Adam, is 14 bytes: weights 2, master 4, two moments of 4. Gradients (2 or 4 more) are in
-memory and never in a checkpoint; the popular 16 and 18 bytes per parameter count them. Parameters count as spread
+memory and never in a checkpoint; the popular 16 and 18 bytes per parameter include them. Parameters count as spread
 evenly over tensor- and pipeline-parallel ranks; embeddings make the first and last stage of a pipeline larger.
 """
 
@@ -20,7 +20,7 @@ EXPERT_MARK = ".experts."
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Parameters, all and those of routed experts. ``experts`` and ``layers`` are 0 where they are not known."""
+    """Number of parameters, and of those in routed experts. ``experts`` and ``layers`` are 0 if unknown."""
 
     parameters: int
     expert_parameters: int = 0
@@ -33,7 +33,7 @@ class Model:
             raise ConfigError(f"parameters is {self.parameters}: a model has at least one, like 175e9 or 70b")
         if not 0 <= self.expert_parameters <= self.parameters:
             raise ConfigError(
-                f"expert parameters are {self.expert_parameters}: they must lie between 0 and all {self.parameters}"
+                f"expert parameters are {self.expert_parameters}: they must be between 0 and all {self.parameters}"
             )
 
     @property
@@ -42,13 +42,13 @@ class Model:
 
 
 def from_number(text: str | float, expert_text: str | float | None = None) -> Model:
-    """Return a model of which only the size is given: ``"175e9"``, ``"70b"``. Raises ConfigError."""
+    """Return a model given only its size: ``"175e9"``, ``"70b"``. Raises ConfigError."""
     experts = parse_count(expert_text, "expert parameters") if expert_text else 0
     return Model(parse_count(text, "parameters"), experts)
 
 
 def from_shapes(shapes: Mapping[str, Sequence[int]], name: str = "") -> Model:
-    """Return a model from the full shape of each of its parameters. What lies below ``.experts.`` counts as expert.
+    """Return a model from the full shape of each parameter. Names with ``.experts.`` are experts.
 
     Raises:
         ConfigError: no parameters.
@@ -58,15 +58,15 @@ def from_shapes(shapes: Mapping[str, Sequence[int]], name: str = "") -> Model:
 
 
 def from_config(config: Mapping[str, Any]) -> Model:
-    """Count the parameters of a decoder from its Hugging Face ``config.json``, exactly, for the families below.
+    """Return the exact parameter counts of a ``config.json`` of a known family.
 
     Raises:
-        ConfigError: another ``model_type``, or a value that its family needs is missing; says which.
+        ConfigError: another ``model_type``, or a missing value; names it.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping) and "model_type" in text:
         raise ConfigError(
-            "this config.json is of a model of several parts (it has a text_config), which is not counted",
+            "this config.json describes a model of several parts (it has a text_config), which is not supported",
             hint="Give the number of parameters: --params 70b",
         )
     family = str(config.get("model_type", ""))
@@ -80,7 +80,7 @@ def from_config(config: Mapping[str, Any]) -> Model:
 
 
 class _Fields:
-    """Whole numbers of a config.json by name; a sentence for each that is missing or no number."""
+    """Whole numbers of a config.json by name. Raises ConfigError for a missing or invalid one."""
 
     def __init__(self, config: Mapping[str, Any], family: str) -> None:
         self.config, self.family = config, family
@@ -107,7 +107,7 @@ def _gpt2(get: _Fields) -> Model:
 
 
 def _llama(get: _Fields) -> Model:
-    """Llama and what is built like it: gated MLP, grouped queries, RMS norms, experts in place of some MLPs."""
+    """Llama and similar models: gated MLP, grouped queries, RMS norms, experts in place of some MLPs."""
     width, layers = get("hidden_size"), get("num_hidden_layers")
     experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
     expert_width = get("moe_intermediate_size", "intermediate_size") if experts else 0
@@ -136,7 +136,6 @@ def _attention(get: _Fields, width: int) -> int:
 
 
 def _latent_attention(get: _Fields, width: int, heads: int) -> int:
-    """Queries and keys through a low rank (DeepSeek)."""
     rotary, plain, value = get("qk_rope_head_dim"), get("qk_nope_head_dim"), get("v_head_dim")
     rank, query_rank = get("kv_lora_rank"), get("q_lora_rank", default=0)
     query = heads * (plain + rotary)
@@ -146,7 +145,6 @@ def _latent_attention(get: _Fields, width: int, heads: int) -> int:
 
 
 def _beside_experts(get: _Fields, width: int, experts: int, expert: int) -> int:
-    """Router and shared experts of one layer."""
     correction = experts if get.family == "deepseek_v3" else 0
     if get.family == "qwen2_moe":
         shared = 3 * width * get("shared_expert_intermediate_size") + width
@@ -158,7 +156,7 @@ def _beside_experts(get: _Fields, width: int, experts: int, expert: int) -> int:
 def _dense_layers(get: _Fields, layers: int) -> int:
     if get("decoder_sparse_step", default=1) != 1 or get("moe_layer_freq", default=1) != 1:
         raise ConfigError(
-            "config.json puts experts into some layers only, in a pattern that is not counted",
+            "config.json has experts in some layers only, in an unsupported pattern",
             hint="Give the numbers: --params 57b --expert-params 50b",
         )
     return min(layers, get("first_k_dense_replace", default=0))
@@ -187,12 +185,12 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "momentum": {"momentum_buffer": 4.0},
     "sgd": {},
 }
-"""Bytes per parameter that each optimizer adds. Adafactor's rows and columns vanish beside the parameters."""
+"""Bytes per parameter of each optimizer. Adafactor's rows and columns are negligible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One value stored for each parameter. Gradients are the only one that is not saved."""
+    """One value stored for each parameter. All but gradients are saved."""
 
     name: str
     bytes_per_parameter: float
@@ -203,7 +201,7 @@ class Component:
         return self.kind != "gradients"
 
     def is_sharded(self, stage: int) -> bool:
-        """True when the data-parallel ranks of sharding ``stage`` (ZeRO) hold a part of it each, not all."""
+        """Whether sharding ``stage`` (ZeRO) splits it over the data-parallel ranks."""
         return stage >= {"optimizer": 1, "gradients": 2, "weights": 3}[self.kind]
 
 
@@ -215,7 +213,7 @@ class State:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per parameter of a model file: the weights alone."""
+        """Bytes per parameter of a model file, which has the weights only."""
         return sum(part.bytes_per_parameter for part in self.components if part.kind == "weights")
 
     @property
@@ -231,16 +229,16 @@ class State:
 def state_of(
     optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None, gradients: str | None = None
 ) -> State:
-    """What training with ``optimizer`` keeps for a parameter.
+    """Return the state per parameter of training with ``optimizer``.
 
     Args:
         optimizer: a key of ``OPTIMIZERS``.
         weights: dtype of the weights that the model computes with.
-        master: a second copy of the weights in fp32. None: where the weights are smaller than that.
+        master: whether there is a second copy of the weights in fp32. None: if the weights are smaller than that.
         gradients: their dtype; None: the weights' dtype.
 
     Raises:
-        ConfigError: an unknown optimizer or dtype; says what is known.
+        ConfigError: an unknown optimizer or dtype; lists the known ones.
     """
     moments = OPTIMIZERS.get(optimizer.lower())
     if moments is None:
@@ -255,14 +253,14 @@ def state_of(
 
 
 def measured_state(component_bytes: Mapping[str, float], parameters: int) -> State:
-    """What a checkpoint that exists really holds: bytes by component, ``weights`` among them.
+    """Return the state in an existing checkpoint: bytes by component, ``weights`` among them.
 
     Raises:
         ConfigError: no weights.
     """
     if not component_bytes.get("weights"):
         raise ConfigError(
-            "the checkpoint holds no tensor that looks like a weight, so its parameters cannot be counted",
+            "no tensor of the checkpoint looks like a weight, so its parameters cannot be counted",
             hint="Size it by number: --params 70b --optimizer adam",
         )
     parts = [
@@ -281,7 +279,7 @@ def _dtype_bytes(name: str, what: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The degrees of a job. Context-parallel ranks hold the same weights, so they count as replicas with ``dp``.
+    """The parallel degrees of a job. Context-parallel ranks hold the same weights, so they are replicas like ``dp``.
 
     Experts are spread over ``ep`` of the replicas; ``stage`` is ZeRO's (3 is FSDP: everything sharded).
     """
@@ -328,7 +326,7 @@ class Mesh:
         return self.gpus // self.ranks_per_node
 
     def check(self, model: Model, gpus: int | None = None) -> None:
-        """Raises ConfigError where ``model`` cannot be spread like this, or ``gpus`` is another number than ours."""
+        """Raise ConfigError if ``model`` cannot be spread like this, or ``gpus`` differs from the mesh."""
         if gpus is not None and gpus != self.gpus:
             others = self.tp * self.pp * self.cp
             fits = f", or dp {gpus // others}" if gpus > 0 and gpus % others == 0 else ""
@@ -354,7 +352,7 @@ class Mesh:
         return part.bytes_per_parameter * (dense + expert)
 
     def held_bytes(self, model: Model, state: State) -> float:
-        """Saved bytes that one rank holds, and so must get back in a restore."""
+        """Saved bytes that one rank holds and restores."""
         return sum(self.rank_bytes(model, part) for part in state.saved)
 
     def held_by_node_bytes(self, model: Model, state: State) -> float:
@@ -364,14 +362,14 @@ class Mesh:
     def written_bytes(self, model: Model, state: State, *, split: bool) -> float:
         """Bytes that a writing rank writes.
 
-        ``split`` shares replicated bytes out among all that hold them; without it one of the replicas writes them all.
+        ``split`` divides replicated bytes among all their holders; otherwise one replica writes them all.
         """
         if split:
             return model.parameters * state.saved_bytes / self.gpus
         return self.held_bytes(model, state)
 
     def writing_nodes(self, state: State, *, split: bool) -> int:
-        """Nodes that write. Without ``split``, and where nothing is sharded, those of one replica."""
+        """Nodes that write. Without ``split``, or if nothing is sharded, those of one replica."""
         if split or any(part.is_sharded(self.stage) for part in state.saved):
             return self.nodes
         return max(1, -(-self.tp * self.pp * self.ep // self.ranks_per_node))
@@ -389,7 +387,7 @@ _MASTERS = frozenset({"master", "master_param", "master_weight", "fp32_param"})
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor as it is saved: its name, elements and bytes over all ranks."""
+    """One saved tensor: its name, elements and bytes over all ranks."""
 
     name: str
     count: int
@@ -398,7 +396,7 @@ class Tensor:
 
 
 def component_of(tensor: Tensor) -> str:
-    """``weights``, ``master``, the name of a moment, or ``other``: what a tensor is, by its name."""
+    """Return a tensor's component: ``weights``, ``master``, a moment, or ``other``."""
     last = tensor.name.rpartition(".")[2]
     if last in _MOMENTS:
         return last
@@ -410,7 +408,7 @@ def component_of(tensor: Tensor) -> str:
 
 
 def take_stock(tensors: Iterable[Tensor], name: str = "") -> tuple[Model, State]:
-    """Count what there is. Experts are the weights below ``.experts.``.
+    """Count the tensors. Weights with ``.experts.`` in their name are experts.
 
     Raises:
         ConfigError: no tensor that looks like a weight.

@@ -180,7 +180,7 @@ def test_checkfreq_keeps_one_in_flight_and_the_overhead_bounded(
     [
         (lambda: young(-1, 60), "stall of a checkpoint is -1: it must be 0 or more"),
         (lambda: exact(1, 0), "MTBF is 0"),
-        (lambda: plan([], 1.0), "no level to plan for"),
+        (lambda: plan([], 1.0), "no levels to plan for"),
         (lambda: plan([Level("x", 1, 1e6, 10)], 1.0), "failures come faster than this job can restart"),
         (lambda: Level("x", 1, 1, 0), "mtbf_seconds of x is 0: it must be above 0"),
         (lambda: checkfreq_steps(0, 1, 1), "step time is 0"),

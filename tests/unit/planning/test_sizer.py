@@ -216,7 +216,7 @@ def test_components_are_told_by_their_names() -> None:
     )
     assert (model.parameters, model.expert_parameters) == (100, 60)
     assert {part.name: part.bytes_per_parameter for part in state.saved} == {"weights": 2, "exp_avg": 4}
-    with pytest.raises(ConfigError, match="no tensor that looks like a weight"):
+    with pytest.raises(ConfigError, match="no tensor of the checkpoint looks like a weight"):
         take_stock([Tensor("optim.w.exp_avg", 100, 400)])
 
 
