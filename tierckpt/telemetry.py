@@ -1,12 +1,12 @@
-"""Loggers, metrics and progress that nobody has to listen to. The library configures none of them.
+"""Loggers, metrics and progress. The library configures none of them.
 
-Metrics are named here, once, and cost a look at an empty tuple until somebody calls ``listen``. The agent turns them
-into Prometheus (``agent/metrics.py``); a process without an agent's page collects them in a ``MetricsRelay`` and
-hands it on.
+All metrics are defined here; a measurement costs a check of an empty tuple until ``listen`` is called. The agent
+exports them to Prometheus (``agent/metrics.py``). A process without an agent's page collects them in a
+``MetricsRelay`` and forwards them.
 No label names a step, a rank or a URI: their number has no bound.
 
     T1  No secret: every record of a ``tierckpt.*`` logger is redacted before any handler sees it.
-    T2  A listener or a log handler that fails never fails the work it listens to.
+    T2  A failing listener or log handler never fails the work that it observes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Labels: TypeAlias = Mapping[str, str]
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
 METRICS: dict[str, Metric] = {}
-"""Every metric there is, by name."""
+"""Every metric, by name."""
 
 
 class MetricListener(Protocol):
@@ -70,7 +70,7 @@ os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[at
 
 
 def listen(listener: MetricListener) -> Callable[[], None]:
-    """Tell ``listener`` every measurement of this process, on the thread that makes it. Returns what ends that."""
+    """Call ``listener`` with every measurement of this process, on the measuring thread. Returns a stop function."""
     global listeners
     with _changing:
         listeners = (*listeners, listener)
@@ -88,38 +88,34 @@ BYTES = Metric(
 )
 FILES = Metric("counter", "tierckpt_files_total", "Files moved, by operation.", ("operation",))
 FILE_SECONDS = Metric("histogram", "tierckpt_file_seconds", "Time to move one file.", ("operation",))
-DRAIN_SECONDS = Metric("histogram", "tierckpt_drain_seconds", "Time from taking up an entry to its shared commit.")
+DRAIN_SECONDS = Metric("histogram", "tierckpt_drain_seconds", "Time from the start of a drain to its shared commit.")
 FLUSH_SECONDS = Metric("histogram", "tierckpt_flush_seconds", "Time to write one rank's shards to the local tier.")
-BLOCKED_SECONDS = Metric("histogram", "tierckpt_save_blocked_seconds", "Time a save kept training waiting.")
+BLOCKED_SECONDS = Metric("histogram", "tierckpt_save_blocked_seconds", "Time that a save blocked training.")
 LOG_BLOCKED_SECONDS = Metric(
     "counter", "tierckpt_log_blocked_seconds_total", "Time that steps waited for the disk of a gradient log."
 )
-RETRIES = Metric("counter", "tierckpt_retries_total", "Tries again after a failure, by operation.", ("operation",))
-QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies set aside, by tier.", ("tier",))
+RETRIES = Metric("counter", "tierckpt_retries_total", "Retries after a failure, by operation.", ("operation",))
+QUARANTINES = Metric("counter", "tierckpt_quarantines_total", "Bad copies moved to quarantine, by tier.", ("tier",))
 ERRORS = Metric("counter", "tierckpt_errors_total", "Errors that ended an operation.", ("operation", "error"))
 EVICTED_BYTES = Metric(
     "counter", "tierckpt_evicted_bytes_total", "Bytes evicted from the local tier for room, by kind.", ("kind",)
 )
 COMMITS = Metric("counter", "tierckpt_commits_total", "Checkpoints committed by this node, by tier.", ("tier",))
 REPLICAS = Metric("counter", "tierckpt_replicas_total", "Copies of other nodes' checkpoints, by outcome.", ("outcome",))
-READS_ALONE = Metric("counter", "tierckpt_reads_alone_total", "Loads in which a rank gave up reading with its node.")
-STEPPED_BACK_SECONDS = Metric(
-    "counter", "tierckpt_stepped_back_seconds_total", "Time in which drains left the disk to a flush."
-)
+READS_ALONE = Metric("counter", "tierckpt_reads_alone_total", "Loads of a rank that left the shared read of its node.")
+STEPPED_BACK_SECONDS = Metric("counter", "tierckpt_stepped_back_seconds_total", "Time that drains paused for a flush.")
 
-PEER_MEMBERS = Metric("gauge", "tierckpt_peer_members", "Other nodes that this one knows, by state.", ("state",))
-PEER_REFUSED = Metric(
-    "counter", "tierckpt_peer_refused_total", "Requests of peers that were not answered, by reason.", ("reason",)
-)
-PEER_BANS = Metric("counter", "tierckpt_peer_bans_total", "Peers that are not asked for a while: wrong bytes.")
+PEER_MEMBERS = Metric("gauge", "tierckpt_peer_members", "Other nodes, by state.", ("state",))
+PEER_REFUSED = Metric("counter", "tierckpt_peer_refused_total", "Refused requests of peers, by reason.", ("reason",))
+PEER_BANS = Metric("counter", "tierckpt_peer_bans_total", "Temporary bans of peers that sent wrong bytes.")
 
 RELAYED_VALUES_MAX = 2000
 
 
 class MetricsRelay:
-    """A listener that collects measurements, to be handed to another process as JSON (``take``) and emitted there.
+    """Collects measurements, to be passed to another process as JSON (``take``).
 
-    Bounded: counters add up, gauges keep the last value, and of a histogram at most ``RELAYED_VALUES_MAX`` values wait.
+    Bounded: counters add up, gauges keep the last value, and histograms keep at most ``RELAYED_VALUES_MAX`` values.
     """
 
     def __init__(self) -> None:
@@ -139,12 +135,12 @@ class MetricsRelay:
                 self._sums[key] = self._sums.get(key, 0.0) + value
 
     def start_anew(self) -> None:
-        """In a forked child: what was collected before is the parent's to tell."""
+        """Drop all measurements in a forked child: the parent forwards them."""
         self._lock = threading.Lock()
         self._sums, self._values = {}, []
 
     def take(self) -> list[list[Any]]:
-        """Return what was collected as ``[name, value, labels]`` rows, and begin again."""
+        """Return and clear the collected ``[name, value, labels]`` rows."""
         with self._lock:
             rows: list[list[Any]] = [[name, value, dict(labels)] for (name, labels), value in self._sums.items()]
             rows += [[name, value, labels] for name, value, labels in self._values]
@@ -153,9 +149,9 @@ class MetricsRelay:
 
 
 def emit_rows(rows: list[list[Any]]) -> int:
-    """Emit here what a ``MetricsRelay`` collected elsewhere. What is not a measurement of ours is left out; returns
-    how many
-    were taken. Rows come from other processes, so nothing in them is trusted."""
+    """Emit the rows of another process's ``MetricsRelay``; return the number emitted.
+
+    Rows are untrusted: those that are not valid measurements are skipped."""
     taken = 0
     for row in rows:
         try:
@@ -183,7 +179,7 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 class _Redacting(logging.Filter):
-    """T1: on the logger, not on a handler, so that handlers of other people see nothing either."""
+    """T1: a filter of the logger, not of a handler, so that it also protects other handlers."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
@@ -214,10 +210,10 @@ _stuck: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
-    """``Logger.callHandlers``, but no handler raises into the thread that logs, or holds it up (T2).
+    """Replace ``Logger.callHandlers``: no handler raises into the logging thread, or blocks it (T2).
 
-    ``logging`` raises ValueError when standard error is closed. The handler of rich raises SystemExit when the reader
-    of a pipe has gone.
+    ``logging`` raises ValueError if standard error is closed. The handler of rich raises SystemExit if the reader of a
+    pipe is gone.
     """
     handlers, each = list[logging.Handler](), log
     while each is not None:
@@ -232,7 +228,7 @@ def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
 
 
 def _takes_events(handler: logging.Handler) -> bool:
-    """False while ``handler`` writes to a pipe that is full, for which ``MESSAGE_SECONDS`` are waited once."""
+    """Return False while ``handler`` writes to a full pipe, after one wait of ``MESSAGE_SECONDS``."""
     try:
         descriptor = handler.stream.fileno()  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):  # it writes to no file
@@ -251,9 +247,9 @@ def log_failure(log: logging.Logger, error: BaseException, message: str, *argume
 
 
 class Repeats:
-    """Says of what happens again and again, from each source, the first time at once and then once a minute how often.
+    """Logs repeated events of each source: the first at once, then once a minute with a count.
 
-    Any thread. Bounded: of more sources than ``SOURCES_MAX`` the rest are one.
+    Thread-safe. Bounded: sources beyond ``SOURCES_MAX`` count as one.
     """
 
     def __init__(self, log: logging.Logger, level: int, what: str) -> None:
@@ -273,14 +269,14 @@ class Repeats:
             is_due = now - said_at >= REPEAT_SECONDS
             self.seen[source] = (now, 0) if is_due else (said_at, count + 1)
         if is_due:
-            more = f" (and {count} more since it was said last)" if count else ""
+            more = f" (and {count} more since the last message)" if count else ""
             self._log.log(self._level, f"{self._what}%s", source, reason, more)
 
 
 class _Sparing(logging.Filter):
-    """Of events from one line of the program so many a minute; then one that says how many were left out.
+    """Limits events of a program line per minute, and counts the dropped ones.
 
-    So that no stranger, and nothing that is tried again for ever, fills a disk with what is known already.
+    So neither remote requests nor endless retries can fill a disk with repeated events.
     """
 
     def __init__(self) -> None:
@@ -292,7 +288,7 @@ class _Sparing(logging.Filter):
         counted = self._counts.setdefault((record.pathname, record.lineno), [now, 0, 0])
         if now - counted[0] >= REPEAT_SECONDS:
             if counted[2]:
-                text = f"{record.getMessage()} ({int(counted[2])} events like this one were left out before it)"
+                text = f"{record.getMessage()} ({int(counted[2])} similar events were dropped before it)"
                 record.msg, record.args = text, None
             counted[:] = [now, 0, 0]
         counted[1] += 1
@@ -303,7 +299,7 @@ class _Sparing(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One line of JSON for an event: time (UTC), level, logger, event, then the fields given as ``extra``."""
+    """Formats an event as one line of JSON: time (UTC), level, logger, event, then the fields of ``extra``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -326,12 +322,12 @@ class _TextFormatter(logging.Formatter):
 def log_to(
     stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt", *, is_sparing: bool = False
 ) -> Callable[[], None]:
-    """Write the events of logger ``name`` to ``stream``, redacted. For processes of our own: the CLI and the agent.
+    """Write the events of logger ``name`` to ``stream``, redacted. For tierckpt's own processes: the CLI and the agent.
 
-    Returns what ends it. ``name`` may be "" for every library's events. Where events go to ``stream`` already, no event
-    is written twice: until this ends, it writes what either asks for.
+    Returns a stop function. ``name`` may be "" for the events of all libraries. Events that already go to ``stream``
+    are not written twice: until it is stopped, the level is the lower of the two.
 
-    ``is_sparing``: for a process that lives for months; at most ``EVENTS_A_MINUTE`` from one line of the program.
+    ``is_sparing``: for a long-lived process; at most ``EVENTS_A_MINUTE`` from one line of the program.
     """
     target = logging.getLogger(name)
     standing = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
@@ -365,7 +361,7 @@ def level_of(level: LogLevel) -> int:
 
 
 class FilesInFlight:
-    """The files that a transfer moves at the moment, each from its first byte to its last."""
+    """The files that a transfer is moving, each from its first byte to its last."""
 
     def __init__(self) -> None:
         self._files = list[FileProgress]()
@@ -390,4 +386,4 @@ class FilesInFlight:
 
 
 def ignore_progress(progress: Progress, /) -> None:
-    """The listener used when nobody listens."""
+    """The default listener."""

@@ -304,7 +304,7 @@ def test_what_repeats_is_said_once_a_minute_for_each_source(
     assert caplog.messages == ["refused from one: no proof", "refused from two: no proof"]
     seconds.now += telemetry.REPEAT_SECONDS
     repeats.note("one", "a wrong proof")
-    assert caplog.messages[2:] == ["refused from one: a wrong proof (and 999 more since it was said last)"]
+    assert caplog.messages[2:] == ["refused from one: a wrong proof (and 999 more since the last message)"]
 
 
 def test_sources_without_number_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,4 +345,4 @@ def test_how_many_were_left_out_is_said_with_the_next_one(monkeypatch: pytest.Mo
             logger("test").warning("drain of %d failed", number)
     finally:
         stop()
-    assert "(76 events like this one were left out before it)" in stream.getvalue().splitlines()[-1]
+    assert "(76 similar events were dropped before it)" in stream.getvalue().splitlines()[-1]

@@ -1,17 +1,17 @@
-"""Shared memory through which the ranks of a node read files: one rank fills a unit, all ranks copy it.
+"""Shared memory for shared reads: one rank fills a unit, all ranks copy it.
 
-A memory file of one rank, without a name in any file system, which the others open through ``/proc/PID/fd/N``. Its
-pages come with their first use. It holds, one after another: a word for each member that says how far it is, a byte for
-each unit that says whether it is there, and the slots. Unit ``n`` goes to slot ``n`` modulo their number.
+A memory file of one rank, without a name in any file system, which the others open through ``/proc/PID/fd/N``. Pages
+are allocated on first use. It contains a word with the progress of each member, a byte for each unit that is set when
+the unit is filled, and the slots. Unit ``n`` uses slot ``n`` modulo their number.
 
 Invariants:
-    W1  A unit has one filler at a time: who has locked its byte. The kernel takes the lock back when a process ends.
-    W2  A slot gets its next unit when every living member has gone past the one in it: nobody's copy is torn.
-    W3  A unit is declared there by its filler, after its bytes; a filler that died leaves it as not there.
-    W4  Every member fills and takes in the order of the units, so whoever is furthest behind never waits for a slot.
-    W5  Who does not come in time is not waited for, and does not get in any more (``join``).
+    W1  A unit has one filler at a time: the holder of the lock on its byte. The kernel releases it with the process.
+    W2  A slot is reused only when every living member has passed the unit in it: no copy is torn.
+    W3  The filler marks a unit as filled after its bytes; a filler that dies leaves it unmarked.
+    W4  Every member fills and copies in the order of the units, so the slowest member never waits for a slot.
+    W5  Members that do not join in time are not awaited, and can no longer join (``join``).
 
-W1: each member opens the file for itself, since a record lock belongs to the open file (``disk/file_lock.py``).
+W1: each member opens the file itself, since a record lock belongs to the open file (``disk/file_lock.py``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEMBERS_MAX = 256
 HEADER_BYTES = HUGE_PAGE_BYTES
 UNITS_MAX = HEADER_BYTES - 4096
 PASSED_ALL = (1 << 64) - 1
-"""How far a member is that will take nothing more."""
+"""Progress of a member that will copy no more units."""
 
 DEATH_CHECK_SECONDS = 0.1
 DOOR_SECONDS = 5.0
@@ -58,20 +58,20 @@ class Process:
 
 
 def reserve(slots_bytes: int) -> Memory:
-    """Return the memory of a new window. It costs addresses; memory comes with use.
+    """Return the memory of a new window. It reserves addresses; pages are allocated on use.
 
     Raises:
-        CapacityError: the node has not got that much to give.
+        CapacityError: the node does not have enough memory.
     """
     return Memory.reserve(HEADER_BYTES + slots_bytes)
 
 
 class Window:
-    """One member's view of a window. Thread-safe, but for claims: two threads of a member must not claim one unit."""
+    """One member's view of a window. Thread-safe, except that two threads must not claim the same unit."""
 
     def __init__(self, memory: Memory, members: Sequence[Process], me: int, slot_bytes: int) -> None:
         if memory.fd is None or len(members) > MEMBERS_MAX:
-            raise ConfigError(f"no window for {len(members)} members in {memory!r}", hint="It takes shared memory")
+            raise ConfigError(f"no window for {len(members)} members in {memory!r}", hint="Use shared memory")
         self.slot_bytes = slot_bytes
         self.slots = (memory.size_bytes - HEADER_BYTES) // slot_bytes
         self._memory, self._members, self._me = memory, members, me
@@ -88,16 +88,16 @@ class Window:
         """Return the window in the memory that another member calls ``name``.
 
         Raises:
-            ConfigError: there is none: its owner has ended, or may not be looked into.
+            ConfigError: it does not exist: its owner ended, or its memory cannot be opened.
         """
         window = cls(Memory.open(name, fill=False), members, me, slot_bytes)
         window._is_own = False
         return window
 
-    # --- who takes part -----------------------------------------------------------------------------------------
+    # --- members ------------------------------------------------------------------------------------------------
 
     def join(self) -> bool:
-        """Take part from here on. False: the others have begun without."""
+        """Join the window. Return False if the others have begun without this member."""
         with self._door():
             if self._memory.view[_CLOSED_AT]:
                 return False
@@ -105,12 +105,12 @@ class Window:
             return True
 
     def close_door(self) -> None:
-        """Go on without those who have not joined."""
+        """Continue without the members that have not joined."""
         with self._door():
             self._memory.view[_CLOSED_AT] = 1
 
     def awaited(self) -> bool:
-        """True while a living member has not joined and still may."""
+        """Whether a living member has not joined and still may."""
         view = self._memory.view
         return not view[_CLOSED_AT] and any(not view[_JOINED_AT + one] for one in self._living())
 
@@ -119,7 +119,8 @@ class Window:
         with self._lock:  # the threads of one member share its locks
             if not any(self._try_lock(_DOOR_AT) for _ in Poll(DOOR_SECONDS, BRIEF)):  # held for two instructions
                 raise OperationTimeoutError(
-                    "another rank of this node stands still between two instructions", waited_seconds=DOOR_SECONDS
+                    "another rank of this node is stuck holding the lock of the shared window",
+                    waited_seconds=DOOR_SECONDS,
                 )
             try:
                 yield
@@ -127,13 +128,13 @@ class Window:
                 self._unlock(_DOOR_AT)
 
     def advance(self, unit: int) -> None:
-        """Say that this member will take nothing before ``unit``. It never goes back."""
+        """Announce that this member will copy no unit before ``unit``. Never moves back."""
         if unit > self._words[self._me]:
             self._words[self._me] = unit
 
     @property
     def passed(self) -> int:
-        """The first unit that this member has not said to be past."""
+        """The first unit that this member may still copy."""
         return self._words[self._me]
 
     def _living(self) -> list[int]:
@@ -149,7 +150,7 @@ class Window:
         return bool(self._memory.view[_UNITS_AT + unit])
 
     def has_slot(self, unit: int) -> bool:
-        """True when everybody is past the unit that lies in the slot of ``unit``."""
+        """Whether every member has passed the unit in the slot of ``unit``."""
         if unit < self.slots:
             return True
         view, left = self._memory.view, unit - self.slots
@@ -160,10 +161,10 @@ class Window:
         return not any(view[_JOINED_AT + n] or not closed for n in set(behind) & set(self._living()))
 
     def claim(self, unit: int) -> bool:
-        """Become the filler of ``unit``. False: another one is, or it is there."""
+        """Become the filler of ``unit``. Return False if it has another filler or is filled."""
         if self.is_there(unit) or not self._try_lock(_UNITS_AT + unit):
             return False
-        if self.is_there(unit):  # its filler was done between the two
+        if self.is_there(unit):  # filled between the two checks
             self._unlock(_UNITS_AT + unit)
             return False
         return True
@@ -176,14 +177,14 @@ class Window:
         return self._memory.address + HEADER_BYTES + unit % self.slots * self.slot_bytes
 
     def make_ready(self, unit: int, size_bytes: int) -> None:
-        """Put the memory in place for ``size_bytes`` of a claimed unit, in huge pages if there are any to be had."""
+        """Allocate the memory of ``size_bytes`` for a claimed unit, in huge pages if available."""
         slot = unit % self.slots
         if slot not in self._ready:
             self._ready.add(slot)
             self._memory.make_huge(HEADER_BYTES + slot * self.slot_bytes, size_bytes)
 
     def release(self, unit: int, *, filled: bool) -> None:
-        """End a claim; ``filled`` declares the unit to be there. The system call orders the bytes before the word."""
+        """End a claim; ``filled`` marks the unit as filled. The system call orders the bytes before the mark."""
         if filled:
             self._memory.view[_UNITS_AT + unit] = 1
         self._unlock(_UNITS_AT + unit)
@@ -200,7 +201,7 @@ class Window:
         lock_record(self._file, fcntl.F_UNLCK, at)
 
     def leave(self) -> None:
-        """Take no part any more. The last to leave gives the pages back. Own memory stays open, for those to come."""
+        """Leave the window. The last member to leave frees the pages. The own memory stays open for late members."""
         self.advance(PASSED_ALL)
         if all(self._words[one] == PASSED_ALL for one in self._living()):
             self._memory.discard()

@@ -1,12 +1,13 @@
-"""Claims: which process does a piece of work, decided by locks on the bytes of a file; and a lease between hosts.
+"""Claims: byte locks that assign work to one process; and a lease between hosts.
 
 Invariants:
     C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in all
-        containers of the host, and frees it when the process ends, however it ends. Nothing remains to clean up.
+    C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in all
+        containers of the host, and frees it when the process ends in any way. Nothing remains to clean up.
     C2  A forked child holds no claim of its parent (K5 of ``file_lock``).
     C3  A claim saves work and protects no data: two processes that do the same work have the same result. On a file
         system without locks, each process gets each claim.
-    C4  Locks do not reach another host that has the file system mounted: a ``HostLease`` does. It ends when its holder
+    C4  Locks do not extend to other hosts that mount the file system: a ``HostLease`` does. It ends when its holder
         releases it, or has not written to it for ``SILENT_SECONDS``.
 """
 
@@ -33,7 +34,7 @@ log = logger("cache")
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
-"""Ten beats: a process that is short of processor time is not taken for a dead one."""
+"""Ten heartbeats, so that a process short of processor time does not count as dead."""
 TRIES = 100
 NAME_BYTES_MAX = 1024
 
@@ -76,14 +77,14 @@ class Claims:
             self._set(fcntl.F_UNLCK, at)
 
     def held(self, start: int, stop: int) -> list[int]:
-        """Return the bytes of a range that anybody holds, in order."""
+        """Return the bytes of a range that any process holds, in order."""
         own = [at for at in tuple(self._taken) if start <= at < stop]
         return sorted({*own, *locked(self._file, start, stop)})
 
     def close(self) -> None:
-        """Give up every claim. Idempotent; in a forked child it does nothing."""
+        """Release every claim. Idempotent; in a forked child it does nothing."""
         if self._file >= 0 and self._pid == os.getpid():
-            with contextlib.suppress(OSError):  # a child that C code forked meanwhile has a copy of the descriptor
+            with contextlib.suppress(OSError):  # a child forked by C code may have a copy of the descriptor
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
             close_lock(self._file)
             self._file = -1
@@ -93,7 +94,7 @@ class Claims:
             return lock_record(self._file, kind, at)
         except OSError as error:  # C3
             if self.has_locks:
-                log.debug("claims decide nothing here: %s", error)
+                log.debug("no file locks here, so claims are not exclusive: %s", error)
             self.has_locks = False
         return True
 
@@ -131,7 +132,7 @@ class HostLease:
         self._path, self._holder = path, holder.encode()
         self._file, self._pid = -1, os.getpid()
         self._seen_ns, self._seen_at = 0, 0.0
-        """When the other holder wrote last, and since when that was seen here."""
+        """When the other holder last wrote, and when that was first seen here."""
         self._is_over = threading.Event()
 
     def take(self) -> bool:
@@ -166,7 +167,7 @@ class HostLease:
             return True  # unknown: the careful answer
 
     def release(self, *, is_last: bool = True) -> None:
-        """Give the lease up. ``is_last``: no other process of the holder goes on. Idempotent."""
+        """Release the lease. ``is_last``: no other process of the holder needs it. Idempotent."""
         if self._file < 0 or self._pid != os.getpid():
             return
         self._is_over.set()
@@ -185,13 +186,13 @@ class HostLease:
 
     def _beat(self, file: int, is_over: threading.Event) -> None:
         while not is_over.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the file system is in trouble: others see silence
-                os.pwrite(file, self._holder, 0)  # some file systems set no times; a file that was removed stays so
+            with contextlib.suppress(OSError):  # if the file system fails, others see no heartbeat
+                os.pwrite(file, self._holder, 0)  # some file systems set no times; does not recreate a removed file
 
     def _read(self) -> tuple[bytes, int] | None:
-        """Return the holder, b"" while its name is not written, and when it wrote last; None without one.
+        """Return the holder, b"" while its name is not written, and its last write; None without a lease.
 
-        The file is opened: a network mount may answer a ``stat`` from a cache that is a minute old.
+        Opens the file: a network mount may answer a ``stat`` from a cache that is a minute old.
         """
         try:
             file = open_regular(self._path)
@@ -205,8 +206,9 @@ class HostLease:
             os.close(file)
 
     def _is_silent(self, written_ns: int) -> bool:
-        """True when the other holder has not written for ``SILENT_SECONDS``: by this host's clock from the second look
-        on, at the first by the clock of the file system, which may differ from it."""
+        """Whether the other holder has not written for ``SILENT_SECONDS``.
+
+        Uses this host's clock from the second check on, at the first the file system's clock, which may differ."""
         now = time.monotonic()
         if written_ns == self._seen_ns:
             return now - self._seen_at > SILENT_SECONDS
@@ -221,14 +223,14 @@ class HostLease:
 
     def _overtake(self, holder: bytes, written_ns: int) -> bool:
         """Remove the lease of a silent holder; False when another host does."""
-        right = self._beside(f"{written_ns:x}")  # to remove the lease that was written then: one host makes this file
+        right = self._beside(f"{written_ns:x}")  # the right to remove that lease: only one host creates this file
         try:
             write_new(right, b"", is_durable=False)
         except FileExistsError:
-            if time.monotonic() - self._seen_at < 2 * SILENT_SECONDS:  # else that host has died here
+            if time.monotonic() - self._seen_at < 2 * SILENT_SECONDS:  # else that host died at this point
                 return False
         self._path.unlink(missing_ok=True)
-        log.info("taking over %s from host %s, which says nothing any more", self._path, holder.decode())
+        log.info("taking over %s from host %s, which is silent", self._path, holder.decode())
         return True
 
     def _beside(self, suffix: str) -> Path:

@@ -1,19 +1,19 @@
 """Locks between processes of one node, which end with their holder: a crash leaves nothing to clean up.
 
-``try_lock`` and ``lock`` are flocks of a whole file. ``lock_record`` locks one byte of an open file, where another
-process asks for the holder without taking the lock, or a file has several locks.
+``try_lock`` and ``lock`` are flocks of a whole file. ``lock_record`` locks one byte of an open file, if other
+processes query the holder without taking the lock, or if a file has several locks.
 
 Invariants:
     K1  At most one holder of a path at a time, also between tasks and threads of one process.
-    K2  Released when the block ends even if a child was forked meanwhile: the child has a copy of the descriptor, so
-        closing ours alone would leave the lock with a DataLoader worker.
-    K3  With ``remove`` the file goes with the lock. Who then gets a lock on the removed file sees that the name is gone
-        or another file, and has not got it.
-    K4  A lock can be inherited: it belongs to the open file, so a process that was handed the descriptor keeps it when
-        the first holder is killed, and loses it when the first holder lets go of it in order (K2).
-    K5  A forked child holds nothing of its parent's: its copies of the descriptors are closed at the fork, so a lock
-        ends with the parent though a DataLoader worker lives on. Nor does it let go of anything: a block that the fork
-        has copied, and that ends in the child, leaves lock and file alone (an unlock would be the parent's).
+    K2  Released when the block ends, even if a child was forked in it: the child has a copy of the descriptor, so
+        closing only ours would leave the lock with a DataLoader worker.
+    K3  With ``remove`` the file is removed with the lock. A process that then locks the removed file detects that the
+        name is gone or is another file, and does not hold the lock.
+    K4  A lock can be inherited: it belongs to the open file. A process that receives the descriptor keeps the lock if
+        the first holder is killed, and loses it if the first holder releases it normally (K2).
+    K5  A forked child holds no lock of its parent: its copies of the descriptors are closed at the fork, so a lock
+        ends with the parent even if a DataLoader worker lives on. Nor does the child release any: a block copied by
+        the fork that ends in the child leaves lock and file unchanged (an unlock would release the parent's).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ..types import Tier
 from .quarantine import open_regular
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
-"""Errors of flock on a mount without it."""
+"""Errors of flock on a mount without flock support."""
 
 _RECORD = struct.Struct("hhqqi4x")
 """``struct flock`` where off_t has 64 bits: type, whence, start, length, pid."""
 
 _files: set[int] = set()
-"""Descriptors of this process that may hold a lock, but for those that it was handed."""
+"""Descriptors of this process that may hold a lock, except inherited ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What came of a try for a lock: true while it is held."""
+    """Result of a lock attempt: true while the lock is held."""
 
     is_held: bool
     descriptor: int
-    """Who is handed it inherits the lock (K4)."""
+    """A process that receives it inherits the lock (K4)."""
 
     def __bool__(self) -> bool:
         return self.is_held
@@ -58,10 +58,10 @@ class Hold:
 def try_lock(
     path: Path, *, remove: bool = False, is_shared: bool = False, inherited: int | None = None
 ) -> Iterator[Hold]:
-    """Yield a true ``Hold`` while holding ``path``, a false one at once when another holder does.
+    """Yield a true ``Hold`` while holding ``path``, or a false one at once if another holder has it.
 
     Its directory must exist. ``is_shared``: with any number of other holders; with ``remove`` the last of them
-    removes the file. ``inherited``: the descriptor of a holder that may have ended (K4); closed at the end.
+    removes the file. ``inherited``: the descriptor of a holder that may be dead (K4); closed at the end.
     """
     file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
     held = False
@@ -86,13 +86,13 @@ def try_lock(
         if os.getpid() == pid:  # K5
             try:
                 if held and remove:
-                    with suppress(OSError):  # a file that stays is what the next holder locks
+                    with suppress(OSError):  # if the file stays, the next holder locks it
                         if is_shared:
-                            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else does
-                        if not is_shared or _is_file(file, path):  # to ask for EX gave SH up for an instant
+                            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if there is another holder
+                        if not is_shared or _is_file(file, path):  # the change to EX released SH for an instant
                             path.unlink()
             finally:
-                with suppress(OSError):  # closing lets go of it too, unless there is such a child
+                with suppress(OSError):  # closing releases it too, unless such a child exists
                     fcntl.flock(file, fcntl.LOCK_UN)  # K2
                 close_lock(file)
 
@@ -128,10 +128,10 @@ def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
 
 
 def lock_record(file: int, kind: int, at: int = 0, *, is_process: bool = False) -> bool:
-    """Set byte ``at`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. False, at once, when another holder forbids it.
+    """Set byte ``at`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. Return False if another holder conflicts.
 
     The lock ends with the open file, which forked children share. ``is_process``: it ends with this process, and when
-    this process closes any descriptor of the file. Cost: about 1 microsecond.
+    this process closes any descriptor of the file. Never blocks. Cost: about 1 microsecond.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK, _RECORD.pack(kind, os.SEEK_SET, at, 1, 0))
@@ -143,7 +143,7 @@ def lock_record(file: int, kind: int, at: int = 0, *, is_process: bool = False) 
 
 
 def record_holder(file: int, at: int = 0, *, is_process: bool = False) -> int | None:
-    """Return the process that locks byte ``at``, None without one. Negative: it is not known. Takes no lock."""
+    """Return the process that locks byte ``at``, None without one; negative if unknown. Takes no lock."""
     asked = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
     answer = fcntl.fcntl(file, fcntl.F_GETLK if is_process else fcntl.F_OFD_GETLK, asked)
     kind, _, _, _, pid = _RECORD.unpack(answer)
@@ -173,7 +173,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_file(file: int, path: Path) -> bool:
-    """True while ``path`` is a name of ``file``. Where inode numbers change at each look (FUSE): while it has any."""
+    """Whether ``path`` is a name of ``file``. If inode numbers change at each stat (FUSE): whether it has any name."""
     try:
         status = os.fstat(file)
         if os.path.samestat(status, path.lstat()):

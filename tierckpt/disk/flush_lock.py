@@ -1,10 +1,10 @@
-"""The flush lock: drains leave the disk to a process of this node that flushes a checkpoint (P8).
+"""The flush lock: drains yield the disk to a process of this node that flushes a checkpoint (P8).
 
-The flush holds a shared lock on a file of the local root, once for the whole of it; movers only test whether somebody
-holds one, and take none themselves. So neither waits for a lock of the other, and a lock ends with its process.
+The flush holds a shared lock on a file of the local root for its whole duration. Movers only test the lock, and take
+none. So neither waits for the other's lock, and a lock ends with its process.
 
-    G3  Drains step back for at most ``STEP_BACK_SECONDS_MAX`` at a stretch, and after each stretch they have at least
-        as long for themselves: a drain gets half of the time however often training saves.
+    G3  Drains pause for at most ``STEP_BACK_SECONDS_MAX`` at a time, and then run for at least as long: a drain gets
+        half of the time however often training saves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ STEP_BACK_SECONDS_MAX = 2.0
 
 @contextmanager
 def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
-    """Mark that this process writes a checkpoint to the local tier: drains of the node leave it the disk (G3).
+    """Mark that this process writes a checkpoint to the local tier: drains of the node yield the disk (G3).
 
-    Best effort, and never a reason for a save to fail or to wait: the mark is a shared lock, which nobody ever holds
-    against us (movers test it and take nothing), and it ends with the process. Cost: about 5 microseconds.
+    Best effort; never blocks or fails a save: the mark is a shared lock, which nothing conflicts with (movers only test
+    it), and which ends with the process. Cost: about 5 microseconds.
     """
     file, pid = _mark(local_root), os.getpid()
     begun = time.monotonic()
@@ -44,7 +44,7 @@ def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
     finally:
         if file >= 0 and pid == os.getpid():
             with suppress(OSError):
-                # Not only by closing: a child that C code forked meanwhile has a copy of the descriptor.
+                # Unlock besides closing: a child forked by C code may have a copy of the descriptor.
                 lock_record(file, fcntl.F_UNLCK)
             close_lock(file)
 
@@ -56,21 +56,21 @@ def _mark(local_root: Path) -> int:
         lock_record(file, fcntl.F_RDLCK)
         return file
     except (OSError, TierckptError) as error:
-        log.debug("drains do not see this flush: %s", error)
+        log.debug("this flush is invisible to drains: %s", error)
         if file >= 0:
             close_lock(file)
         return -1
 
 
 class FlushMark:
-    """The mark as movers see it. Cost of a look: about 1 microsecond."""
+    """The mark as seen by movers. Cost of a test: about 1 microsecond."""
 
     def __init__(self, local_root: Path) -> None:
         self._path = flush_mark(local_root)
         self._file = -1
 
     def is_held(self) -> bool:
-        """True while some process of this node flushes; False where locks do not work."""
+        """Whether a process of this node flushes; False if locks do not work."""
         try:
             if self._file < 0:
                 self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
@@ -85,7 +85,7 @@ class FlushMark:
 
 
 class FlushYield:
-    """The rule of G3, for all drains of a mover together."""
+    """The rule of G3, shared by all drains of a mover."""
 
     def __init__(self, mark: FlushMark) -> None:
         self.mark = mark

@@ -1,12 +1,12 @@
-"""Read leases: what a live process of this node reads (a checkpoint, a cache entry) is neither evicted nor pruned.
+"""Read leases: protect data from removal while a process of this node reads it.
 
-A lease is a shared flock on a small file under the local root; who removes needs the exclusive one. So a lease ends
-with its process, whatever ends it, and there is no pid to compare and nothing to clean up after a crash.
+A lease is a shared flock on a small file under the local root; a removal needs the exclusive one. So a lease ends with
+its process in any case: there is no pid to compare, and nothing to clean up after a crash.
 
 Invariants:
-    L1  While anybody reads, ``removing`` yields False; while somebody removes, a reader waits (a removal is short).
-    L2  Only this node is seen: a reader on another node that loses its copy reads the next one, or an error.
-    L3  No lease is no obstacle to reading: on a read-only local root a restore goes on without one.
+    L1  During a read, ``removing`` yields False; during a removal, a reader waits (a removal is short).
+    L2  Leases cover this node only: a reader on another node that loses its copy reads the next one, or gets an error.
+    L3  Reading does not require a lease: on a read-only local root a restore continues without one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .file_lock import try_lock
 log = logger("leases")
 
 REMOVAL_SECONDS_MAX = 60.0
-"""How long a reader waits for a removal that is under way. After that it goes on: it finds the copy or does not."""
+"""Maximum wait of a reader for a removal. Then it continues, and may find no copy."""
 
 
 @contextmanager
 def reading(local_root: Path, directory: Path) -> Iterator[None]:
-    """Hold the checkpoint that ``directory`` mirrors against removal. Any number of readers at a time.
+    """Protect the checkpoint that ``directory`` mirrors from removal. Any number of readers at a time.
 
-    Look again, once inside, whether the checkpoint still stands: it may have gone before the lease was held.
+    Check in the block that the checkpoint exists: it may have been removed before the lease was held.
     """
     with holding(lease_path(local_root, directory)):
         yield
@@ -42,7 +42,7 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def holding(path: Path) -> Iterator[None]:
-    """Hold the lease file ``path`` with any number of others. Who removes holds it alone (``try_lock``)."""
+    """Hold the lease file ``path`` with any number of others. A removal holds it alone (``try_lock``)."""
     for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):
         with _leased(path) as is_had:
             if is_had:
@@ -54,7 +54,7 @@ def holding(path: Path) -> Iterator[None]:
 @asynccontextmanager
 async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
     """``reading`` for coroutines."""
-    async for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):  # another process holds it: it sets no event of ours
+    async for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):  # another process holds it, so no event of ours fires
         with _leased(lease_path(local_root, directory)) as is_had:
             if is_had:
                 yield
@@ -64,7 +64,7 @@ async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None
 
 @contextmanager
 def _leased(path: Path) -> Iterator[bool]:
-    """Yield True with the lease, and where none can be had (L3); False while somebody removes."""
+    """Yield True with the lease, or if it is unavailable (L3); False during a removal."""
     with contextlib.ExitStack() as lease:
         try:
             make_dirs(path.parent)
@@ -77,7 +77,7 @@ def _leased(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def removing(local_root: Path, directory: Path) -> Iterator[bool]:
-    """Yield True while nobody reads the checkpoint of ``directory``, nor can begin to; False at once when one does."""
+    """Yield True while the checkpoint has no reader and admits none; else False."""
     path = lease_path(local_root, directory)
     make_dirs(path.parent)
     with try_lock(path, remove=True) as free:
@@ -85,12 +85,12 @@ def removing(local_root: Path, directory: Path) -> Iterator[bool]:
 
 
 def is_read(local_root: Path, directory: Path) -> bool:
-    """True while a process of this node reads the checkpoint that ``directory`` mirrors. Writes nothing."""
+    """Whether a process of this node reads the checkpoint that ``directory`` mirrors. Writes nothing."""
     return is_held(lease_path(local_root, directory))
 
 
 def is_held(path: Path) -> bool:
-    """True while a process of this node holds the lease file ``path``. Writes nothing."""
+    """Whether a process of this node holds the lease file ``path``. Writes nothing."""
     if not path.exists():
         return False
     with try_lock(path, remove=True) as free:
@@ -98,7 +98,7 @@ def is_held(path: Path) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """The processes that hold the lease file ``path``, by what the kernel tells: 0 for some that it does not name."""
+    """Return the processes that hold the lease file ``path``, according to the kernel; 0 for unnamed ones."""
     if not is_held(path):
         return []
     with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ def holders(path: Path) -> list[int]:
 
 
 def forget_dead(local_root: Path) -> None:
-    """Remove the files of leases whose holder was killed. They hold nothing; they are only in the way."""
+    """Remove the files of leases whose holder was killed. They hold no lock."""
     for path in matching(local_root / "leases", "*.lock"):
         with contextlib.suppress(OSError, TierckptError), try_lock(path, remove=True):
             pass
