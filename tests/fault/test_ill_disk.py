@@ -177,7 +177,7 @@ def test_a_save_that_waits_for_its_disk_says_which_and_is_waited_for_once(
     checkpointer.save(1, state(1.0))
     disk.hangs.clear()
     monkeypatch.setattr(jobs, "EXTRA_SECONDS", 0.2 - SECONDS)
-    with pytest.raises(OperationTimeoutError, match="step-2 has not ended") as late:
+    with pytest.raises(OperationTimeoutError, match="step-2 has not finished") as late:
         checkpointer.save(2, state(2.0))
     assert (late.value.context["tier"], late.value.context["checkpoint"]) == ("local", f"{file_uri}/step-2")
     assert str(local_root) in late.value.hint and "dmesg" in late.value.hint

@@ -279,7 +279,7 @@ def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
         broken.close()
     assert heard == []
     assert count >= 6
-    assert sum("does not tell of preemptions" in message for message in caplog.messages) == 1
+    assert sum("does not report preemptions" in message for message in caplog.messages) == 1
 
 
 def test_a_notice_saves_and_training_goes_on(nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str) -> None:

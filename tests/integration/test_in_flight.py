@@ -205,7 +205,7 @@ def test_a_save_that_hangs_is_waited_for_once_and_named(
     checkpointer = Checkpointer(file_uri, timeout_seconds=3.0, checkpoints_in_flight_max=2)
     checkpointer.save(1, state(1.0))
     last = checkpointer.save(2, state(2.0))
-    with pytest.raises(OperationTimeoutError, match="step-1 has not ended"):
+    with pytest.raises(OperationTimeoutError, match="step-1 has not finished"):
         checkpointer.wait("local")
     gate.set()
     last.result(timeout=60)

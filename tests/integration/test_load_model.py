@@ -134,7 +134,7 @@ def test_checkpoints_of_stock_dcp_and_of_bare_state_dicts(file_uri: str) -> None
 
 def test_an_error_names_what_there_is_instead(run: tuple[str, dict[str, Any]], file_uri: str) -> None:
     uri, _ = run
-    with pytest.raises(StateMismatchError, match=r"below 'net'; what does lie there: ballast, model, optimizer, step"):
+    with pytest.raises(StateMismatchError, match=r"is under 'net'; its entries: ballast, model, optimizer, step"):
         tierckpt.load_model(uri, prefix="net")
     with pytest.raises(StateMismatchError, match="does not fit"):
         tierckpt.load_model(uri, nn.Linear(3, 3))

@@ -1,12 +1,12 @@
-"""Checkpointer: the whole of tierckpt for a training loop in ten lines.
+"""Checkpointer: saves and restores the state of a training loop.
 
 One save, with several ranks:
-    on the caller's thread   plan (collectives; next to nothing when the structure is as before), stage what the plan
-                             wants of this rank (copy to host memory), then return
+    on the caller's thread   plan (collectives; almost free while the structure is unchanged), copy this rank's share
+                             to host memory, return
     in the background        write shards; exchange results through the rendezvous store (no collective);
                              the coordinator commits on the local tier; every rank learns the outcome
     in the mover             drain, shared commit, retention
-Saves are written one after another; up to ``checkpoints_in_flight_max`` of them are staged and not yet written.
+Saves are written one after another. At most ``checkpoints_in_flight_max`` are staged and not yet written.
 """
 
 from __future__ import annotations
@@ -77,42 +77,44 @@ from .saves import (
 log = logger("checkpointer")
 
 LATEST = 64
-"""Saves that are looked at again: what is decided is decided by the latest ones."""
+"""Latest saves from which decisions are made."""
 STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
-"""How long a save that is committed waits for retention, so that what it makes superfluous is gone when it is done."""
+"""Maximum wait of a committed save for retention: superseded checkpoints are gone before its future resolves."""
 
 
 class Checkpointer:
     """Saves and restores the state of a training job under ``uri``, as ``uri/step-N``.
 
-    ``save`` blocks only while the state is copied to host memory (see ``mode`` and ``staging``); an error of a save is
-    raised by the next ``save``, ``wait`` or ``close``. All ranks of a job must make the same calls in the same order.
+    ``save`` blocks only while the state is copied to host memory (see ``mode`` and ``staging``). The next ``save``,
+    ``wait`` or ``close`` raises the error of a failed save. All ranks must make the same calls in the same order.
 
     Args:
         uri: directory or key prefix of the run.
         keep_last: checkpoints to keep; an int for both tiers, or ``{"local": 2, "shared": 10}``. None keeps all.
-            The newest is never removed, nor a local copy that is not on the shared tier yet, nor one being restored.
-        keep_every: keep also the steps that this number divides; an int or ``{"shared": 1000}``. Alone: and the newest.
-        overwrite: a step that exists already is replaced (default), or refused.
-        mode: "async"; "sync": ``save`` returns when the checkpoint is committed locally.
-        staging: "eager" copies the state before ``save`` returns. "lazy" lets the copies of parameters and optimizer
-            state overlap the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for them.
-            Nothing else may change these tensors before that step.
-        interval: when ``step`` saves: every so many steps, or "auto": as often as pays, by measured times; an
-            ``AutoInterval`` sets its overhead and failure rates. Leaving the ``with`` block without an error saves the
-            last step too.
+            Never removed: the newest, a local copy that is not on the shared tier yet, one that is being restored.
+        keep_every: also keep the steps that this number divides; an int or ``{"shared": 1000}``. Without
+            ``keep_last``, the newest is kept too.
+        overwrite: True replaces an existing step, False refuses it.
+        mode: "async", or "sync": ``save`` returns after the local commit.
+        staging: "eager" copies the state before ``save`` returns. "lazy" overlaps the copies of parameters and
+            optimizer state with the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for
+            them. Nothing else may change these tensors before that step.
+        interval: steps between two saves by ``step``, or "auto": optimized from measured times (``AutoInterval`` sets
+            overhead and failure rates). With an interval, leaving the ``with`` block without an error saves the last
+            step too.
         every_step: an ``EveryStep``: logs every step between checkpoints, or copies a large state over several steps.
-        timeout_seconds: how long a save waits for the other ranks before it fails on all of them; "sync" waits a minute
-            longer for a disk that hangs, and raises OperationTimeoutError; and 10 s, once a minute, for a silent store.
+        timeout_seconds: seconds a save waits for the other ranks before it fails on all of them. "sync" waits 60 s
+            longer for a disk that hangs, then raises OperationTimeoutError; it waits 10 s, once a minute, for a silent
+            store.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
 
     Attributes:
-        stats: one SaveRecord for each save of this object, the latest 4096.
-        restore_seconds: time of the last ``restore``, None before.
+        stats: one SaveRecord for each of the latest 4096 saves of this object.
+        restore_seconds: duration of the last ``restore``; None before the first.
 
-    Source: the interval of "auto" is that of docs/adr/0012-planning.md.
+    Source: docs/adr/0012-planning.md, for the interval of "auto".
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -169,7 +171,7 @@ class Checkpointer:
         self._errands = Errands(self.settings.local_root)
         self._saves, self._closed = 0, False
         self._is_blind = False
-        """The last listing failed: existing checkpoints are unknown, and none is replaced."""
+        """The last listing failed. Existing checkpoints are unknown, so saves replace none."""
         self._is_first_rank = not is_distributed() or dist.get_rank() == 0
         self._ledger = RunLog(
             self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=self._step_log.is_on
@@ -187,19 +189,19 @@ class Checkpointer:
         torchrun_peers.meet(self.settings)
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError("a Checkpointer is not copied, nor sent to a process", hint="Make one in each rank, there")
+        raise ConfigError("a Checkpointer cannot be copied or pickled", hint="Create one in each rank's process")
 
     # --- saving -------------------------------------------------------------------------------------------------
 
     @short_traceback
     def step(self, step: int, state: Mapping[str, Any]) -> Future[None] | None:
-        """Say that training step ``step`` has ended. Saves ``state`` when it is time to, as ``interval`` has it.
+        """Record the end of training step ``step``, and save ``state`` if ``interval`` says so.
 
-        Call it once after each step, on every rank. Returns the future of ``save``, None where nothing is saved.
-        With an ``interval``, leaving the ``with`` block without an error saves the last step if that was not saved; so
-        ``state`` is referenced until then, or until a save. Not if one of its optimizers has stepped since.
+        Call it once after each step, on every rank. Returns the future of ``save``, or None without a save.
+        With an ``interval``, leaving the ``with`` block without an error saves an unsaved last step, unless an
+        optimizer of ``state`` has stepped since. ``state`` is referenced until then, or until a save.
 
-        Raises what ``save`` raises. Cost: microseconds, where nothing is saved.
+        Raises what ``save`` raises. Costs microseconds without a save.
         """
         self._check_open()
         step, begun = states.check_step(step), time.monotonic()
@@ -224,16 +226,16 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """True once the job is preempted and ``step`` has made its last save, if it fitted: leave the loop then."""
+        """True once the job is preempted and its final save is made or ruled out: leave the loop."""
         return self._last.is_done
 
     def _on_notice(self, seconds: float, reason: str) -> None:
-        """A cloud takes this node back: save once more. The process goes on until it is ended."""
+        """Save once more, after a cloud's notice. The process continues until it is ended."""
         log.warning("%s: the next step is saved", reason)
         self._last.ask(time.monotonic() + seconds, reason)
 
     def request_final_save(self, deadline: float, reason: str) -> None:
-        """After a signal: have the loop save at its next step, if there is one and it fits."""
+        """Save at the loop's next step, after a signal, if there is such a step and the save fits."""
         if self._steps_seen:
             self._last.ask(deadline, reason)
 
@@ -243,7 +245,7 @@ class Checkpointer:
         self._ledger.resumed(now - begun)
 
     def _phase(self, now: float) -> Phase:
-        """What goes on beside training. Looks at the disk at most ten times a second."""
+        """Return the background activity. Reads the disk at most ten times a second."""
         if self._running.is_last_under_way or self._window.is_open:
             return "flushing"
         if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-LATEST:]):
@@ -255,16 +257,16 @@ class Checkpointer:
 
     @short_traceback
     def save(self, step: int, state: Mapping[str, Any]) -> Future[None]:
-        """Save ``state`` as ``step``. Returns when it is copied; the future is done when it is committed locally.
+        """Save ``state`` as ``step``. Returns when it is copied; the future resolves at the local commit.
 
-        When ``checkpoints_in_flight_max`` saves are not yet written, ``staging_policy`` decides: wait for the oldest,
-        skip this one (on all ranks; the record's ``error`` and the future say so), or drop the oldest not begun. A disk
-        that has not ended a request for 0.4 s is not waited for: this save is skipped, whatever the policy. Nor is
-        shared storage: what it says later of a checkpoint that stands there, or refuses, is the future's error.
+        With ``checkpoints_in_flight_max`` saves unwritten, ``staging_policy`` decides: wait for the oldest, skip this
+        save (on all ranks; the record's ``error`` and the future report it), or drop the oldest that has not begun.
+        If the disk has not completed a request for 0.4 s, this save is skipped, whatever the policy. ``save`` does not
+        wait for shared storage: if it later reports an existing checkpoint, or refuses, the future raises that error.
 
         Raises:
             TierckptError: an earlier save failed, or this one cannot start (StateMismatchError, ...).
-        Cost: one copy of the state that this rank writes; planning, when the structure has changed.
+        Cost: one copy of this rank's share of the state, and planning if the structure has changed.
         """
         self._check_open()
         step, begun = states.check_step(step), time.monotonic()
@@ -276,13 +278,13 @@ class Checkpointer:
             self._resume(begun)
 
     def _begin(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
-        """Save as ``mode`` has it."""
+        """Save, and with ``mode="sync"`` wait for the local commit."""
         if self._window.is_on:
             return self._window.open(step, state, is_asked=is_asked)
         is_sync = self._is_sync or self._step_log.has_gone_back
         future = self._save(step, state, is_asked=is_asked)
         is_left_out = future.done() and isinstance(future.exception(), CheckpointSkippedError)
-        if is_sync and not is_left_out:  # else one before it hangs, and has been waited for
+        if is_sync and not is_left_out:  # a save is left out if an earlier one hangs, which was waited for already
             self._running.finish()
             self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
         return future
@@ -300,7 +302,7 @@ class Checkpointer:
         is_asked: bool,
         is_retry: bool = False,
     ) -> Future[None]:
-        """Save ``state``, or what was collected of it at an earlier step: that is nobody else's."""
+        """Save ``state``, or ``collected``, a copy from an earlier step that only this save uses."""
         begun, step = time.monotonic(), record.step
         if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
@@ -342,8 +344,8 @@ class Checkpointer:
             self._note(record)
             return left_out(record, error, is_retry=is_retry)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
-        # torch releases the interpreter lock for each tensor that it frees. Freed while the threads of the save work,
-        # 13,000 of them took 0.5 s.
+        # torch releases the interpreter lock for each tensor it frees. While the save's threads work, freeing 13,000
+        # tensors took 0.5 s.
         planner.state_dict = {}
         if collected is None:
             self._unsaved.saved()
@@ -364,7 +366,7 @@ class Checkpointer:
         return future
 
     def _throttle_node(self, order: SaveDirective) -> None:
-        """Set the speed of this node's drains from now on."""
+        """Set the rate limit of this node's drains."""
         if not self._pacer.is_adaptive or int(os.environ.get("LOCAL_RANK", 0)) > 0:
             return
         if order.bytes_per_second is not None or self._is_throttled:
@@ -377,22 +379,23 @@ class Checkpointer:
 
     def _write(self, save: StagedSave) -> None:
         record = save.record
-        # One that went straight: until it is on the shared tier no other node could restore it.
+        # No other node can restore a direct put before it is committed on the shared tier.
         save.write(lambda: self._wait_shared(record, self.timeout_seconds))
         record.local_commit_seconds = record.age_seconds
         self._ledger.durable(
             record.step, record.local_commit_seconds, record.size_bytes, is_direct_put=record.is_direct_put
         )
         self._step_log.committed(record.step, record.size_bytes)
-        # A store that hangs must hold up neither this save's future nor the saves behind it.
+        # Neither this save's future nor later saves may wait for a store that hangs.
         self._pruning.start()
         self._pruning.wait(RETENTION_SECONDS)
 
     @short_traceback
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
-        """Return when every save of this object that retention keeps, and that goes there, is committed on ``tier``.
+        """Wait until every save of this object that retention keeps is committed on ``tier``.
 
-        Raises the error of a save or drain that failed, OperationTimeoutError when the time is up.
+        ``tier="shared"`` covers the saves that are drained. Raises the error of a failed save or drain, and
+        OperationTimeoutError after ``timeout_seconds``.
         """
         self._window.conclude()
         self._running.finish()
@@ -421,12 +424,12 @@ class Checkpointer:
         note_commits(self.stats[-LATEST:], self.settings, self._client.mover.drains.committed_at)
 
     def _look_at_disk(self) -> None:
-        """What a save needs to know of the local tier."""
+        """Read the state of the local tier before a save."""
         self._note_commits()
         self._branch.look()
 
     def _raise_failures(self, ill: CheckpointSkippedError | None) -> None:
-        """Raise the first error since the last call, of saves that have ended and of drains; else ``ill``."""
+        """Raise the first error of finished saves and drains since the last call; else ``ill``."""
         self._running.raise_ended()
         if ill is not None:
             raise ill
@@ -444,43 +447,42 @@ class Checkpointer:
         strict: bool = True,
         trust_pickle: bool = False,
     ) -> int | None:
-        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, None without one.
+        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, or None.
 
-        With ``only="model"``, or several names, those entries of ``state`` are loaded and no other byte is read.
-        ``trust_pickle`` is passed to ``TierStorageReader``.
+        ``only="model"``, or several names, loads those entries of ``state`` and reads no other byte. ``trust_pickle``
+        is passed to ``TierStorageReader``.
 
-        A key that only the checkpoint has, or only the state, is a StateMismatchError. ``strict=False`` loads the rest;
-        values that the checkpoint lacks are kept, and the returned step has the keys as ``missing_keys`` and
-        ``unexpected_keys``, and both as ``skipped_keys``. Entries of the checkpoint that ``state`` does not name are
-        not read.
+        A key that only the checkpoint or only the state has raises StateMismatchError. ``strict=False`` loads the rest
+        and keeps values that the checkpoint lacks; the returned step has the attributes ``missing_keys``,
+        ``unexpected_keys``, and both as ``skipped_keys``. Entries that ``state`` does not name are not read.
 
-        All ranks agree on the step before any of them changes anything. Each file is read from whichever copy is good:
-        a bad one is set aside and the next one tried. Without ``step``, a checkpoint with a file that has no good copy
-        left, or a redo log that cannot be replayed here, is passed over for the one before it, on all ranks, and the
-        log says so. A redo log that is replayed becomes a checkpoint of its step first.
+        All ranks agree on the step before any of them changes anything. Each file is read from any good copy; a damaged
+        copy is quarantined and the next one tried. Without ``step``, all ranks skip a checkpoint if a file has no good
+        copy, or if a redo log cannot be replayed here; they log it and try the one before. A replayed redo log becomes
+        a checkpoint of its step first.
 
-        With ``step``, where newer ones are there, the job goes back: once its next save is committed, these are
-        abandoned, and ``restore(state)`` passes them over (docs/guide/cleaning-up.md).
+        With a ``step`` older than the newest, the job branches: once its next save is committed, the newer checkpoints
+        are abandoned, and ``restore(state)`` skips them (docs/guide/cleaning-up.md).
 
-        None means that shared storage was listed and has no checkpoint. While it does not answer it is waited for,
-        ``store_wait_seconds``, on all ranks, unless every rank's node has saved the newest step there and not drained
-        it: that is restored, with a warning. With ``step``, what lies on this node as a whole needs no store.
+        None means that shared storage was listed and has no checkpoint. If it does not answer, all ranks wait up to
+        ``store_wait_seconds``, unless the newest step on every rank's node was saved there and is not drained: then
+        that step is restored, with a warning. With ``step``, a checkpoint that is complete on this node needs no store.
 
         Raises:
-            StoreUnavailableError, PermissionDeniedError: which checkpoints there are could not be asked; names the rank
-                that could not, and what may be done. Nothing was changed. Until a restore succeeds, saves of this
-                object replace only what it has saved itself.
-            CheckpointNotFoundError: some ranks see checkpoints, and no step is seen by all.
-            StateMismatchError: the state does not fit; names what. Nothing was changed.
-            IntegrityError: no good copy of some file, and no older step to go back to; names tensor, file and tiers.
-                ``state`` may then hold part of what could be read.
+            StoreUnavailableError, PermissionDeniedError: checkpoints could not be listed; names the rank and the
+                remedy. Nothing was changed. Until a restore succeeds, saves of this object replace only checkpoints
+                that it saved itself.
+            CheckpointNotFoundError: some ranks see checkpoints, but no step is visible to all.
+            StateMismatchError: the state does not fit; names the difference. Nothing was changed.
+            IntegrityError: a file has no good copy, and there is no older step; names tensor, file and tiers.
+                ``state`` may be partly loaded.
         """
         self._check_open()
         options = Restoring(states.check_names(state, only), strict, trust_pickle)
         self._window.conclude()
         self._running.finish()
         self._client.recover()
-        self._client.enter(self.location, trains=False)  # its first save says that it trains
+        self._client.enter(self.location, trains=False)  # the first save marks the process as training
         begun, write = time.monotonic(), partial(self._save_record, is_asked=True)
         fold = partial(make_checkpoint, exact=self._every_step.exact, write=write)
         restore = partial(restore_newest, self._client, self.location, state, options, fold)
@@ -507,9 +509,9 @@ class Checkpointer:
 
     @short_traceback
     def latest_step(self) -> int | None:
-        """Return the newest step that every rank can load, None when there is none. Collective under torchrun.
+        """Return the newest step that every rank can load, or None. Collective under torchrun.
 
-        Raises what ``restore`` raises when nobody can know that.
+        Raises what ``restore`` raises if the checkpoints cannot be listed.
         """
         with self._looking():
             uri = agreed_latest(self._client, self.location, windows=True)
@@ -517,7 +519,7 @@ class Checkpointer:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Replace no existing checkpoint from here on, should the caller go on after the error."""
+        """Replace no existing checkpoint after a failed listing, if the caller continues."""
         try:
             yield
         except (StoreUnavailableError, PermissionDeniedError, EndpointError):
@@ -531,8 +533,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all saves are committed on the shared tier (or locally with ``drain=False``). Idempotent.
 
-        For drains it waits ``exit_timeout_seconds``, says so, and then raises OperationTimeoutError: what is left is on
-        this node, and in the journal.
+        Waits up to ``exit_timeout_seconds`` for drains, logs the wait, then raises OperationTimeoutError. Unfinished
+        saves stay on this node and in the journal.
         """
         if self._closed:
             return
@@ -543,7 +545,7 @@ class Checkpointer:
                 lambda: describe_wait(self.location, self.settings, self._running, tuple(self.stats), deadline),
                 min(1.0, self.settings.exit_timeout_seconds / 4),
             ):
-                if not self._last.is_done:  # else what still fitted is decided
+                if not self._last.is_done:  # after a preemption, the final save is already decided
                     self._window.conclude()
                 self._running.finish(deadline)
                 self._send_newest()
@@ -562,7 +564,7 @@ class Checkpointer:
             preemption.await_end(self.grace_seconds)
 
     def _send_newest(self) -> None:
-        """The newest save goes to shared storage, if it was to stay on the SSD: nothing newer comes behind it."""
+        """Drain the newest save even if the policy kept it on the SSD: no newer one follows."""
         good = [record for record in self.stats[-LATEST:] if not record.error]
         if not (good and self.settings.drain) or good[-1].is_sent:
             return
@@ -582,7 +584,7 @@ class Checkpointer:
             finally:
                 self.close()
             return
-        # The loop failed: let a save that is under way reach the SSD, but do not hide the loop's own error.
+        # The loop failed: let a running save reach the SSD, but do not hide the loop's own error.
         try:
             self._running.finish(time.monotonic() + self.settings.exit_timeout_seconds)
         except TierckptError as failure:
@@ -592,10 +594,10 @@ class Checkpointer:
         self._let_go()
 
     def _save_last(self) -> None:
-        """Save the last step, if an interval has left it out. All ranks alike: each has counted the same steps.
+        """Save the last step if the interval left it out. Alike on all ranks, which counted the same steps.
 
-        Not after an error, which other ranks may not have: a save is collective. Nor after a preemption notice:
-        what still fitted is decided.
+        Not after an error, which other ranks may not have: a save is collective. Not after a preemption notice:
+        its final save is already decided.
         """
         if self._closed or self._last.is_done:
             return
@@ -605,9 +607,9 @@ class Checkpointer:
             tried_again(partial(self._save, *last, is_asked=True), self.stats)
 
     def flush_before_exit(self, deadline: float) -> list[str]:
-        """After SIGTERM: wait, until ``deadline``, for what is under way. Returns what is not safe, in words.
+        """Wait until ``deadline`` for running saves and drains, after SIGTERM. Returns a line for each unsafe save.
 
-        Raises nothing that waiting could not mend. What the agent drains it goes on to drain after this process.
+        Does not raise errors of saves. The agent continues its drains after this process ends.
         """
         self._client.run(self._client.mover.drains.newest_first())
         self._last.wait(deadline, self._pacer.step_seconds)

@@ -1,11 +1,10 @@
 """Decides at each save whether it is drained, by which route, and at which rate (by ``planning/drain_policy.py``).
 
-A checkpoint is on shared storage only when every rank's part is, so the movers of the nodes cannot each decide for
-themselves. Rank 0 decides at the save, from what all ranks measured, and the other ranks hear of it. The journal
-carries it to each node's mover: an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints
-stand there (``checkpoint/local_only.py``). With ``exposure_seconds_max`` the policy is asked
-(``planning/drain_policy.py``, D1 to D7) and what it says is carried out: ``dcp/shard_delivery.py`` goes straight to
-shared storage, ``drain/rate_limiter.py`` throttles."""
+A checkpoint is on shared storage only when every rank's part is, so the nodes cannot decide separately. Rank 0 decides
+at the save, from measurements of all ranks, and broadcasts the directive. The journal carries it to each node's mover:
+an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints are on shared storage
+(``checkpoint/local_only.py``). With ``exposure_seconds_max`` the policy decides (D1 to D7): ``dcp/shard_delivery.py``
+writes directly to shared storage, ``drain/rate_limiter.py`` throttles."""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ log = logger("policy")
 
 VERSIONS_MAX = 64
 SLOWDOWN_WEIGHT = 0.5
-"""Of the newest measurement of what drains cost training."""
+"""Weight of the newest measurement of the slowdown of training by drains."""
 THROTTLED_SHARE = 0.8
-"""A drain that reached so much of its throttle was held back by it: it says nothing of shared storage."""
+"""A drain that reached this share of its throttle was limited by it, and says nothing about shared storage."""
 THROTTLE_SECONDS_MIN = 60.0
 THROTTLE_INTERVALS = 4.0
-"""How long a throttle lasts that is not renewed: a job that has ended needs no room for its traffic."""
+"""Intervals after which a throttle that is not renewed expires, because the job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDirective:
-    """What becomes of one save. ``bytes_per_second`` is for the drains of the whole job, None: as fast as they go."""
+    """Directive for one save. ``bytes_per_second`` limits the drains of the whole job; None: unlimited."""
 
     is_sent: bool = True
     is_direct_put: bool = False
@@ -46,7 +45,7 @@ class SaveDirective:
     throttle_seconds: float = 0.0
 
     def throttle_of_node(self) -> int | None:
-        """What the drains of this node may take, if all nodes hold equally much."""
+        """Return the rate limit of this node's drains, if all nodes hold the same share."""
         if self.bytes_per_second is None:
             return None
         return max(1, int(self.bytes_per_second * _share_of_node()))
@@ -54,21 +53,21 @@ class SaveDirective:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What a rank sees. ``room`` is how many checkpoints more its SSD takes, if all nodes hold equally much of each;
-    ``drain_slowdown`` the share by which drains slow its steps down, None when there was no drain to tell by."""
+    """A rank's measurements. ``room``: further checkpoints that fit on its SSD, if all nodes hold the same share of
+    each; ``drain_slowdown``: share by which drains slow its steps down, None if no drain was measured."""
 
     room: float = math.inf
     drain_slowdown: float | None = None
 
     @classmethod
     def of_all(cls, seen: Sequence[RankView]) -> RankView:
-        """What the job sees: the fullest SSD, the slowest step."""
+        """Return the view of the job: the fullest SSD, the slowest step."""
         slow = [one.drain_slowdown for one in seen if one.drain_slowdown is not None]
         return cls(min(one.room for one in seen), max(slow) if slow else None)
 
 
 class DrainDecider:
-    """The state of these decisions on rank 0."""
+    """The state of the drain decisions on rank 0."""
 
     def __init__(self, settings: Settings) -> None:
         self.drains = settings.drain
@@ -79,20 +78,20 @@ class DrainDecider:
         self._observed: set[tuple[str, int]] = set()
         self._throttle: float | None = None
         self._slowdown = 0.0
-        """Of a step, by a drain that nothing holds back."""
+        """Slowdown of a step by an unthrottled drain."""
 
     @property
     def decides(self) -> bool:
         return self.is_adaptive
 
     def look(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
-        """What this rank can tell rank 0. Cost: a statvfs, and what ``local_bytes_max`` costs."""
+        """Return this rank's measurements for rank 0. Cost: a statvfs, plus that of ``local_bytes_max``."""
         size_bytes = _usual_bytes(records)
         if not self.is_adaptive or not size_bytes:
             return RankView(drain_slowdown=drain_slowdown)
         try:
             room = self._errands.run(lambda: room_bytes(self._settings))
-        except CheckpointSkippedError:  # planning says so next, to all ranks
+        except CheckpointSkippedError:  # planning raises it next, on all ranks
             return RankView(drain_slowdown=drain_slowdown)
         return RankView(room / (size_bytes * _share_of_node()), drain_slowdown)
 
@@ -106,12 +105,12 @@ class DrainDecider:
         is_asked: bool = False,
         sight: RankView | None = None,
     ) -> SaveDirective:
-        """What becomes of the save that is about to be taken. On rank 0 only.
+        """Return the directive for the next save. On rank 0 only.
 
-        One that somebody has asked for is sent, unless it is the policy that is to decide.
+        An explicit save is drained, unless the policy decides.
         """
         if not self.drains:
-            return SaveDirective()  # the settings say it already
+            return SaveDirective()  # the settings decide
         if not self.is_adaptive:
             self._since_sent += 1
             is_sent = is_asked or self._since_sent >= every
@@ -122,7 +121,7 @@ class DrainDecider:
     def _ask(
         self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: RankView
     ) -> SaveDirective:
-        """Ask the policy twice: where this save goes, and, if that is the SSD, whether it is sent from there."""
+        """Ask the policy twice: for the save's tier, and for an SSD save, whether it is drained."""
         good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
         for number, one in good:
             self._observe(number, one)
@@ -205,11 +204,11 @@ class DrainDecider:
         )
 
     def _stands_here(self, one: SaveRecord) -> bool:
-        """False when the SSD has had to give up its copy. Without a URI, in tests, there is no SSD."""
+        """Return False if the SSD has evicted its copy. Tests without a URI have no SSD."""
         return not one.uri or (local_dir(self._settings.local_root, parse_uri(one.uri)) / MANIFEST).exists()
 
     def _observe(self, number: int, one: SaveRecord) -> None:
-        """Tell the policy how fast each tier took a checkpoint, once."""
+        """Record once how fast each tier took a checkpoint."""
         rules = Rules()
         local, shared = one.local_commit_seconds, one.shared_commit_seconds
         if local is not None and not one.is_direct_put and ("local", number) not in self._observed:
@@ -229,7 +228,7 @@ class DrainDecider:
             self._observed = {seen for seen in self._observed if seen[1] > number - VERSIONS_MAX}
 
     def _learn_slowdown(self, measured: float | None) -> None:
-        """What a drain costs training grows with its rate: a throttled one tells what a free one would cost."""
+        """Update the slowdown. It grows with the drain's rate, so a throttled drain's is scaled up to full rate."""
         if measured is None:
             return
         rate = self._state.shared_rate
@@ -238,10 +237,10 @@ class DrainDecider:
 
 
 def _usual_bytes(records: Sequence[SaveRecord]) -> int:
-    """Return the size of the latest save that has one, 0 without any."""
+    """Return the size of the latest save with a known size, else 0."""
     return next((one.size_bytes for one in reversed(records) if one.size_bytes), 0)
 
 
 def _share_of_node() -> float:
-    """Of a checkpoint, what this node holds, if all hold equally much. torchrun says how many ranks are where."""
+    """Return this node's share of a checkpoint, if all ranks hold equally much. Reads torchrun's variables."""
     return ranks_of_node() / max(1, int(os.environ.get("WORLD_SIZE", 1)))

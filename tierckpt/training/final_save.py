@@ -1,12 +1,12 @@
-"""The final save of a job: what a loop that ends has not saved yet (``LastStep``); of one that is preempted, the step
-at which all ranks make it, and whether there is time (``FinalSave``, preemption.py).
+"""The final save of a job: of an unsaved last step (``LastStep``), or of a preempted job (``FinalSave``).
 
-Ranks hear of a signal at different moments, and of a cloud's notice on one node only; a save is collective. Without any
-collective in between, by the rendezvous store alone, they agree on a step that none has passed. On each rank a thread
-    1. leaves a note when its rank is preempted, and looks for the notes of others,
-    2. then promises a step, two after the one its rank is at, which the rank will not pass unless it has heard more,
-    3. and waits for the decision of rank 0: the latest of all promises, if what was measured says that a save fits.
-Training waits at the promised step at most until the decision, which needs no rank's training to get anywhere.
+For a preempted job, the ranks agree on a step and on whether there is time (preemption.py). They see a signal at
+different moments, and a cloud's notice on one node only; but a save is collective. They agree through the rendezvous
+store alone, without a collective, on a step that no rank has passed. On each rank a thread
+    1. posts a note when its rank is preempted, and polls for the notes of others,
+    2. promises a step, two after the current one, which the rank will not pass before the decision,
+    3. waits for the decision of rank 0: the latest promised step, if a save fits by the measured times.
+Training waits for the decision at the promised step only, and the decision does not depend on training.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ log = logger("checkpointer")
 
 LOOK_SECONDS = 0.25
 STORE_SECONDS = 10.0
-"""Limit of one write to the rendezvous store, on the thread that agrees with the other ranks."""
+"""Timeout of one write to the rendezvous store, on the agreeing thread."""
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
-"""How long a preempted process waits for its loop to end a step."""
+"""Maximum wait of a preempted process for its loop to end a step."""
 SAVES_JUDGED = 5
 AHEAD_STEPS = 2
-"""The step that a rank is in, and the one that it may begin while the promise is on its way."""
+"""The current step of a rank, and one that it may begin while the promise is in transit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one more save takes, as measured: bytes of this rank's job, seconds to the SSD, seconds to shared storage.
-    None: not known."""
+    """Measured cost of one more save: bytes of this rank's job, seconds to the SSD, seconds to shared storage.
+    None: unknown."""
 
     size_bytes: int = 0
     local_seconds: float | None = None
@@ -57,7 +57,7 @@ class Cost:
 
 
 def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
-    """What one more save takes: the slowest of the last ones, behind ``unfinished`` that are still being written."""
+    """Return the cost of one more save: the slowest recent one, queued after ``unfinished`` others."""
     known = [record for record in records if record.local_commit_seconds is not None][-SAVES_JUDGED:]
     if not known:
         return Cost()
@@ -67,7 +67,7 @@ def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
 
 
 class FinalSave:
-    """One for each Checkpointer. ``look`` and ``done`` on the caller's thread; ``ask`` on any."""
+    """One for each Checkpointer. Call ``look`` and ``done`` on the caller's thread; ``ask`` on any."""
 
     def __init__(self, job: str, cost: Callable[[], Cost]) -> None:
         self._key, self._cost = f"tierckpt/{job}/last", cost
@@ -78,17 +78,17 @@ class FinalSave:
         self._decision: dict[str, Any] | None = None
         self._decided = threading.Event()
         self._wants = False
-        """Somebody has asked since the last decision."""
+        """A final save was requested since the last decision."""
         self._deadline = 0.0
         self._reason = ""
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self.asked = threading.Event()
         self.settled = threading.Event()
-        """Set when what was asked for is decided and, if it fits, begun."""
+        """Set when the request is decided and the save, if it fits, runs."""
 
     def ask(self, deadline: float, reason: str) -> None:
-        """Have the job saved at one of the next steps, by ``deadline`` (monotonic)."""
+        """Request a save of the job at one of the next steps, before ``deadline`` (monotonic)."""
         if self._wants:
             self._deadline = min(self._deadline, deadline)
             return
@@ -99,17 +99,17 @@ class FinalSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether something was asked for, and decided since."""
+        """Whether a save was requested and the request is decided."""
         return self.asked.is_set() and self.settled.is_set()
 
     def wait(self, deadline: float, step_seconds: float | None) -> None:
-        """Return when what was asked for is decided; when no step ends for long; at ``deadline`` at the latest."""
+        """Wait for the decision: until ``deadline``, or until the loop ends no step for a while."""
         patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
         if self.asked.is_set() and not self.settled.wait(max(0.0, min(deadline - time.monotonic(), patience))):
-            log.warning("no step has ended within %.3g s: exiting with the saves made so far", patience)
+            log.warning("no step ended within %.3g s: exiting with the saves made so far", patience)
 
     def look(self, step: int) -> bool:
-        """At the end of ``step``: whether to save it now, because of what was asked. The same on every rank."""
+        """At the end of ``step``, return whether to save it as the final step. The same on every rank."""
         if not is_distributed():
             return self._wants and self._settle(*judge(step, self._cost(), self._deadline - time.monotonic()))
         if self._thread is None:
@@ -118,7 +118,7 @@ class FinalSave:
             self._step = step
             must_wait = self._promise is not None and step >= self._promise and self._decision is None
         if must_wait and not self._decided.wait(max(0.0, self._deadline - time.monotonic())):
-            log.warning("no last save: not every rank was heard of in time")
+            log.warning("no final save: some ranks did not report in time")
             self.done()
             return False
         decision = self._decision
@@ -134,7 +134,7 @@ class FinalSave:
         return fits
 
     def done(self) -> None:
-        """The save has begun, or there is none."""
+        """Record that the save began, or that there is none."""
         with self._lock:
             self._wants, self._promise, self._decision = False, None, None
             self._decided.clear()
@@ -154,7 +154,7 @@ class FinalSave:
                 if current != settled_round and (self._wants or self._is_noted(store, current)):
                     self._agree(store, current)
                     settled_round = current
-        except Exception as error:  # the store ends with rank 0, and with it the job
+        except Exception as error:  # the store ends with rank 0, as does the job
             log.debug("the job's store does not answer: %s", error)
 
     def _is_noted(self, store: RankStore, current: int) -> bool:
@@ -179,7 +179,7 @@ class FinalSave:
             if decisions := store.peek([f"{current}/decision"]):
                 break
         else:
-            return  # the loop says so, when it comes to the step that was promised
+            return  # the loop logs it at the promised step
         with self._lock:
             if self._round == current:
                 self._decision = decisions[0]
@@ -187,7 +187,7 @@ class FinalSave:
 
 
 def _decide(store: RankStore, current: int) -> None:
-    """On rank 0: decide when all ranks have reported."""
+    """Decide on rank 0, when all ranks have reported."""
     told = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
     if told is None:
         return
@@ -198,9 +198,9 @@ def _decide(store: RankStore, current: int) -> None:
 
 
 def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
-    """Whether a save of ``step`` reaches the SSD within ``seconds``, and the sentence that says why. Pure."""
+    """Return whether a save of ``step`` reaches the SSD within ``seconds``, and why. Pure."""
     if cost.local_seconds is None:
-        return seconds > 0, f"step {step} is saved: nothing was measured yet that speaks against it"
+        return seconds > 0, f"step {step} is saved: nothing was measured yet"
     rate = cost.size_bytes / max(cost.local_seconds, 1e-9)
     takes = f"{human_bytes(cost.size_bytes)} at {human_bytes(rate)}/s take {cost.local_seconds:.3g} s to the SSD"
     if cost.local_seconds >= seconds:
@@ -221,10 +221,10 @@ def _largest(values: list[float | None]) -> float | None:
 
 
 class LastStep:
-    """The last step that has ended, and its state, while no save of it has begun: leaving the ``with`` block saves it.
+    """The last ended step and its state, until a save of it begins: leaving the ``with`` block saves it.
 
-    Only with an interval. The state is referenced and not copied. A loop that is left between ``optimizer.step()`` and
-    ``Checkpointer.step()`` has changed it: it is not saved as a step that it is not.
+    Only with an interval. The state is referenced, not copied. A loop that exits between ``optimizer.step()`` and
+    ``Checkpointer.step()`` has changed the state, so it is not saved under the wrong step.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -234,29 +234,29 @@ class LastStep:
         self._hook = register_optimizer_step_post_hook(lambda one, *_: updated.add(one)) if is_on else None
 
     def ended(self, step: int, state: Mapping[str, Any]) -> None:
-        """Step ``step`` has ended."""
+        """Record the end of ``step``."""
         if self._hook is not None:
             self._last = (step, state)
             self._updated.clear()
 
     def saved(self) -> None:
-        """A save of the state as it is now has begun."""
+        """Record that a save of the current state began."""
         self._last = None
 
     def take(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Return what is left to save; None when nothing is, or on some rank it has changed since. Collective."""
+        """Return the unsaved step and state; None if there is none, or if it has changed on some rank. Collective."""
         last, self._last = self._last, None
         if last is None or not any(all_gather(self._has_changed(last[1]))):
             return last
         log.warning(
-            "step %d is not saved: its state has changed since, as an optimizer has stepped. Leave the loop behind "
+            "step %d is not saved: an optimizer has stepped since and changed its state. Leave the loop after "
             "Checkpointer.step(), or before optimizer.step()",
             last[0],
         )
         return None
 
     def close(self) -> None:
-        """Forget the state, and let go of the optimizers."""
+        """Release the state and the optimizers."""
         self._last = None
         if self._hook is not None:
             self._hook.remove()

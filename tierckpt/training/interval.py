@@ -1,9 +1,8 @@
 """The interval of ``Checkpointer(interval=...)``: when to save, and which saves are drained, alike on all ranks.
 
-Every rank counts the same steps, so each knows by itself when the next save is due. What is decided anew is decided at
-a save and nowhere else: the ranks gather what they measured, rank 0 decides by pure functions
-(``planning/optimal_interval.py``, ``planning/drain_policy.py``), and tells the others. Both are collectives on the
-caller's thread (P8), two small ones a save."""
+Every rank counts the same steps and so knows when the next save is due. Decisions change only at a save: the ranks
+gather their measurements, rank 0 decides by pure functions (``planning/optimal_interval.py``,
+``planning/drain_policy.py``) and broadcasts the result. These are two small collectives on the caller's thread (P8)."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ Interval: TypeAlias = "int | Literal['auto'] | AutoInterval | None"
 Phase: TypeAlias = Literal["plain", "draining", "flushing"]
 
 PROFILE_STEPS = 10
-"""Steps before the first save, and until its outcome is known between two saves."""
+"""Steps before the first save, and between two saves until the first one's outcome is known."""
 WARM_UP_STEPS = 2
-"""First steps that say nothing of the later ones: compilation, caches, connections."""
+"""First steps, excluded from measurements: compilation, caches, connections."""
 SAMPLES_MAX = 2048
-"""Steps of a window of which the median is taken."""
+"""Maximum steps of a window in its median."""
 SAVES_REMEMBERED = 5
 
 
@@ -42,9 +41,9 @@ class AutoInterval:
     """``Checkpointer(interval=...)``: the best interval by measured times. ``interval="auto"`` is ``AutoInterval()``.
 
     Args:
-        overhead_max: the share of training time that checkpoints may cost.
-        mtbf_seconds: the mean time between failures of the job, where it is known; or two of them: ``{"local": ...,
-            "shared": ...}``, between failures that an SSD survives, and between the others.
+        overhead_max: maximum share of training time spent on checkpoints.
+        mtbf_seconds: mean time between failures of the job, if known; or ``{"local": ..., "shared": ...}``: between
+            failures that an SSD survives, and between all others.
 
     Raises:
         ConfigError: a share that is not between 0 and 1, or a time that is not positive.
@@ -64,7 +63,7 @@ class AutoInterval:
 
 @dataclass
 class _Kind:
-    """Steps of one kind in the window that runs."""
+    """Steps of one kind in the current window."""
 
     count: int = 0
     seconds: float = 0.0
@@ -84,10 +83,10 @@ class IntervalController:
 
     Args:
         interval: "auto" or an AutoInterval, a number of steps, or None: only explicit saves.
-        sending: which saves go to shared storage.
+        sending: decides which saves are drained.
 
     Raises:
-        ConfigError: an interval that is none of these.
+        ConfigError: any other interval.
     """
 
     def __init__(self, interval: Interval, sending: DrainDecider) -> None:
@@ -95,11 +94,11 @@ class IntervalController:
         self.interval = "auto" if isinstance(interval, AutoInterval) else interval
         is_number = isinstance(self.interval, Integral) and not isinstance(self.interval, bool)
         if self.interval not in (None, "auto") and not (is_number and int(self.interval) >= 1):
-            raise ConfigError(f"interval is {interval!r}: 'auto', or a whole number of steps of at least 1")
+            raise ConfigError(f"interval is {interval!r}: use 'auto' or a whole number of steps, at least 1")
         self.goal = Goal.of(auto.overhead_max, auto.mtbf_seconds)
         self.pace: Pace | None = None
         self.step_seconds: float | None = None
-        """An undisturbed step, once it is known."""
+        """Duration of an undisturbed step, once known."""
         self._sending = sending
         self._since = 0
         self._seen = 0
@@ -111,7 +110,7 @@ class IntervalController:
     # --- measuring ---------------------------------------------------------------------------------------------
 
     def stepped(self, phase: Phase, now: float | None = None) -> None:
-        """A training step has ended; ``phase`` is what went on beside it."""
+        """Record the end of a training step; ``phase`` is the background activity during it."""
         now = time.monotonic() if now is None else now
         self._since += 1
         self._seen += 1
@@ -120,7 +119,7 @@ class IntervalController:
         self._mark = None
 
     def resumed(self, blocked_seconds: float = 0.0, now: float | None = None) -> None:
-        """Training goes on, after a call that blocked it."""
+        """Record that training continues after a call that blocked it."""
         self._mark = time.monotonic() if now is None else now
         self._blocked_seconds += blocked_seconds
 
@@ -135,18 +134,18 @@ class IntervalController:
 
     @property
     def keeps_some(self) -> bool:
-        """Whether some saves stay on the SSD that could be drained."""
+        """Whether some saves stay on the SSD although drains are enabled."""
         return self._sending.drains and (self.interval == "auto" or self._sending.decides)
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the drain policy is asked at each save."""
+        """Whether the drain policy decides at each save."""
         return self._sending.decides
 
     # --- deciding ----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether to save at ``step``. Needs no other rank: all have counted the same steps."""
+        """Whether to save at ``step``. Local: all ranks have counted the same steps."""
         if self.interval is None:
             return False
         if self.interval == "auto":
@@ -154,11 +153,11 @@ class IntervalController:
         return step % self.interval == 0
 
     def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> SaveDirective:
-        """Decide at a save: the interval from here on, and what becomes of this one (returned).
+        """Decide at a save: the next interval, and the directive for this save (returned).
 
-        ``is_asked``: somebody called ``save``, for a reason of their own.
+        ``is_asked``: the user called ``save``.
 
-        Collective, unless nothing is to be decided: a fixed interval of which all are sent.
+        Collective, unless the interval is fixed and all saves are drained.
         """
         if self.interval != "auto" and not self._sending.decides:
             self._forget_window()
@@ -191,7 +190,7 @@ class IntervalController:
         return self.pace, order
 
     def _adapt(self, profiles: list[Profile], share: float) -> int:
-        """Choose the pace from here on. Returns every how manieth checkpoint goes to shared storage."""
+        """Choose the next pace. Returns n if every n-th checkpoint goes to shared storage."""
         profile = optimal_interval.slowest(profiles)
         choice = optimal_interval.choose(profile, self.goal, drains=self._sending.drains)
         pace = optimal_interval.adapt(self.pace, choice, share, self.goal.overhead_max)
@@ -235,11 +234,11 @@ class IntervalController:
         )
 
     def _profile(self, window: Window, records: Sequence[SaveRecord]) -> Profile | None:
-        """What this rank measured; None before its first save is known to be durable, or its step time is."""
+        """Return this rank's measurements; None until its step time and a durable save are known."""
         good = [record for record in records if not record.error]
         if not good or not self.step_seconds:
             return None
-        # The first one of a process pays for memory and plans that the others find ready.
+        # The first save of a process also pays for memory and plans that later saves reuse.
         usual = good[1:] or good
         blocked = statistics.median(one.blocked_seconds for one in usual[-SAVES_REMEMBERED:])
         durable = _lately([(one.local_commit_seconds, one.age_seconds) for one in usual])
@@ -252,7 +251,7 @@ class IntervalController:
 
 
 def _lately(times: Sequence[tuple[float | None, float]]) -> float | None:
-    """The median of the last known times, or what one that has not ended has taken already, if that is longer."""
+    """Return the median of the last known times, or the age of a pending save if that is longer."""
     known = [seconds for seconds, _ in times if seconds is not None][-SAVES_REMEMBERED:]
     pending = [age for seconds, age in times[-SAVES_REMEMBERED:] if seconds is None]
     if not known:

@@ -1,14 +1,14 @@
-"""SIGTERM: within ``grace_seconds`` what is staged reaches the SSD, and as much as can be shared storage. Then it ends.
+"""SIGTERM: flush staged saves to the SSD, and drain what fits into ``grace_seconds``. Then the process ends.
 
-Whether all ranks save once more is decided in final_save.py; ``Checkpointer.flush_before_exit`` finishes the saves.
+final_save.py decides whether all ranks save once more; ``Checkpointer.flush_before_exit`` finishes the saves.
 
-A scheduler that takes a node back sends SIGTERM (or what Slurm's ``--signal`` asks for) and, after a grace period,
-SIGKILL. The handlers are installed with the first Checkpointer, in the main thread, and only where nobody else handles
-the signal. Python runs handlers between two bytecodes of the main thread, which may be inside a collective that waits
-for a rank that is gone, or asleep: so the signal's number also arrives, at once, in a pipe that a thread of ours reads
-(``signal.set_wakeup_fd``). Whichever comes first starts the thread that does the work, while training goes on; the
-interrupted thread, which may hold any lock, does none of it. Then the process ends by the same signal, so that whoever
-started it sees the status it expects. A second signal meanwhile changes nothing.
+A scheduler that takes a node back sends SIGTERM (or the signal of Slurm's ``--signal``) and, after a grace period,
+SIGKILL. The first Checkpointer in the main thread installs the handlers, only for signals without another handler.
+Python runs handlers between two bytecodes of the main thread, which may be asleep or inside a collective that waits
+for a dead rank. So the signal's number also arrives at once in a pipe, read by a thread of tierckpt
+(``signal.set_wakeup_fd``). The first of the two starts the thread that does the work, while training continues; the
+interrupted thread may hold any lock and does none of it. Then the process ends by the same signal, so its parent sees
+the expected status. A second signal has no effect.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ log = logger("checkpointer")
 
 
 class Saver(Protocol):
-    """What such a signal concerns."""
+    """An object with saves to flush before the process ends."""
 
     grace_seconds: float
 
     def request_final_save(self, deadline: float, reason: str) -> None:
-        """Note that the process ends by ``deadline`` (monotonic), so that the training loop can save once more."""
+        """Request a last save from the training loop; the process ends by ``deadline`` (monotonic)."""
 
     def flush_before_exit(self, deadline: float) -> list[str]:
-        """Finish what is under way until ``deadline`` (monotonic). Returns a sentence for each thing that is left."""
+        """Finish running saves until ``deadline`` (monotonic). Returns a line for each unfinished one."""
 
 
 _savers: WeakSet[Any] = WeakSet()
 _begun = threading.Lock()
-"""Taken for good by the first signal, and only ever tried: nothing waits for it."""
+"""Acquired for good by the first signal, always without blocking."""
 _ending_by = signal.SIGTERM
 _ender: threading.Thread | None = None
 _watched: set[signal.Signals] = set()
 _pipe: list[int] = []
-"""The wakeup descriptor's pipe: where to read, where to write. Empty while nothing is watched."""
+"""The wakeup descriptor's pipe: read end, write end. Empty while no signal is handled."""
 
 
 def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
-    """Have the signals ``names`` bring the saves of ``saver`` to safety, while it lives. Nothing with a grace of 0."""
+    """Flush the saves of ``saver`` on the signals ``names``, while it lives. No effect if its grace is 0."""
     if saver.grace_seconds <= 0:
         return
     _savers.add(saver)
@@ -65,14 +65,14 @@ def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
 
 
 def forget(saver: Saver) -> None:
-    """``saver`` is closed. With the last one the signals are again what they were."""
+    """Remove a closed ``saver``. With the last one, restore the previous signal handlers."""
     _savers.discard(saver)
     if not _savers and not _begun.locked() and threading.current_thread() is threading.main_thread():
         _let_go()
 
 
 def _listen() -> None:
-    """Start the thread that hears of a signal while the main thread cannot. Yields to a loop that has the wakeup."""
+    """Start the thread that reads signals while the main thread cannot. Yields to a loop that owns the wakeup."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writing, False)
     previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -94,7 +94,7 @@ def _hear(reading: int) -> None:
 
 
 def _let_go() -> None:
-    """Give back the signals, and the pipe, at whose end the thread ends."""
+    """Restore the signals and close the pipe, which ends the thread."""
     for number in tuple(_watched):
         if signal.getsignal(number) is _on_signal:
             signal.signal(number, signal.SIG_DFL)
@@ -104,7 +104,7 @@ def _let_go() -> None:
         _pipe.clear()
         current = signal.set_wakeup_fd(-1)
         if current not in (-1, writing):
-            signal.set_wakeup_fd(current)  # somebody's loop has taken it since
+            signal.set_wakeup_fd(current)  # another event loop has replaced it since
         os.close(writing)
 
 
@@ -122,12 +122,12 @@ def _begin(number: int) -> None:
 
 
 def is_ending() -> bool:
-    """True from when a signal was heard."""
+    """Return True once a signal has arrived."""
     return _begun.locked()
 
 
 def await_end(timeout_seconds: float) -> None:
-    """After a signal, wait until it has ended the process, so that the exit status is the signal's."""
+    """Wait, after a signal, until it ends the process, so that the exit status is the signal's."""
     if _ender is not None and _ender is not threading.current_thread():
         _ender.join(timeout_seconds)
 
@@ -137,22 +137,22 @@ def _end() -> None:
     name = _ending_by.name
     grace_seconds = min((saver.grace_seconds for saver in savers), default=0.0)
     deadline = time.monotonic() + grace_seconds
-    log.warning("%s: up to %g s to bring %d run(s) to safety", name, grace_seconds, len(savers))
-    for saver in savers:  # all of them first: their loops have to come to their next step
+    log.warning("%s: up to %g s to flush the saves of %d run(s)", name, grace_seconds, len(savers))
+    for saver in savers:  # request all first: each loop must reach its next step
         saver.request_final_save(deadline, name)
     for saver in savers:
         try:
             for sentence in saver.flush_before_exit(deadline):
                 log.warning("%s", sentence)
         except Exception as error:
-            log.error("a save did not reach safety: %s", error)
-    # signal.signal is refused outside the main thread, which may never run Python again.
+            log.error("a save was not flushed: %s", error)
+    # signal.signal works only in the main thread, which may never run Python again.
     ctypes.pythonapi.PyOS_setsig(_ending_by, ctypes.c_void_p(signal.SIG_DFL))
     os.kill(os.getpid(), _ending_by)
 
 
 def _start_anew() -> None:
-    """In a forked child: the parent's saves are not ours, its pipe would tell it of our signals."""
+    """In a forked child: drop the parent's saves, and its pipe, which would receive the child's signals."""
     global _begun, _ender
     _begun, _ender = threading.Lock(), None
     _savers.clear()

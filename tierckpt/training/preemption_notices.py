@@ -1,7 +1,7 @@
-"""Looks for the notice of preemption that a cloud leaves at its metadata address before it takes a node back.
+"""Polls a cloud's metadata address for the notice of preemption.
 
-A thread looks every few seconds and calls back once. Off unless ``preempt_notices`` names the cloud. The address is
-asked directly, never through a proxy, and what it answers decides nothing but that a checkpoint is taken.
+A thread polls every few seconds and calls back once. Off unless ``preempt_notices`` names the cloud. Requests bypass
+any proxy; an answer can only trigger a checkpoint.
 
 Sources: the providers' documentation of EC2 spot interruption notices (IMDSv2), Compute Engine preemption and Azure
 Scheduled Events.
@@ -29,22 +29,22 @@ ANSWER_SECONDS = 2.0
 ANSWER_BYTES_MAX = 1 << 20
 TOKEN_SECONDS = 21600
 GRACE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
-"""What the providers give at least, where a notice does not say."""
+"""Minimum notice of each provider, used if a notice states none."""
 ADDRESSES = {
     "aws": "http://169.254.169.254",
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
 POLL_SECONDS = 5.0
-"""Time between two looks: AWS asks for this, and its notice comes 120 s ahead."""
+"""Seconds between two polls, as AWS recommends; its notice comes 120 s ahead."""
 ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Azure's events that take the memory of the machine with them; a freeze does not."""
+"""Azure's events that lose the machine's memory; a freeze does not."""
 
 Told = Callable[[float, str], None]
 
 
 class Notices:
-    """Polls for a notice until there is one, or until ``close``. Calls ``told(seconds, why)`` on its own thread."""
+    """Polls until there is a notice, or until ``close``. Calls ``told(seconds, why)`` on its own thread."""
 
     def __init__(self, settings: Settings, told: Told) -> None:
         self._cloud = settings.preempt_notices
@@ -75,7 +75,7 @@ class Notices:
 
     def _say_once(self, error: Exception) -> None:
         if not self._has_failed:
-            log.warning("%s does not tell of preemptions at the moment: %s", self._address, error)
+            log.warning("%s does not report preemptions at the moment: %s", self._address, error)
         self._has_failed = True
 
     def _aws(self) -> float | None:
@@ -83,7 +83,7 @@ class Notices:
         headers = {"X-aws-ec2-metadata-token": (token or b"").decode("ascii", "replace").strip()}
         answer = self._ask("/latest/meta-data/spot/instance-action", headers)
         if answer is None:
-            return None  # 404: nobody takes it
+            return None  # 404: no interruption is scheduled
         notice = _object(answer)
         if notice.get("action") not in ("terminate", "stop", "hibernate"):
             return None
@@ -102,7 +102,7 @@ class Notices:
         return min(self._until(str(one.get("NotBefore", ""))) for one in ending)
 
     def _until(self, when: str) -> float:
-        """Seconds from now to ``when``, as the cloud wrote it; what it gives at least where it wrote nothing."""
+        """Return seconds from now to ``when``, in the cloud's format; the provider's minimum if empty."""
         try:
             at = datetime.fromisoformat(when) if when[:1].isdigit() else parsedate_to_datetime(when)
         except (ValueError, TypeError):
@@ -111,7 +111,7 @@ class Notices:
         return max(0.0, at.timestamp() - time.time())
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
-        """The body of the answer, None for 404. Raises OSError."""
+        """Return the body of the answer, None for 404. Raises OSError."""
         request = urllib.request.Request(self._address + path, headers=dict(headers), method=method)
         try:
             with self._opener.open(request, timeout=ANSWER_SECONDS) as answer:

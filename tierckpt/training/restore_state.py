@@ -1,4 +1,4 @@
-"""Restores a checkpoint, or the part of it below some name, into live objects: models, optimizers, ``state``."""
+"""Restores a checkpoint, or the part under a prefix, into live objects: models, optimizers, ``state``."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ NAMES_SHOWN = 20
 
 
 class Restored(int):
-    """The step that was restored, with ``strict=False``.
+    """The restored step, with ``strict=False``.
 
     Attributes:
-        missing_keys: what the state has and the checkpoint lacks; it keeps its value.
-        unexpected_keys: what the checkpoint has and the state lacks.
+        missing_keys: keys of the state that the checkpoint lacks; they keep their values.
+        unexpected_keys: keys of the checkpoint that the state lacks.
     """
 
     missing_keys: list[str]
@@ -76,7 +76,7 @@ class LoadedModel(dict[str, Any]):
 
 @dataclass
 class Restoring:
-    """What a restore is asked for, beside the state, and what it skipped."""
+    """Options of a restore, and the keys it skipped."""
 
     only: Collection[str] | None = None
     strict: bool = True
@@ -86,8 +86,8 @@ class Restoring:
 
 
 def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Restoring) -> str:
-    """Load the checkpoint of ``reader`` into ``state``; nothing but what ``options.only`` names is read.
-    Returns what gradient logs that lead on from it call it, on all ranks.
+    """Load the checkpoint of ``reader`` into ``state``, reading only ``options.only`` if set. Returns the name that
+    gradient logs use for it as their base, on all ranks.
 
     An error of any rank is raised on all of them, so that they stay at one step.
     """
@@ -111,12 +111,12 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
         same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=True))
         same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=False))
     if plan.left and options.only is None:
-        log.info("%s has %s too, which the state has not", reader.path, ", ".join(plan.left))
+        log.info("%s also has %s, which the state does not have", reader.path, ", ".join(plan.left))
     return base or reader.path
 
 
 def _seen_by_none(unexpected: list[str]) -> list[str]:
-    """Return the keys that no rank has a place for: those of another pipeline stage are not this rank's."""
+    """Return the keys that are unexpected on every rank; others belong to another pipeline stage."""
     every = [set(keys) for keys in all_gather(unexpected)]
     return sorted(set.intersection(*every))
 
@@ -125,7 +125,7 @@ def _check_keys(options: Restoring) -> None:
     if options.strict and (options.missing_keys or options.unexpected_keys):
         raise states.mismatch(
             [f"{key} is not in the checkpoint" for key in options.missing_keys]
-            + [f"{key} is in the checkpoint, and the state has no place for it" for key in options.unexpected_keys]
+            + [f"{key} is in the checkpoint but not in the state" for key in options.unexpected_keys]
         )
 
 
@@ -137,14 +137,14 @@ def restore_newest(
     fold: Callable[[TierStorageReader, Mapping[str, Any]], str],
     step: int | None,
 ) -> tuple[str, str] | None:
-    """Restore ``step``, else the newest checkpoint of the run that has a good copy of every file. Returns its URI, and
-    what its save was called.
+    """Restore ``step``, else the newest checkpoint of the run with a good copy of every file. Returns its URI, and the
+    name of its save; None if there is no checkpoint.
 
-    Where a redo log is newer than all checkpoints, ``fold`` makes one of it, and returns its URI; a redo log that
-    cannot be replayed is passed over like a damaged checkpoint.
+    If a redo log is newer than all checkpoints, ``fold`` makes a checkpoint of it and returns its URI. A redo log that
+    cannot be replayed is skipped like a damaged checkpoint.
 
-    None when there is none. Raises what keeps the newest from being restored, when no older one can be either, and what
-    ``agreed_latest`` raises: "none" is never said for a shared tier that nobody could ask.
+    Raises the newest checkpoint's error if no older one can be restored either, and the errors of ``agreed_latest``:
+    an unlisted shared tier is never taken for an empty one.
     """
 
     def open_checkpoint(uri: str) -> TierStorageReader:
@@ -169,7 +169,7 @@ def restore_newest(
             walk.end()
             raise
         if newest is None:
-            walk.end()  # what is wrong with the newest says more
+            walk.end()  # raises the newest checkpoint's error, which is more specific
             return None
         found = newest
         try:
@@ -178,9 +178,9 @@ def restore_newest(
             save = restore_into(open_checkpoint(newest), state, options)
         except (StateMismatchError, *UNREADABLE) as error:
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
-                raise  # one of a checkpoint is the caller's to know
+                raise  # the caller must handle a mismatch of a checkpoint
             if is_newer(agreed_latest(client, location, walk.step_max, windows=True), found):
-                walk.note_removed()  # while it was read, by a job that has committed a newer one
+                walk.note_removed()  # removed during the read, by a job that has committed a newer one
             else:
                 walk.note_lost(parse_uri(found), error)
             continue
@@ -195,9 +195,9 @@ def restore_newest(
 
 
 def newest_base(client: Client, location: Location) -> tuple[int, Branch | None, str, int] | None:
-    """Return step and branch of the newest checkpoint; what gradient logs call the newest one that they lead on from;
-    and the step of that. None without one. On all ranks together. Cost: a manifest of each checkpoint from it to the
-    newest.
+    """Return step and branch of the newest checkpoint, and name and step of the newest base of gradient logs.
+
+    None if there is none. Collective. Cost: a manifest of each checkpoint from that base to the newest.
     """
     newest: tuple[int, Branch | None] | None = None
     limit: int | None = None
@@ -214,58 +214,58 @@ def newest_base(client: Client, location: Location) -> tuple[int, Branch | None,
         try:
             notes = same_outcome(reader.notes)
         except UNREADABLE:
-            notes = {}  # a restore passes it over, and says so
+            notes = {}  # a restore skips it and logs that
         finally:
-            reader.reset()  # retention removes none that a reader holds
+            reader.reset()  # retention keeps checkpoints that a reader holds
         newest = newest or (step, parse_branch(notes.get(NOTE)))
         if base := str(notes.get(BASE_NOTE, "")):
             return *newest, base, step
 
 
 def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, str] | None]) -> tuple[str, str] | None:
-    """Restore the checkpoint ``base``, from which the gradient log leads furthest; the newest without one, or where it
-    cannot be read."""
+    """Restore the checkpoint ``base``, from which the gradient log reaches furthest. Without one, or if it is
+    unreadable, restore the newest."""
     if base is not None:
         try:
             return restore(base)
         except UNREADABLE as error:
-            log.warning("the gradient log behind step %d is of no use: %s", base, error)
+            log.warning("the gradient log after step %d is unusable: %s", base, error)
     return restore(None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """What one rank sees as the newest."""
+    """The newest checkpoint that one rank sees."""
 
     step: int | None = None
     attempt: str | None = None
-    """None: there is none."""
+    """None: no checkpoint."""
     is_blind: bool = False
-    """It could not ask the shared tier, and goes by what its node has saved."""
+    """The shared tier could not be listed; this is the newest save of the rank's node."""
     error: BaseException | None = None
 
 
 def agreed_latest(
     client: Client, location: Location, step_max: int | None = None, *, windows: bool = False
 ) -> str | None:
-    """Lower everybody's newest step to the lowest, until all can load it: never a mix of steps.
+    """Return the newest checkpoint that all ranks can load: lower the newest step until all agree, never mix steps.
 
-    With ``windows`` a redo log that is newer than every checkpoint counts as one.
+    With ``windows``, a redo log newer than every checkpoint counts as one.
 
-    None when no rank sees any, and all could look. A rank that could not look neither resets nor sets back the job: as
-    long as others could, it waits for the shared tier; its error is raised on all ranks, and names it.
+    None if all ranks could list and none sees a checkpoint. A rank that could not list neither resets the job nor sets
+    it back: if others could, it waits for the shared tier; its error is raised on all ranks, and names the rank.
 
     Raises:
-        StoreUnavailableError, PermissionDeniedError: a rank could not look.
-        CheckpointNotFoundError: ranks see checkpoints, and there is none that all of them do.
-        OperationTimeoutError: another job removes them faster than all ranks can look.
+        StoreUnavailableError, PermissionDeniedError: a rank could not list the checkpoints.
+        CheckpointNotFoundError: ranks see checkpoints, but no common one.
+        OperationTimeoutError: another job removes checkpoints faster than all ranks can list them.
     """
     told = ""
     for _ in range(LISTINGS_MAX):
         try:
             return _agreed_once(client, location, step_max, windows)
         except CheckpointNotFoundError as error:
-            if error.message == told:  # else a job has saved and removed steps between the looks of two ranks
+            if error.message == told:  # else a job has saved and removed steps between the listings of two ranks
                 raise
             told = error.message
     raise changing(location)
@@ -276,7 +276,7 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
     while True:
         mine, found = _look(client, location, limit, windows)
         seen = _agree(mine)
-        if len({sight.is_blind for sight in seen}) > 1:  # what others see may be newer than what is on this node
+        if len({sight.is_blind for sight in seen}) > 1:  # other ranks may see newer checkpoints than this node has
             if mine.is_blind:
                 mine, found = _look(client, location, limit, windows, may_be_own=False)
             seen = _agree(mine)
@@ -292,7 +292,7 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
             return found.location.uri if found is not None else None
         if len(steps) == 0:
             raise _nothing_common(location, newest)
-        # Ranks that see different saves under one step must not mix them: look below it.
+        # Ranks that see different saves under one step must not mix them: continue with older steps.
         limit = min(steps) if len(steps) > 1 else min(steps) - 1
 
 
@@ -309,7 +309,7 @@ def _look(
 
 
 def _agree(mine: _Sight) -> list[_Sight]:
-    """What all ranks see. The first rank's error is raised on all of them."""
+    """Gather the views of all ranks. Raises the first rank's error on all of them."""
     seen: list[_Sight] = all_gather(mine)
     for rank, sight in enumerate(seen):
         if sight.error is None:
@@ -329,9 +329,9 @@ def _told_of(seen: Sequence[_Sight]) -> str:
 
 def _nothing_common(location: Location, seen: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"no checkpoint of {location.uri} is seen by every rank: {seen}",
-        hint="What only some nodes have was not drained, or the ranks read different places. Run `tierckpt drain "
-        "--wait` on the nodes that have it, or start on those nodes; to begin anew, give the run another URI",
+        f"no checkpoint of {location.uri} is visible to every rank: {seen}",
+        hint="Some nodes hold undrained checkpoints, or the ranks read different places. Run `tierckpt drain "
+        "--wait` on the nodes that hold them, or start there; to start over, use another URI",
     )
 
 
@@ -347,26 +347,27 @@ def load_model(
     settings: Settings | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Load only the model of a checkpoint, and read no more of it than that. Returns its state dict.
+    """Load only the model of a checkpoint, and read nothing else. Returns its state dict.
 
-    Takes what ``Checkpointer``, ``TierStorageWriter`` and stock DCP have saved, by any number of ranks. Every byte of
-    ours is verified. Under torchrun all ranks make the call together; those of one node read what they share once.
+    Reads checkpoints of ``Checkpointer``, ``TierStorageWriter`` and stock DCP, saved by any number of ranks, and
+    verifies every byte of the first two. Under torchrun all ranks must call it. Ranks of one node read shared data
+    once.
 
     Args:
         uri: a checkpoint, or a run: then its newest usable checkpoint.
-        module: is filled in place, sharded as it is. None: whole tensors are made on ``device``.
+        module: filled in place, with its sharding. None: whole tensors are made on ``device``.
         prefix: the name the model was saved under (``{"model": ...}``). ``""``: the checkpoint is a state dict.
-        device: where the tensors of the returned state dict are; with ``module`` they are the module's own.
-        strict: False loads what ``module`` and checkpoint both have; ``skipped_keys`` of the result are the others.
-        trust_pickle: as of ``TierStorageReader``.
+        device: device of the returned tensors; with ``module`` they are the module's own.
+        strict: False loads the keys that ``module`` and checkpoint share; ``skipped_keys`` of the result has the rest.
+        trust_pickle: as in ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises:
-        ConfigError: this machine has no such ``device``, or a setting that cannot work.
-        StateMismatchError: nothing lies below ``prefix`` (names what does), or ``module`` is of other shapes.
-        StoreUnavailableError, PermissionDeniedError: which checkpoints there are could not be asked.
+        ConfigError: this machine has no such ``device``, or a setting is invalid.
+        StateMismatchError: no key starts with ``prefix`` (lists the keys), or ``module`` has other shapes.
+        StoreUnavailableError, PermissionDeniedError: the checkpoints could not be listed.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
-    Cost: the bytes of the model are read once, a seventh of an Adam checkpoint in mixed precision.
+    Cost: one read of the model's bytes, a seventh of an Adam checkpoint in mixed precision.
 
     Example:
         >>> model = torch.nn.Linear(2, 3)
@@ -420,8 +421,8 @@ def _load_model(
 
 def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is a fine number
-        # ShardedTensor, of FSDP's first version, may hold others, which only DCP's planner opens.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is valid
+        # ShardedTensor, of FSDP's first version, may hold others that only DCP's planner unpacks.
         odd = (one for one in target.values() if type(one) not in (torch.Tensor, str))
         is_nested = any(hasattr(one, "local_shards") for one in odd)
         state, planner = (target, DefaultLoadPlanner()) if is_nested else ({}, TargetPlanner(target))
@@ -435,8 +436,8 @@ def _below(prefix: str, metadata: Metadata, where: str) -> list[str]:
         tops = sorted({name.partition(".")[0] for name in names})
         more = f" and {len(tops) - NAMES_SHOWN} more" if len(tops) > NAMES_SHOWN else ""
         raise StateMismatchError(
-            f"nothing in {where} lies below {prefix!r}; what does lie there: {', '.join(tops[:NAMES_SHOWN])}{more}",
-            hint="Give the name that the model was saved under as prefix, or '' when it has none",
+            f"nothing in {where} is under {prefix!r}; its entries: {', '.join(tops[:NAMES_SHOWN])}{more}",
+            hint="Pass the name that the model was saved under as prefix, or '' if it has none",
         )
     return found
 
@@ -445,13 +446,13 @@ def _placeholder(metadata: Metadata, name: str, device: str | torch.device) -> A
     stored = metadata.state_dict_metadata[name]
     if isinstance(stored, TensorStorageMetadata):
         return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
-    return ""  # an object: it takes the place of whatever stands here
+    return ""  # an object replaces this value
 
 
 class unwrapped:
     """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank) as itself.
 
-    So is an interrupt of this rank (Ctrl-C, ``sys.exit`` in a signal handler), which DCP wraps like any failure.
+    Also an interrupt of this rank (Ctrl-C, ``sys.exit`` in a signal handler), which DCP wraps like any failure.
     """
 
     def __enter__(self) -> None: ...

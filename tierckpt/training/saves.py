@@ -42,21 +42,21 @@ from .rank_exchange import Exchange, all_gather, is_distributed
 log = logger("checkpointer")
 
 EXTRA_SECONDS = 60.0
-"""What a save may take beyond its own deadline for the other ranks."""
+"""Maximum seconds of a save beyond its own deadline for the other ranks."""
 PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
-"""How often ranks that wait for their oldest saves tell each other how they stand."""
+"""Interval at which ranks that wait for their oldest saves exchange their state."""
 LAST_TRIES = 10
 LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
 
 Notes = dict[str, str | int | bool]
-"""What a manifest says of its checkpoint, beside files and sizes."""
+"""Notes in a checkpoint's manifest, next to files and sizes."""
 
 
 @dataclass
 class SaveRecord:
-    """How one save went. Seconds count from the call of ``save``; None until known (or not known on this rank)."""
+    """Outcome of one save. Seconds count from the call of ``save``; None until known (or unknown on this rank)."""
 
     step: int
     uri: str
@@ -66,35 +66,35 @@ class SaveRecord:
     shared_commit_seconds: float | None = None
     error: str = ""
     is_sent: bool = True
-    """False: it stays on the local tier; only newer ones go to shared storage."""
+    """False: it stays on the local tier; only newer saves are drained."""
     is_direct_put: bool = False
-    """True: it does not lie on the SSD on its way, or not all of it; its local and its shared commit are one."""
+    """True: all or part of it bypasses the SSD; its local and shared commits are one."""
     window_steps: int = 0
-    """Of a multi-step save that was copied in parts: how many steps these moved in."""
+    """Number of steps over which a multi-step save was copied."""
     moved_bytes: int = 0
-    """Of such a save: what this rank copied to host memory, parts and gradients."""
+    """Bytes that this rank copied to host memory for a multi-step save, parts and gradients."""
     waited_bytes: int = 0
-    """How much of that did not fit beside the steps: training waited until it was copied."""
+    """Bytes of ``moved_bytes`` for which training waited, because they did not fit into the steps."""
     fallback: str = ""
     """Why a multi-step save was copied whole. '' for all others."""
     notes: Notes = field(default_factory=dict)
-    """What its manifest says of it: whether its steps were made again, and bit for bit."""
+    """Notes in its manifest: whether its steps were replayed, and bit for bit."""
     base: str = ""
-    """What gradient logs that lead on from it call it. '' without a log."""
+    """Name of this base in the gradient logs that start from it. '' without a log."""
     begun_at: float = field(default_factory=time.monotonic, repr=False)
 
     def name(self, run: Location, step: int) -> None:
-        """Make this the record of ``step`` of ``run``."""
+        """Change the record to ``step`` of ``run``."""
         self.step, self.uri = step, run.child(step_name(step)).uri
 
     @property
     def age_seconds(self) -> float:
-        """Time since the call of ``save``."""
+        """Seconds since the call of ``save``."""
         return time.monotonic() - self.begun_at
 
     @property
     def drain_seconds(self) -> float | None:
-        """Time from the local to the shared commit."""
+        """Seconds from the local to the shared commit."""
         if self.shared_commit_seconds is None or self.local_commit_seconds is None:
             return None
         return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
@@ -106,7 +106,7 @@ def _encode(outcome: tuple[list[Any], bool]) -> tuple[dict[str, Any], bool]:
 
 @dataclass
 class StagedSave:
-    """One rank's save on its way from staging memory to the local tier."""
+    """One rank's save, from staging memory to the local tier."""
 
     session: SaveSession
     plan: SavePlan
@@ -115,7 +115,7 @@ class StagedSave:
     record: SaveRecord
     exchange: Exchange
     prepared: Future[None] | None = None
-    """Of ``prepare``, in another thread."""
+    """Future of ``prepare``, on another thread."""
 
     def prepare(self) -> None:
         """Have the agent finish this save if this process ends before it is on the SSD."""
@@ -155,15 +155,15 @@ class StagedSave:
                 error.context.setdefault("checkpoint", record.uri)
             session.report_outcome(error)
             if self.prepared is not None:
-                futures.wait([self.prepared])  # until then another thread has the session
+                futures.wait([self.prepared])  # until then another thread uses the session
             if self.exchange.may_be_done:
                 session.settle()
             else:
                 session.abort()
             raise error from (caught if error is not caught else caught.__cause__)
         finally:
-            # The memory of the staged copies is free for the next checkpoint, whoever keeps the future of this save.
-            with contextlib.suppress(TierckptError):  # raised where the save needed it
+            # Free the staged copies for the next checkpoint, even if the caller keeps the future of this save.
+            with contextlib.suppress(TierckptError):  # already raised by the save
                 self.staged.release()
             self.staged = StagedItems()
             self.metadata = None
@@ -174,9 +174,9 @@ class StagedSave:
 
 
 def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool = False) -> Future[None]:
-    """Note that a save is left out. Returns the future of it, which has the error that says so.
+    """Record a skipped save. Returns its future, which raises the error.
 
-    The rank that the error names logs it; not again for a retry.
+    Only the rank that the error names logs it, and not for a retry.
     """
     context = {"rank": 0, **why.context, "checkpoint": record.uri}
     error = CheckpointSkippedError(f"step {record.step} was left out: {why.message}", hint=why.hint, **context)
@@ -189,8 +189,8 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool 
 
 
 def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
-    """``save`` what a job ends with. Where it is left out, as a disk is ill, nothing trains that a wait would hold up:
-    it is tried ``LAST_TRIES`` times, on all ranks alike. ``records`` gets one record, of the last try."""
+    """Call ``save``, the final save of a job. If a hanging disk skips it, retry up to ``LAST_TRIES`` times, alike on
+    all ranks: no training is held up. ``records`` gets one record, of the last try."""
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
     for number in range(LAST_TRIES - 1):
         future = save(is_retry=number > 0)
@@ -202,7 +202,7 @@ def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) ->
 
 
 def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
-    """Return the newest save of each step, without those that retention has removed or is about to."""
+    """Return the newest save of each step, without those that retention removes."""
     sent = [record for record in records if not record.error and record.is_sent]
     newest = {record.step: record for record in sent}
     kept = {*rule.kept(newest), *rule.kept_of([record.step for record in sent])}
@@ -210,7 +210,7 @@ def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
 
 
 def note_commits(records: Sequence[SaveRecord], settings: Settings, committed_at: Mapping[str, float]) -> None:
-    """Note which saves the shared tier has: as this process saw it (``committed_at``), or as the SSD says."""
+    """Record which saves are on the shared tier, from ``committed_at`` of this process or from the SSD."""
     for record in records:
         if record.shared_commit_seconds is None and record.is_sent and not record.error:
             seconds = _drained_after(record, settings, committed_at)
@@ -232,9 +232,9 @@ def _drained_after(record: SaveRecord, settings: Settings, committed_at: Mapping
 def stage(
     stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any], *, is_copied: bool = False
 ) -> tuple[StagedItems, BaseException | None]:
-    """Stage what the plan wants of this rank. An error goes the way of the save too: every rank must hear it.
+    """Stage this rank's part of the plan. Returns an error instead of raising it: all ranks must receive it.
 
-    ``is_copied``: training has no part in the tensors any more.
+    ``is_copied``: training no longer uses the tensors.
     """
     try:
         if is_copied:
@@ -248,7 +248,7 @@ def stage(
 
 
 class RunningSaves:
-    """The saves that have been staged, oldest first, until their outcome has been raised or logged.
+    """The staged saves, oldest first, until their outcome is raised or logged.
 
     ``is_sync``: one at a time.
     """
@@ -258,7 +258,7 @@ class RunningSaves:
         self._most = 1 if is_sync else settings.checkpoints_in_flight_max
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
-        """Saves whose error another rank's knowledge of it has made a call here raise."""
+        """Saves whose error was already raised on this rank, because another rank reported it first."""
 
     @property
     def uris(self) -> set[str]:
@@ -275,26 +275,26 @@ class RunningSaves:
         return [(record, future) for record, future in self._saves if not future.done()]
 
     def note_reported(self, uris: Collection[str]) -> None:
-        """The errors of these saves, if they are under way here, have been raised: once on each rank is enough."""
+        """Record that the errors of these saves, if running here, were raised: each rank raises them once."""
         self._reported |= self.uris & set(uris)
 
     def wait(self, seconds: float, *, last: bool = False) -> None:
-        """Wait until all of them have ended, or the ``last`` one, at most ``seconds``."""
+        """Wait up to ``seconds`` for all saves, or only the ``last`` one, to end."""
         waited = list(self._saves)[-1:] if last else list(self._saves)
         futures.wait([future for _, future in waited], seconds)
 
     def refuses(self, uri: str) -> CheckpointSkippedError | None:
-        """Wait until a save to ``uri`` may begin. Returns why it is left out: by the policy, or as a disk of some rank
-        is ill, and its saves are not waited for. On all ranks together; the same on each.
+        """Wait until a save to ``uri`` may begin. Returns the reason if it is skipped: the policy, or a hanging disk of
+        any rank. Collective, with the same result on all ranks.
 
-        Errors of earlier saves are raised while planning, where all ranks meet, and not here, where they do not.
+        Does not raise errors of earlier saves. Planning does, on all ranks together.
         """
-        # A save that fails at once (a full disk) is reported now, and not one checkpoint later.
+        # Report a save that fails at once (a full disk) now, not one checkpoint later.
         if not requests.is_ill:
             self.wait(PROMPT_SECONDS, last=True)
         policy = self._settings.staging_policy
         deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
-        # What it replaces must be known when it is planned.
+        # Planning must know the checkpoint that this save replaces.
         count = 1 if uri in self.uris else self._most if policy == "wait" else math.inf
         while True:
             told = all_gather(self._look(count, deadline))
@@ -304,7 +304,7 @@ class RunningSaves:
                 return None
 
     def _look(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
-        """Whether fewer are under way here, or will be in a moment; why not, where that is not waited for."""
+        """Return whether fewer than ``count`` run, now or after a short wait; an error if the save is skipped."""
         if len(unfinished := self.unfinished()) >= count:
             record, oldest = unfinished[0]
             futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
@@ -319,30 +319,30 @@ class RunningSaves:
         if self._settings.staging_policy == "skip" and len(self.unfinished()) >= self._most:
             return CheckpointSkippedError(
                 f"{self._most} saves are still being written",
-                hint="Expected now and then with the staging_policy 'skip'; save less often if it is frequent",
+                hint="Normal now and then with the staging_policy 'skip'; if it is frequent, save less often",
             )
         return True
 
     def raise_ended(self) -> None:
-        """Raise the first error of the saves that have ended."""
+        """Raise the first error of the finished saves."""
         while self._saves and self._saves[0][1].done():
             self._finish_oldest()
 
     def raise_failed_drains(self, run: Location, records: Sequence[SaveRecord]) -> None:
-        """Raise the first error of the drains of ``records`` that does not pass by itself; others are tried again."""
+        """Raise the first permanent error of the drains of ``records``; retry the others."""
         client = get_client(self._settings)
         drains = client.mover.drains
         for token, (uri, failure) in drains.take_failures({record.uri for record in records}).items():
             if not drains.may_pass(run, failure):
                 raise failure
-            text = "%s stays on this node for now, and its drain is tried again: %s"
+            text = "%s stays on this node for now; its drain is retried: %s"
             log_failure(log, failure, text, uri, failure, level=logging.WARNING)
             client.drain_in_background(token)
 
     def finish(self, deadline: float | None = None) -> None:
-        """Wait for every save that is under way. Raises the first error among them; the others are logged.
+        """Wait for every running save. Raises the first error; logs the others.
 
-        After ``deadline`` it waits only for what is not on the local tier yet: nothing else would be lost.
+        After ``deadline``, waits only for saves that are not on the local tier yet: only those would be lost.
         """
         first: BaseException | None = None
         while self._saves:
@@ -351,23 +351,23 @@ class RunningSaves:
                 self._finish_oldest(deadline)
             except BaseException as error:
                 if first is not None:
-                    log.error("another save failed too: %s", error)
+                    log.error("another save also failed: %s", error)
                 first = first or error
                 if len(self._saves) == unfinished:
-                    break  # it hangs, and those behind it wait for it: once is long enough to wait
+                    break  # it hangs, and so do the later ones: wait only once
         if first is not None:
             raise first
 
     def _finish_oldest(self, deadline: float | None = None) -> None:
         record, running = self._saves[0]
         seconds = self._timeout_seconds + EXTRA_SECONDS
-        if deadline is not None and record.is_direct_put:  # it goes to shared storage past the SSD
+        if deadline is not None and record.is_direct_put:  # it bypasses the SSD
             seconds = min(seconds, max(0.0, deadline - time.monotonic()))
         futures.wait([running], seconds)
         try:
             running.result(timeout=0)
         except CheckpointSkippedError as error:
-            log.warning("%s", error)  # the declared policy, not a failure
+            log.warning("%s", error)  # expected by the policy, not a failure
         except TimeoutError as error:
             if isinstance(error, TierckptError):
                 self._raise_once(record, error)
@@ -381,12 +381,12 @@ class RunningSaves:
 
     def _not_ended(self, record: SaveRecord) -> OperationTimeoutError:
         if record.is_direct_put:
-            tier, hint = Tier.SHARED, "Look at the shared tier (`tierckpt doctor`)"
+            tier, hint = Tier.SHARED, "Check the shared tier (`tierckpt doctor`)"
         else:
             tier, hint = Tier.LOCAL, f"Below {self._settings.local_root} {HINT}"
         return OperationTimeoutError(
-            f"the save to {record.uri} has not ended",
-            hint=f"{hint}. What was committed before stands",
+            f"the save to {record.uri} has not finished",
+            hint=f"{hint}. Earlier checkpoints are intact",
             checkpoint=record.uri,
             rank=dist.get_rank() if is_distributed() else 0,
             tier=tier,
@@ -408,16 +408,16 @@ def plan_save(
     *,
     with_addresses: bool = False,
 ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
-    """DCP's planning, on the caller's thread: the only collectives of a save."""
+    """Run DCP's planning, on the caller's thread: the only collectives of a save."""
     planner = TierSavePlanner()
     planner.with_addresses = with_addresses
     ranks = DistWrapper(None, is_distributed(), 0)
     metadata: Metadata | None = None
 
     def local_step() -> SavePlan:
-        raise_failures()  # here, so that all ranks raise it and none is left in the collective
+        raise_failures()  # here, so that all ranks raise it and none waits in the collective
         with gc_paused():
-            collected = collect()  # here too: what one rank cannot save is raised on all of them
+            collected = collect()  # here, so that an error of one rank is raised on all
             planner.set_up_planner(collected, session.storage_meta(), ranks.is_coordinator)
         session.begin()
         return session.plan_local(planner.create_local_plan())
@@ -437,7 +437,7 @@ def plan_save(
 
 
 def _checkpoints_of(error: CheckpointException) -> set[str]:
-    """The checkpoints that the errors of any rank are about."""
+    """Return the checkpoints of the errors of all ranks."""
     return {
         checkpoint
         for cause, _ in error.failures.values()
@@ -448,15 +448,15 @@ def _checkpoints_of(error: CheckpointException) -> set[str]:
 def describe_wait(
     location: Location, settings: Settings, running: RunningSaves, stats: Sequence[SaveRecord], deadline: float
 ) -> str:
-    """What is waited for, how long, and how to stop."""
+    """Return the log line of a wait in ``close``: its subject, the time left, and how to stop."""
     saving = sum(record.local_commit_seconds is None for record, _ in running.unfinished())
     if saving:
-        return f"closing: {saving} save(s) of {location.uri} are on their way to the SSD"
+        return f"closing: writing {saving} save(s) of {location.uri} to the SSD"
     records = [record for record in stats if not record.error and record.is_sent]
     names = [step_name(record.step) for record in records if record.shared_commit_seconds is None]
     shown = f"{', '.join(names[-NAMES_SHOWN:])}{' and others' if len(names) > NAMES_SHOWN else ''}"
     return (
         f"closing: waiting for {shown or 'retention'} to reach {location.uri}, "
         f"{max(0.0, deadline - time.monotonic()):.0f} of {settings.exit_timeout_seconds:g} s left "
-        "(exit_timeout_seconds). Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
+        "(exit_timeout_seconds). Ctrl-C stops: the rest stays on this node, `tierckpt drain --wait` finishes it"
     )
