@@ -181,5 +181,5 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     assert back == 4 and "does not match its digest" in said
     assert all(seen.said(rank, "resumed")[-1] == (back, digests[rank][back]) for rank in range(2))
     _, said = run(nursery, tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
-    assert "a job of 2 ranks has written it" in said
+    assert "it was written by a job of 2 ranks" in said
     assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1

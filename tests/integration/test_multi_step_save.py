@@ -141,7 +141,7 @@ def test_a_window_that_ends_within_a_step_is_of_no_step(file_uri: str) -> None:
         job.train()
         saved = checkpointer.save(1, job.state)
         job.train()
-        with pytest.raises(CheckpointError, match="within the step behind 1"):
+        with pytest.raises(CheckpointError, match="within the step after 1"):
             checkpointer.wait("local")
         assert saved.exception() is not None and not checkpointer.stats
         checkpointer.save(job.number, job.state).result()
@@ -272,7 +272,7 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
     """That is also what a loop hears that never calls step."""
     job = Job()
     with (
-        pytest.raises(CheckpointError, match="within the step behind 1"),
+        pytest.raises(CheckpointError, match="within the step after 1"),
         Checkpointer(file_uri, every_step=EveryStep(window_steps=4)) as checkpointer,
     ):
         job.train()
@@ -294,7 +294,7 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
         (lambda: {"interval": 2.5}, "interval is 2.5"),
         (
             lambda: {"every_step": EveryStep(window_steps=8), "interval": 7},
-            "window_steps is 8, and a save begins every 7",
+            "window_steps is 8, but a save begins every 7",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def states_that_cannot_be_followed() -> dict[str, tuple[dict[str, Any], str]]:
     model = nn.Linear(2, 2)
     nowhere = nn.Linear(2, 2, device="meta")
     return {
-        "no optimizer": ({"model": model}, "no optimizer whose steps"),
+        "no optimizer": ({"model": model}, "needs an optimizer in the state"),
         "not elementwise": ({"m": model, "o": torch.optim.LBFGS(model.parameters())}, "LBFGS cannot be replayed"),
         "meta": ({"m": nowhere, "o": torch.optim.AdamW(nowhere.parameters())}, "on the meta device"),
     }

@@ -1,4 +1,4 @@
-"""Decides at each save whether it is drained, by which route, and at which rate (by ``planning/drain_policy.py``).
+"""Decides at each save whether it is drained, its route, and its rate (by ``planning/drain_policy.py``).
 
 A checkpoint is on shared storage only when every rank's part is, so the nodes cannot decide separately. Rank 0 decides
 at the save, from measurements of all ranks, and broadcasts the directive. The journal carries it to each node's mover:

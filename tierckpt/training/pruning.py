@@ -1,4 +1,4 @@
-"""Retention during training: it follows each save, on a thread of its own."""
+"""Retention during training: runs after each save, on its own thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logger("checkpointer")
 class BackgroundPruning:
     """Removes the checkpoints of a run that ``policy`` does not keep. Never fails a save: errors are logged.
 
-    The coordinator prunes the shared tier, and one rank of each node its local tier; the other ranks nothing.
+    The coordinator prunes the shared tier, and one rank of each node its local tier.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class BackgroundPruning:
         self._last.set_result(None)
 
     def note(self) -> dict[str, str]:
-        """Return the note in manifests by which movers prune after this process (N9). Waits for nothing."""
+        """Return the note in manifests that lets movers prune after this process (N9). Does not block."""
         return {NOTE: self._policy.encode()} if self._policy and self._run_log.is_alone(0.0) else {}
 
     def start(self) -> None:
-        """Prune in the background, unless a run that has not begun is to come anyway."""
+        """Prune in the background, unless a run is already queued."""
         if self._last.done() or self._last.running():
             self._last = self._pool.submit(self.prune)
 
@@ -56,14 +56,14 @@ class BackgroundPruning:
         futures.wait([self._last], seconds)
 
     def prune(self, deadline: float | None = None) -> None:
-        """Prune now, no longer than ``deadline`` (monotonic); not where another job saves to the run too."""
+        """Prune now, until ``deadline`` (monotonic) at most; not if another job saves to the run too."""
         policy = self._policy
         if dist.is_initialized() and dist.get_rank() != 0:
             policy = replace(policy, shared=Rule())
         if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
             return
         if not self._run_log.is_alone():
-            return  # what this job counts as old may be the newest of another
+            return  # this job's old checkpoints may be the newest of another job
 
         own = [one.step for one in list(self._saves) if one.local_commit_seconds is not None and not one.error]
 
@@ -74,7 +74,7 @@ class BackgroundPruning:
         client = get_client(self._settings)
         try:
             client.run(within(client.mover))
-        except Exception as error:  # whatever it is: the save is committed
+        except Exception as error:  # the save is committed, whatever failed
             is_known = getattr(error, "is_logged", False) or client.mover.drainer.is_away(self._location)
             is_known |= isinstance(error, futures.CancelledError)  # the process ends
             level, name = logging.DEBUG if is_known else logging.WARNING, type(error).__name__

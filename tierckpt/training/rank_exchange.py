@@ -1,6 +1,6 @@
 """Messages between the ranks of a job: results of a save through the rendezvous store, small values by all_gather.
 
-The store needs no collective, so that any thread may use it (P8); ``all_gather`` is one, for the caller's thread.
+The store needs no collective, so any thread may use it (P8). ``all_gather`` is a collective, for the caller's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKS_SHOWN = 4
 VERDICT_SECONDS = 10.0
 """Extra wait of the other ranks: rank 0 reports its own timeout to them."""
 
-_HINT = "A rank has died or hangs; the previous checkpoint is whole"
+_HINT = "A rank died or hangs; the previous checkpoint is intact"
 
 
 def _same(value: Any) -> Any:
@@ -34,8 +34,8 @@ class Exchange:
     An error of one rank becomes an error of all.
 
     Args:
-        previous_key: ``key`` of the exchange before it, whose verdict rank 0 deletes. Empty: none.
-        timeout_seconds: limit of rank 0 for the other ranks.
+        previous_key: ``key`` of the previous exchange; rank 0 deletes its verdict. Empty: none.
+        timeout_seconds: maximum wait of rank 0 for the other ranks.
     """
 
     def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
@@ -43,7 +43,7 @@ class Exchange:
         self.previous_key = previous_key
         self.timeout_seconds = timeout_seconds
         self.may_be_done = False
-        """True from when rank 0 may have used this rank's value, until it reports that it has not."""
+        """Rank 0 may have used this rank's value. False once it reports that it has not."""
 
     def gather_then(
         self,
@@ -52,10 +52,10 @@ class Exchange:
         encode: Callable[[Any], Any] = _same,
         decode: Callable[[Any], Any] = _same,
     ) -> Any:
-        """Run ``work`` on every rank, ``then`` on rank 0 with all results; return its value, JSON, everywhere.
+        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on all ranks.
 
         Args:
-            encode: makes JSON of a result, ``decode`` the result again. Not called in a process without ranks.
+            encode: converts a result to JSON, ``decode`` back. Not called without ranks.
         """
         if not is_distributed():
             value = then([work()])
@@ -73,9 +73,7 @@ class Exchange:
             self.may_be_done = not isinstance(verdict, TierckptError)
             store.put("verdict", verdict)
         else:
-            [verdict] = store.wait(
-                ["verdict"], "rank 0 has not committed", _HINT, self.timeout_seconds + VERDICT_SECONDS
-            )
+            [verdict] = store.wait(["verdict"], "rank 0 did not commit", _HINT, self.timeout_seconds + VERDICT_SECONDS)
             self.may_be_done = not isinstance(verdict, TierckptError)
         store.delete(str(store.rank))
         if failure is not None:
@@ -87,8 +85,8 @@ class Exchange:
     def _decide(self, store: RankStore, then: Callable[[list[Any]], Any], decode: Callable[[Any], Any]) -> Any:
         try:
             ranks = [str(rank) for rank in range(store.world_size)]
-            outcomes = store.wait(ranks, "not every rank has written its shards", _HINT)
-            if self.previous_key:  # every rank has read it: all are done with that exchange
+            outcomes = store.wait(ranks, "some ranks did not write their shards", _HINT)
+            if self.previous_key:  # every rank has written this value, so all have read the previous verdict
                 store.delete("verdict", self.previous_key)
             _raise_if_failed(outcomes)
             return then([decode(outcome) for outcome in outcomes])
@@ -103,8 +101,8 @@ def _raise_if_failed(outcomes: list[Any]) -> None:
         if all(isinstance(error, CheckpointSkippedError) for error in failed.values()):
             raise cause
         raise CommitAbandonedError(
-            f"{len(failed)} of {len(outcomes)} ranks could not write their shards; the first says: {cause}",
-            hint="Nothing was committed; the previous checkpoint is whole",
+            f"{len(failed)} of {len(outcomes)} ranks could not write their shards; first error: {cause}",
+            hint="Nothing was committed; the previous checkpoint is intact",
             rank=rank,
         )
 
@@ -116,7 +114,7 @@ def is_distributed() -> bool:
 def agree_on_name(uri: str) -> str:
     """Return a name for the job, the same on every rank.
 
-    Raises ConfigError, on all ranks, when they are not to save to one ``uri``: each would wait for the others' part.
+    Raises ConfigError on all ranks if their ``uri`` differ: each rank would wait for the others.
     """
     told = all_gather((uuid.uuid4().hex, uri))
     first = told[0][1]
@@ -125,13 +123,13 @@ def agree_on_name(uri: str) -> str:
         more = f" and {len(others) - RANKS_SHOWN} more" if len(others) > RANKS_SHOWN else ""
         raise ConfigError(
             f"the ranks of this job have different URIs: rank 0 has {first}, {', '.join(others[:RANKS_SHOWN])}{more}",
-            hint="Give every rank the same one. A relative path is another place in another working directory",
+            hint="Give every rank the same URI. A relative path depends on the working directory",
         )
     return str(told[0][0])
 
 
 def same_outcome(work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank. When it fails on some, the error of the first of those is raised on all."""
+    """Run ``work`` on every rank. Raises the error of the first failed rank on all of them."""
     try:
         value, error = work(), None
     except Exception as failure:
@@ -146,7 +144,7 @@ def same_outcome(work: Callable[[], T]) -> T:
 
 
 def broadcast(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 and return its value on every rank. Its error is raised on all of them."""
+    """Run ``work`` on rank 0 and return its value, or raise its error, on every rank."""
     if not is_distributed():
         return work()
     told: list[Any] = [None]

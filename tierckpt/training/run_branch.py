@@ -15,9 +15,9 @@ from .rank_exchange import all_gather, is_distributed
 
 
 class RunBranch:
-    """Which branch this process continues: that of the checkpoint it has restored, or a new one behind it.
+    """The branch that this process continues: of the restored checkpoint, or a new one that starts there.
 
-    ``job``: the same on all ranks, and of no other job.
+    ``job``: the same on all ranks, and unique to this job.
     """
 
     def __init__(self, location: Location, job: str, settings: Settings) -> None:
@@ -26,12 +26,12 @@ class RunBranch:
         """None until a restore or ``look``."""
 
     def restored(self, uri: str, *, is_asked_for: bool) -> Branch:
-        """``uri`` was restored. Returns the branch that saves go to from now on. On all ranks together: rank 0 decides.
+        """Return the branch of later saves, after a restore of ``uri``. Collective; rank 0 decides.
 
         Args:
-            is_asked_for: the caller has named the step, so that what is newer is abandoned with the next save.
+            is_asked_for: the caller named the step; newer checkpoints are abandoned with the next save.
 
-        Raises what keeps rank 0 from reading the run, on all ranks.
+        Raises on all ranks if rank 0 cannot read the run.
         """
         self._restored += 1
         mine: Branch | BaseException | None = None
@@ -51,13 +51,13 @@ class RunBranch:
         return decided
 
     def look(self) -> None:
-        """Read which branch this node knows of: a process that has restored nothing continues it. Asks the disk."""
+        """Read this node's branch from the disk. A process that has restored nothing continues it."""
         if self.now is None:
             noted = branches.read_local(local_dir(self._settings.local_root, self.location))
             order = branches.next_order(noted)
             self.now = Branch(noted.id, order, noted.base, noted.ends) if noted else Branch(self._job, order)
 
     def of_save(self) -> Branch:
-        """Return the branch of the save that begins; one of its own where ``look`` could not read, which fails the
+        """Return the branch of the next save; a new one if ``look`` could not read the disk, an error that fails the
         save."""
         return self.now or Branch(self._job)

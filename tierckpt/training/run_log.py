@@ -1,19 +1,19 @@
-"""The records of a run: what its processes do with their time, for ``tierckpt report``.
+"""The records of a run: how its processes spend their time, for ``tierckpt report``.
 
-Rank 0 appends lines to one small file for each start, below the run's directory on the local tier
-(``layout.HISTORY_DIR``); now and then, and at the end, the file is put beside the checkpoints on shared storage.
-Nothing there belongs to a checkpoint. Every line carries totals, so a torn or missing line costs only its own news.
+At each start, rank 0 opens one small file in the run's directory on the local tier (``layout.HISTORY_DIR``) and appends
+lines to it. At intervals and at the end, the file is copied to shared storage, next to the checkpoints. No checkpoint
+needs it. Every line carries totals, so a torn or missing line loses only its own increment.
 
-    L1  Nothing here fails or delays training: a thread writes the file; an error ends the records, and is logged once.
-    L2  A file has at most ``LINES_MAX`` lines: then every second line of progress goes. Totals lose nothing by it.
+    L1  The records never fail or delay training: a thread writes the file; an error ends the records, logged once.
+    L2  A file has at most ``LINES_MAX`` lines: at the limit, every second line of progress is removed. Totals stay.
 
-The records also tell whether another job saves to the run (``OtherJobs``): by mistake, or from a node that was given up
-and comes back. The commit lets neither replace what it has not seen; but the steps of both lie side by side, and
-retention counts them all.
+The records also show whether another job saves to the run (``OtherJobs``), by mistake or from a node that returns. The
+commit lets neither job replace a checkpoint that it has not seen. But the run then has the steps of both, and retention
+counts them all.
 
-    O1  Another job is one whose records change, or appear, after this process has begun. A process that has ended, on
-        this host or with a last line, is none: a job that is started again is alone.
-    O2  The search fails and delays no save: a store that does not answer tells nothing.
+    O1  Another job is one with records that change, or appear, after this process began. A process that has ended, on
+        this host or with a last line, does not count: a restarted job is alone.
+    O2  The search never fails or delays a save: a store that does not answer yields no information.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ log = logger("ledger")
 
 LINES_MAX = 4000
 LINE_SECONDS = 1.0
-"""Time between two lines of progress that stay. The last step is always there."""
+"""Seconds between two permanent lines of progress. The last step is always present."""
 SEND_SECONDS = 5.0
 """Time between two copies on shared storage."""
 KEEP_SECONDS = 0.05
-"""What a step waits until the file has it. The thread takes 0.1 ms, where the disk is well."""
+"""Maximum wait of a step for the write to the file. On a healthy disk the thread takes 0.1 ms."""
 LAST_SEND_SECONDS = 5.0
 LOOK_SECONDS = 5.0
-"""What a look at the records of others may take."""
+"""Maximum seconds of one check of other jobs' records."""
 _own: set[str] = set()
 """The names of the records of this process."""
 PROGRESS = ("step", "save", "durable")
 
 
 class RunLog:
-    """The records of one Checkpointer. Thread-safe. ``is_on`` False: it writes nothing (other ranks)."""
+    """The records of one Checkpointer. Thread-safe. ``is_on`` False: writes nothing (other ranks)."""
 
     def __init__(
         self, location: Location, settings: Settings, *, is_on: bool = True, has_gradient_log: bool = False
@@ -77,14 +77,14 @@ class RunLog:
         self._first_seconds: float | None = None
         self._has_begun = False
         self._trains = False
-        """Nothing is written before the first step or save: who only reads the run is no part of its history."""
+        """Writes begin at the first step or save: a process that only reads has no records."""
         self._written_at = self._sent_at = 0.0
         self._sending: Future[None] | None = None
         self._lines: list[str] = []
         self._tail = ""
-        """The line of the last step, when it is younger than the last line that stays."""
+        """The line of the last step, while it is newer than the last permanent line."""
         self._changes = self._kept = self._thinned = 0
-        """How much has happened, and how much of it the file has; how often lines were left out."""
+        """Count of changes, of changes in the file, and of removals of lines."""
         self._left_seconds = 0.0
         self._thread: threading.Thread | None = None
         now = time.time()
@@ -101,7 +101,7 @@ class RunLog:
     # --- what happens ------------------------------------------------------------------------------------------
 
     def restored(self, step: int | None, seconds: float, replayed_steps: int = 0) -> None:
-        """A restore has ended, which took ``seconds``. Of what it restored ``replayed_steps`` were in no checkpoint."""
+        """Record a restore that took ``seconds``. ``replayed_steps`` of its steps came from a log, not a checkpoint."""
         with self._lock:
             self._begin(seconds)
             self._totals["loading"] += seconds
@@ -111,9 +111,9 @@ class RunLog:
                 self._write("restored", step=step, replayed_steps=replayed_steps)
 
     def stepped(self, step: int, *, is_save: bool = False) -> None:
-        """Training has come to ``step``: what has passed since the last call was work.
+        """Record the end of training step ``step``; the time since the last call counts as work.
 
-        ``is_save``: the loop called ``save``, perhaps without a call for each step before.
+        ``is_save``: the loop called ``save``, perhaps without a call for each earlier step.
         """
         with self._lock:
             self._step = step if self._step is None else self._step
@@ -129,13 +129,13 @@ class RunLog:
                 self._write_tail()
 
     def resumed(self, blocked_seconds: float) -> None:
-        """Training goes on after a call that blocked it."""
+        """Record that training continues after a call that blocked it."""
         with self._lock:
             self._totals["blocked"] += blocked_seconds
             self._mark = time.monotonic()
 
     def saved(self, step: int, age_seconds: float, *, is_sent: bool = True) -> None:
-        """The save of ``step``, called ``age_seconds`` ago, is staged. ``is_sent``: it will be drained."""
+        """Record that the save of ``step``, called ``age_seconds`` ago, is staged. ``is_sent``: it will be drained."""
         with self._lock:
             self._begin(0.0)
             self._trains = True
@@ -144,8 +144,8 @@ class RunLog:
             self._write("save", save_at=round(time.time() - age_seconds, 3), is_sent=is_sent)
 
     def durable(self, step: int, seconds: float, size_bytes: int, *, is_direct_put: bool = False) -> None:
-        """The save of ``step`` is committed, after ``seconds``: on the local tier, or (``is_direct_put``) on the shared
-        one alone."""
+        """Record the commit of ``step`` after ``seconds``, on the local tier, or with ``is_direct_put`` only on the
+        shared one."""
         with self._lock:
             if self._has_begun:
                 self._write(
@@ -154,15 +154,15 @@ class RunLog:
                     durable_seconds=round(seconds, 6),
                     size_bytes=size_bytes,
                     is_direct_put=is_direct_put,
-                    reached_step=self._step,  # this line takes the place of the tail, which had it
+                    reached_step=self._step,  # this line replaces the tail, which had it
                 )
         if self._flush(LAST_SEND_SECONDS):
-            _make_durable(self._path)  # here, where no step waits for it
+            _make_durable(self._path)  # here, because no step waits for this thread
         self.send()
         self._look()
 
     def _look(self) -> None:
-        """Look, in the background, whether another job saves here too; it is to see us as soon as we see it."""
+        """Check in the background whether another job saves here too, and let it see this one."""
         if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
             return
 
@@ -180,18 +180,18 @@ class RunLog:
             self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
     def is_alone(self, wait_seconds: float = LOOK_SECONDS) -> bool:
-        """False when another job is known to save to this run. Waits for a look that is under way."""
+        """Return False if another job was seen to save to this run. Waits for a running check."""
         if self._looking is not None:
             with contextlib.suppress(Exception):
                 self._looking.result(wait_seconds)
         return self._others.is_alone
 
     def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:
-        """The job closes its Checkpointer (``closed``), or ends for another reason."""
+        """Record that the job closed its Checkpointer (``closed``), or ended for another reason."""
         with self._lock:
             if not self._trains:
                 return
-            self._mark = None  # since then the job has waited for its drains, or failed: no step has ended
+            self._mark = None  # the time since is no step: the job waited for its drains, or failed
             self._write("end", reason=reason)
         self._flush(ILL_SECONDS)
         if wait_seconds > 0:
@@ -203,13 +203,13 @@ class RunLog:
     # --- keeping it --------------------------------------------------------------------------------------------
 
     def _begin(self, loading_seconds: float, begins_with: str = "restore") -> None:
-        """The first thing that happens: until here the process was starting."""
+        """Record the first event. The time until then was the start of the process."""
         if self._has_begun:
             return
         self._has_begun = True
         if self._mark is None:
             before = time.monotonic() - self._begun_at
-            if loading_seconds:  # everything but the restore itself
+            if loading_seconds:  # all time but the restore itself
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - loading_seconds)
             else:
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - before)
@@ -226,7 +226,7 @@ class RunLog:
         )
 
     def _count(self, seconds: float) -> None:
-        """Book a step. The first takes longer, for compiling and connecting: beyond the second's time it is warming."""
+        """Count a step. The part of the first step that exceeds the second counts as warm-up (compilation)."""
         if self._first_seconds is not None:
             extra = max(0.0, self._first_seconds - seconds)
             self._totals["warming"] += extra
@@ -253,20 +253,20 @@ class RunLog:
         return json.dumps(line) + "\n"
 
     def _write_tail(self) -> None:
-        """Note the step that has just ended where the next line overwrites it, so that a kill hides no step.
+        """Write the latest step as the tail, which the next line overwrites, so that a kill hides no step.
 
-        A kill tears no write of one page. A power cut may: the reader leaves out a line that is none. Cost:
-        0.1 ms, ``KEEP_SECONDS`` at most.
+        A kill tears no write of one page. A power cut may; the reader skips a torn line. Cost: 0.1 ms, at most
+        ``KEEP_SECONDS``.
         """
         if self._is_on and self._thread is not None:
-            # Never shorter than the tail before it, of which nothing must be left behind.
+            # Never shorter than the previous tail, which must be overwritten completely.
             self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
             self._tell()
 
     def _thin(self) -> None:
-        """L2: leave out every second line of progress, in a file that takes the place of the old one at once.
+        """Remove every second line of progress (L2), and replace the file atomically.
 
-        Those of saves go last, since each tells of one checkpoint; the newest durable one stays.
+        Lines of saves are removed last, as each describes one checkpoint; the newest durable one stays.
         """
         whats = [json.loads(text)["what"] for text in self._lines]
         newest = max((n for n, what in enumerate(whats) if what == "durable"), default=-1)
@@ -282,18 +282,18 @@ class RunLog:
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
         self._lock.notify_all()
-        if self._left_seconds > 0:  # so that a kill hides no step, and a disk that hangs costs no more than that, once
+        if self._left_seconds > 0:  # a kill hides no step, and a disk that hangs costs at most this budget, once
             begun = time.monotonic()
             self._lock.wait_for(lambda: self._kept == self._changes, self._left_seconds)
             self._left_seconds -= time.monotonic() - begun
 
     def _flush(self, seconds: float) -> bool:
-        """Whether the file has all that has happened, now or within ``seconds``."""
+        """Return whether the file is up to date, now or within ``seconds``."""
         with self._lock:
             return self._thread is not None and self._lock.wait_for(lambda: self._kept == self._changes, seconds)
 
     def _keep(self) -> None:
-        """On a thread of its own: bring the file to what has happened, until ``close``."""
+        """Keep the file up to date, on its own thread, until ``close``."""
         file, size_bytes, shown, thinned = -1, 0, 0, -1
         beside = self._path.with_suffix(".new")
         try:
@@ -308,10 +308,10 @@ class RunLog:
                 if is_anew:
                     if file >= 0:
                         os.close(file)
-                    use_local_root(self._settings)  # first, so that nothing below it is made for other users to read
+                    use_local_root(self._settings)  # first: it creates directories that other users cannot read
                     make_dirs(beside.parent)
                     file, size_bytes = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 0
-                if data:  # in the place of the tail: what of that is longer goes
+                if data:  # replaces the tail, and truncates the file if the tail was longer
                     os.pwrite(file, data, size_bytes)
                     size_bytes += len(data)
                     os.ftruncate(file, size_bytes)
@@ -331,7 +331,7 @@ class RunLog:
                 os.close(file)
 
     def send(self, *, at_once: bool = False) -> None:
-        """Put a copy beside the checkpoints on shared storage, in the background; one at a time, and not too often."""
+        """Copy the file to shared storage in the background, one copy at a time, at most every ``SEND_SECONDS``."""
         with self._lock:
             is_early = time.monotonic() - self._sent_at < SEND_SECONDS and self._sent_at > 0
             is_busy = self._sending is not None and not self._sending.done()
@@ -355,7 +355,7 @@ class RunLog:
 
 
 def _make_durable(path: Path) -> None:
-    """What a power cut takes is then younger than the last checkpoint."""
+    """Sync the file. After a power cut, only lines newer than the last checkpoint may be missing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -363,18 +363,18 @@ def _make_durable(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:  # L1
-        log.debug("the records may be lost with the power: %s", error)
+        log.debug("a power cut may lose the records: %s", error)
 
 
 async def _put(mover: Mover, location: Location, key: str, data: bytes) -> None:
     try:
         await mover.store(location).put(key, data)
-    except Exception as error:  # L1; the next one brings all of it
+    except Exception as error:  # L1; the next copy is complete
         log.debug("the records of %s stay on this node for now: %s", location.uri, error)
 
 
 def process_started_at() -> float:
-    """When this process began, Unix seconds. Source: proc(5), field 22 of stat, in clock ticks since boot."""
+    """Return the start of this process in Unix seconds. Source: proc(5), field 22 of stat, in ticks since boot."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -384,13 +384,13 @@ def process_started_at() -> float:
 
 
 LOOKED_AT_MAX = 4
-"""Records that are read in one look, the newest of them."""
+"""Maximum records read in one check, newest first."""
 REMEMBERED_SECONDS = 3600.0
-"""For so long after the last sign of another job this one counts as not alone."""
+"""Seconds after the last sign of another job during which this job does not count as alone."""
 
 
 class OtherJobs:
-    """What rank 0 of a job knows of others in its run. One look at a time."""
+    """Other jobs that save to this run, as known on rank 0. One check at a time."""
 
     def __init__(self, location: Location, process_at: float) -> None:
         self._location, self._process_at = location, process_at
@@ -400,13 +400,13 @@ class OtherJobs:
 
     @property
     def is_alone(self) -> bool:
-        """As of the last listing."""
+        """Whether this job is alone, as of the last listing."""
         return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
 
     async def look(self, mover: Mover, own: frozenset[str]) -> bool:
-        """Look at the run. True when there is news of another job. ``own`` names the records of this process.
+        """Check the run. Returns True if another job made progress. ``own``: names of the records of this process.
 
-        Cost: one listing, and a GET for each record that has changed since the last look.
+        Cost: one listing, and a GET for each record that changed since the last check.
         """
         store, found = mover.store(self._location), {}
         async for info in store.list(HISTORY_DIR):
@@ -431,14 +431,14 @@ class OtherJobs:
         return not is_first_look or (isinstance(at, int | float) and at > self._process_at)
 
     def _tell(self, name: str, lines: Lines) -> bool:
-        """Say it, once for each of them."""
+        """Log another job, once for each."""
         if name in self._told:
             return False
         self._told.add(name)
         log.warning(
-            "%s: this job is not alone: another one saves there too (host %s, process %s, begun %s, now at step %s). "
-            "Neither replaces a step that it has not seen, but their steps lie side by side and a restore takes the "
-            "newest of both. Stop one of them, or give it another URI. This job removes no checkpoints meanwhile",
+            "%s: another job saves there too (host %s, process %s, begun %s, now at step %s). "
+            "A restore takes the newest step of both. Stop one of them, or give it another URI. "
+            "Until then, this job removes no checkpoints",
             self._location.uri,
             lines[0].get("host", "unknown"),
             lines[0].get("pid", "unknown"),
@@ -449,6 +449,6 @@ class OtherJobs:
 
 
 def identity() -> dict[str, Any]:
-    """The fields of a record that name its process; ``process`` tells it from those of other hosts and containers."""
+    """Return the fields of a record that name its process; ``process`` is unique across hosts and containers."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "process": f"{pid_namespace()}-{start_ticks(pid)}"}

@@ -8,9 +8,9 @@ from ..planning.training_state import Model, State, Tensor, take_stock
 
 
 def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, State]:
-    """Count the parameters of ``model``, and the bytes that it and ``optimizer`` keep for each, whatever shards them.
+    """Count the parameters of ``model``, and the bytes that it and ``optimizer`` keep for each, however sharded.
 
-    An optimizer that has not taken a step has no state yet, and adds nothing.
+    An optimizer before its first step has no state and adds nothing.
 
     Raises:
         ConfigError: the model has no parameters.
@@ -27,5 +27,5 @@ def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> Tensor:
-    """A DTensor has the shape of the whole."""
+    """Return the tensor; a DTensor has its global shape."""
     return Tensor(name, tensor.numel(), tensor.numel() * tensor.element_size(), tensor.is_floating_point())

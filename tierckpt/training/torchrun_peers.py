@@ -1,7 +1,7 @@
-"""``peers=torchrun``: the nodes of a job find each other through the store that the job has already.
+"""``peers=torchrun``: the nodes of a job find each other through the job's rendezvous store.
 
-Each node's first process asks its agent for its address, adds it to a list in the store, and hands the agent what
-stands there. Nobody waits for anybody: who comes later finds those before it, and they learn of it from its agent.
+Each node's first process requests the address of its agent, adds it to a list in the store, and passes the list to
+the agent. No node waits for another: a later node finds the earlier ones, whose agents learn about it from its agent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logger("peer")
 
 STORE_SECONDS = 30.0
 ADDRESSES_BYTES_MAX = 512 << 10
-"""Of the list, its end: an elastic job that restarted often leaves many places where nobody is."""
+"""Only the end of the list is read: an elastic job that restarted often leaves many stale addresses."""
 
 
 def meet(settings: Settings) -> None:
-    """Have this node's agent know where the job's other agents are. Never fails a job: without them a node reads for
-    itself, which is logged.
+    """Pass the addresses of the job's other agents to this node's agent. Never fails a job: without them a node reads
+    alone, which is logged.
 
     Cost: two requests to the job's store and two to the agent, on the first rank of each node.
     """
@@ -37,7 +37,7 @@ def meet(settings: Settings) -> None:
         return
     try:
         if (connect := _connector()) is None:
-            log.warning("peers is torchrun, and this process belongs to no job of torch.distributed: it has no peers")
+            log.warning("peers is torchrun, but this process is in no torch.distributed job: it has no peers")
             return
         contact = contact_for(settings)
         mine = contact.ask({"op": "peers"})["me"]["address"]
@@ -53,7 +53,7 @@ def meet(settings: Settings) -> None:
 
 
 def _connector() -> Callable[[], Any] | None:
-    """Return what connects to the job's store: of the process group, else of torchrun's variables. None: no job."""
+    """Return a function that connects to the store of the process group or of torchrun. None: no job."""
     if is_distributed():
         return own_store
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")

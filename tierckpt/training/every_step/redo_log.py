@@ -2,13 +2,13 @@
 
     <run>/.tierckpt-windows/step-N     committed, drained, verified and removed like a checkpoint
         __tierckpt_window__            parts at their versions, gradients; a recipe in JSON, as bytes, for each rank
-        everything else                the rest of the state at step N, under its names in a checkpoint
+        other entries                  the rest of the state at step N, under its names in a checkpoint
 
 Invariants:
     R1  No reader takes a redo log for a checkpoint of step N: ``<run>/step-N`` does not exist before it is folded.
     R2  Folding reads, replays and compares before it writes, and writes like every save: a crash leaves the redo log
-        unchanged, and the checkpoint whole or absent.
-    R3  Each rank folds its own part. Other ranks, groups or shards are refused, on all ranks.
+        unchanged, and the checkpoint complete or absent.
+    R3  Each rank folds its own part. Other ranks, groups or shards are rejected on all ranks.
 
 Source: docs/adr/0015-redo-log.md.
 """
@@ -47,7 +47,7 @@ log = logger("checkpointer")
 
 WINDOW = "__tierckpt_window__"
 TENSORS, RECIPE = f"{WINDOW}.tensors.", f"{WINDOW}.recipe."
-HINT = "The checkpoint before it is used. Restore on the ranks and with the shards that saved it to use this one"
+HINT = "The previous checkpoint is used. To use this one, restore on the ranks and with the shards that saved it"
 
 
 def is_window(location: Location) -> bool:
@@ -114,15 +114,15 @@ def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: 
 
 
 def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> tuple[dict[str, Any], Notes]:
-    """Return the state of the redo log of ``reader`` at its last step, to be saved, and the notes of its manifest.
+    """Return the state at the last step of ``reader``'s redo log, to be saved, and the notes of its manifest.
 
-    ``state`` has the optimizers, and the placement of shards. It is not changed.
+    ``state`` provides the optimizers and the placement of shards. It is not changed.
 
     Raises:
         StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another build, device
             or implementation.
-        IntegrityError: the log is damaged, or parameters were changed outside of the optimizer during the window.
-    Memory of the host: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
+        IntegrityError: the log is damaged, or parameters were changed outside the optimizer during the window.
+    Host memory: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
     """
     metadata = reader.read_metadata()
     recipe = _recipe(reader, metadata)
@@ -156,7 +156,7 @@ def make_checkpoint(
 ) -> str:
     """Fold the redo log of ``reader``, and save the result. Returns the URI of that checkpoint. Collective.
 
-    Raises as ``fold``, on all ranks, and as ``write`` and the save.
+    Raises the errors of ``fold``, on all ranks, and of ``write`` and the save.
     """
     window = parse_uri(reader.path)
     try:
@@ -164,7 +164,7 @@ def make_checkpoint(
         base = str(reader.notes().get(BASE_NOTE, ""))
         notes |= {name: note for name, note in reader.notes().items() if name in {NOTE, retention.NOTE}}
     finally:
-        reader.reset()  # releases its lease: until here retention keeps the log
+        reader.reset()  # releases its lease, which keeps the log from retention
     uri = window.parent.parent.child(window.name).uri
     record = SaveRecord(step_of(window.name) or 0, uri, notes=notes, base=base)
     write(record, state, collected).result()
@@ -177,7 +177,7 @@ def _recipe(reader: TierStorageReader, metadata: Metadata) -> Json:
     found = metadata.state_dict_metadata.get(name)
     if not isinstance(found, TensorStorageMetadata):
         raise StateMismatchError(
-            f"{reader.path} was saved by fewer ranks than there are, and is not replayed", hint=HINT
+            f"{reader.path} was saved by fewer ranks than this job has; it is not replayed", hint=HINT
         )
     target = {name: torch.empty(found.size, dtype=torch.uint8, device="cpu")}
     reader.read_alone(metadata, target)
@@ -194,13 +194,13 @@ def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path:
     world_size = dist.get_world_size() if is_distributed() else 1
     if any(one["sharded"] for _, one in recipe["optimizers"]) and recipe["world_size"] != world_size:
         raise StateMismatchError(
-            f"{path} has the shards of {recipe['world_size']} ranks, there are {world_size}, and it is not replayed",
+            f"{path} has the shards of {recipe['world_size']} ranks, this job has {world_size}; it is not replayed",
             hint=HINT,
         )
     layouts = dict(enumerate(map(layout_digest, optimizers)))
     if any(layouts.get(number) != one["layout"] for number, one in recipe["optimizers"]):
         raise StateMismatchError(
-            f"{path} is of other optimizers than the state, or of other groups, parameters or shards of them",
+            f"{path} was saved with other optimizers, groups, parameters or shards than the state has",
             hint=HINT,
         )
 
@@ -228,7 +228,7 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
         else:
             target[name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
     if missing := mine - target.keys():
-        raise _bad(path, f"{len(missing)} of its tensors are not there")
+        raise _bad(path, f"{len(missing)} of its tensors are missing")
     return target
 
 
@@ -239,4 +239,4 @@ def _as_live(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bad(path: str, why: object) -> IntegrityError:
-    return IntegrityError(f"the recipe in {path} cannot be used: {why}", hint="The checkpoint before it is used")
+    return IntegrityError(f"the recipe in {path} cannot be used: {why}", hint="The previous checkpoint is used")

@@ -5,23 +5,23 @@
 
 Invariants:
     G1  A step that is durable on every rank is not lost. A checkpoint becomes a base of the log when its state is
-        taken (in a multi-step save at the last step of the window), committed or not: until it is committed, the base
-        before leads to the same frames. Segments are removed when the two newest committed checkpoints do not need
-        them.
+        captured (in a multi-step save at the last step of the window), committed or not: until it is committed, the
+        previous base leads to the same frames. Segments are removed when the two newest committed checkpoints do not
+        need them.
     G2  All ranks restore the same step of the same history. A segment has the name of its job, new after each restore,
         and its branch (checkpoint/branches.py). Ranks compare their segments after the checkpoint, and stop at a
-        difference, or where the run went back to an older step since. If a rank fails to reach the agreed step
-        (damage, other parameters than in training), all restore the checkpoint, and go to the step it reached.
+        difference, or at a later return of the run to an older step. If a rank fails to reach the agreed step
+        (damage, other parameters than in training), all restore the checkpoint, and replay to the step it reached.
     G3  A step is restored completely or not at all: parameters and optimizer state by replay, the rest from the
         attachment (``codec.attachment``).
-    G4  Steps given up by a restore of a certain step are removed with the next frame. A copy on another node that
-        survives belongs to the checkpoint that was restored, and to no later one: so the first step saves.
+    G4  Steps abandoned by a restore of a certain step are removed with the next frame. A surviving copy on another node
+        belongs to the restored checkpoint, and to no later one: so the first step saves.
     G5  Other writers of the run (a second Checkpointer, ``dcp.save``, ``adopt``) hide no step: if the newest checkpoint
         is not a base of the log, and older than its end, the log is applied to its own base, which retention keeps
         (``checkpoint/prune``).
-    G6  After a log has ended, unless because of its disk, the next step is saved, and begins another log; if logs end
-        as soon as they begin (a loop that edits weights in each step), after 2, 4, 8, ... steps. With several ranks the
-        next checkpoint of the interval does: a save is collective, and only one rank may know.
+    G6  After the end of a log, unless its disk failed, the next step is saved and begins another log; if logs end
+        immediately (a loop that edits weights in each step), after 2, 4, 8, ... steps. With several ranks the next
+        checkpoint of the interval does: a save is collective, and only one rank may know.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ from ..saves import Notes, SaveRecord
 log = logger("checkpointer")
 
 BASES_KEPT = 2
-"""Bases kept: if the newest checkpoint is damaged, the one before leads to the newest step too."""
+"""If the newest checkpoint is damaged, the previous one leads to the newest step too."""
 PATIENCE_STEPS_MAX = 64
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
 Span = tuple[str, int, int]
-"""Of a segment: the job that wrote it, the step before its first frame, its last step."""
+"""A segment: the job that wrote it, the step before its first frame, its last step."""
 
 
 def parse(asked: bool | str) -> tuple[int, float] | None:
-    """Return the steps, or seconds, per fdatasync; None for no log. Raises ConfigError."""
+    """Return the steps, or seconds, per fdatasync; None without a log. Raises ConfigError."""
     if isinstance(asked, bool):
         return (1, 0.0) if asked else None
     match = _ASKED.fullmatch(asked) if isinstance(asked, str) else None
@@ -91,12 +91,12 @@ class _Chain:
     ended: str = ""
 
     def last(self, step: int) -> int:
-        """Return the newest step; ``step``, of the checkpoint, for none."""
+        """Return the newest step, or the checkpoint's ``step`` without any."""
         return self.spans[-1][2] if self.spans else step
 
 
 def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
-    """Return the newest step that all ranks have in one history; None for none (G2)."""
+    """Return the newest step that all ranks have in one history, or None (G2)."""
     newest = None
     for spans in zip(*chains, strict=False):
         if len({(job, begin) for job, begin, _ in spans}) > 1:
@@ -119,8 +119,8 @@ class _Room:
         needed = size_bytes + self.checkpoint_bytes
         if room_bytes(self._settings) < needed and not has_room(self._settings, needed, self._directory):
             raise CapacityError(
-                f"the local tier has no room for a frame of {human_bytes(size_bytes)} beside the next checkpoint",
-                hint="Save more often, or give local_root a larger disk",
+                f"the local tier has no room for a frame of {human_bytes(size_bytes)} and the next checkpoint",
+                hint="Save more often, or use a larger disk for local_root",
             )
 
 
@@ -154,14 +154,14 @@ class StepLog:
         self._branch: Branch | None = None
         self._based_at, self._patience, self._has_ended = 0, 1, False
         self._has_base = self.has_gone_back = False
-        """``has_gone_back``: from the restore of an older step until the next save. Frames logged before that is
-        committed are not restored: a restart would take the steps that were given up (branches.py, B1)."""
+        """``has_gone_back``: an older step was restored and no save followed yet. Frames logged before that save is
+        committed are not restored: a restart would replay the abandoned steps (branches.py, B1)."""
         self._beside = -1
         """The newest checkpoint, if another writer saved it; else -1."""
 
     @functools.cached_property
     def link(self) -> Link:
-        """The link that copies gradients, and parts of windows."""
+        """The link that copies gradients and parts of windows."""
         return Link()
 
     def new_base(self) -> str:
@@ -183,25 +183,25 @@ class StepLog:
         return self.is_on and (not self._has_base or self.has_gone_back or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
-        """Log ``step``, at its end. Anything that cannot be logged ends the log.
+        """Log ``step``, at its end. Any failure to log ends the log.
 
         Raises:
-            ConfigError: before the first checkpoint: the state has an optimizer that cannot be replayed, or none.
+            ConfigError: before the first checkpoint, if the state has no optimizer or one that cannot be replayed.
         """
         if self.is_on and self._log is None:
             _check(optimizers_in(state))
         if self._log is None:
             return
         if not _are_same(self._log.optimizers, optimizers_in(state)):
-            self._log.fail("the optimizers of the state are others than at the last checkpoint")
+            self._log.fail("the state has other optimizers than at the last checkpoint")
         try:
             self._log.end_of_step(step, lambda: self._attachments.encode(state))
         except Exception as error:
-            self._log.fail(f"what belongs to the step cannot be logged: {error}")
+            self._log.fail(f"the data of the step cannot be logged: {error}")
         self._has_ended = not is_distributed() and self._log.needs_base and self._is_patient(step)
 
     def _is_patient(self, step: int) -> bool:
-        """True when another log should begin: at once, unless logs end as soon as they begin (G6)."""
+        """Return True if another log should begin: at once, unless logs end immediately (G6)."""
         steps = step - self._based_at
         if steps < self._patience:
             return False
@@ -222,7 +222,7 @@ class StepLog:
             self._log.begin(base, step=step)
 
     def committed(self, step: int, size_bytes: int) -> None:
-        """Remove segments, as the checkpoint of ``step`` (``size_bytes`` on all nodes) is committed. Any thread."""
+        """Remove segments after the commit of ``step`` (``size_bytes`` on all nodes). Any thread."""
         if not self.is_on:
             return
         self._room.checkpoint_bytes = int(size_bytes * self._share)
@@ -230,12 +230,12 @@ class StepLog:
         try:
             log_segments.remove_before(self._directory, self._bases[0])
         except OSError as error:
-            log.warning("the gradient log below %s is not shortened: %s", self._directory, error)
+            log.warning("the gradient log under %s is not shortened: %s", self._directory, error)
 
     def base_of_newest(
         self, state: Mapping[str, Any], newest_base: Callable[[], tuple[int, Branch | None, str, int] | None]
     ) -> int | None:
-        """Return the step of the log's base, if another writer saved the newest checkpoint and the log leads further
+        """Return the step of the log's base, if another writer saved the newest checkpoint and the log reaches further
         (G5); else None. Collective."""
         self._beside = -1
         if not self.is_on or (found := newest_base()) is None:
@@ -247,7 +247,7 @@ class StepLog:
         last = agreed_step([one.spans for one in chains])
         if last is None or last <= newest:
             return None
-        log.info("step %d was saved beside the gradient log, which leads from step %d to %d", newest, step, last)
+        log.info("step %d was saved outside the gradient log, which leads from step %d to %d", newest, step, last)
         self._beside = newest
         return step
 
@@ -268,10 +268,10 @@ class StepLog:
         Args:
             restore: restores the checkpoint of a step, the newest for None, and returns its URI and base.
             branch: the branch that this process continues, or begins.
-            is_newest: False: restore this checkpoint, and give up the steps after it.
+            is_newest: False: restore this checkpoint, and abandon the steps after it.
 
         Raises:
-            ConfigError: the state has an optimizer that cannot be replayed, or none.
+            ConfigError: the state has no optimizer or one that cannot be replayed.
         """
         if not self.is_on:
             return step, 0
@@ -291,7 +291,7 @@ class StepLog:
                     if newest is not None and (at := step_of(newest[0])) is not None:
                         base, step, found = newest[1], at, Recovered(-1, 0)
                 except TierckptError as error:
-                    log.warning("step %d, saved beside the gradient log, cannot be restored: %s", self._beside, error)
+                    log.warning("step %d, saved outside the gradient log, cannot be restored: %s", self._beside, error)
                     restore(step)
                     found = self._newest_of_all(base, step, state, functools.partial(restore, step))
         self._bases.append(step)
@@ -336,11 +336,11 @@ class StepLog:
 
     @contextlib.contextmanager
     def _ends_at(self, step: int) -> Iterator[None]:
-        """End the log until the next checkpoint if the system is out of threads, memory or files."""
+        """End the log until the next checkpoint if the system runs out of threads, memory or files."""
         try:
             yield
         except (CapacityError, MemoryError, OSError) as error:
-            log.warning("no step after %d is logged, until the next checkpoint: %s", step, exhausted(error) or error)
+            log.warning("no step after %d is logged until the next checkpoint: %s", step, exhausted(error) or error)
             with contextlib.suppress(CapacityError, MemoryError, OSError):
                 self._end_log()
             self._log = None
@@ -366,15 +366,15 @@ class StepLog:
         return self._log
 
     def _longest_chain(self, base: str, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
-        """Return the log of this rank after ``base``, the checkpoint of ``step``. Replaces it by a copy, here or on
-        another node, that leads further."""
+        """Return this rank's log after ``base``, the checkpoint of ``step``. A copy on this or another node that
+        reaches further replaces it."""
         own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
         try:
             if client.mover.peers is not None:
                 at = own.last(step)
                 client.run(bring_log(self._settings, client.mover.peers, self._run, self._rank, base, at))
         except (TierckptError, OSError, TimeoutError) as error:
-            log.warning("the gradient log of rank %d on other nodes cannot be had: %s", self._rank, error)
+            log.warning("cannot fetch the gradient log of rank %d from other nodes: %s", self._rank, error)
         copies = [(self._chain(copy, base, optimizers), copy) for copy in copies_of(self._directory)]
         best, copy = max(copies, key=lambda found: found[0].last(step), default=(own, self._directory))
         if best.last(step) <= own.last(step):
@@ -393,10 +393,10 @@ class StepLog:
                     return _Chain(spans, place)
                 owner, segment = place.segment.owner, place.segment
                 if owner["world_size"] != self._owner["world_size"]:
-                    return _Chain((), f"a job of {owner['world_size']} ranks has written it")
+                    return _Chain((), f"it was written by a job of {owner['world_size']} ranks")
                 written = parse_branch(owner.get(NOTE))
                 if self._branch and written and not self._branch.holds(written, place.number):
-                    return _Chain(spans, "the job has gone back to an older step since")
+                    return _Chain(spans, "the job returned to an older step later")
                 if not place.layouts.items() <= layouts.items():
                     return _Chain((), "it was written with other optimizers, parameters or shards")
                 if spans and spans[-1][:2] == (owner["job"], segment.step):
@@ -405,7 +405,7 @@ class StepLog:
         except (TierckptError, OSError) as error:
             return _Chain(spans, str(error))
         except (KeyError, TypeError) as error:  # a copy from another node may have any fields
-            return _Chain(spans, f"a header is none that tierckpt writes: {error!r}")
+            return _Chain(spans, f"it has an invalid header: {error!r}")
         return _Chain(spans)
 
     def _roll_forward(self, base: str, state: dict[str, Any], last: int) -> Recovered:
@@ -421,7 +421,7 @@ class StepLog:
 
 def _check(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     if not optimizers:
-        raise ConfigError("gradient_log is given, and the state has no optimizer", hint="Pass it beside its module")
+        raise ConfigError("gradient_log is set, but the state has no optimizer", hint="Pass it next to its module")
     for optimizer in optimizers.values():
         check_replayable(optimizer)
 

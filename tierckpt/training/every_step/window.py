@@ -8,8 +8,8 @@
 
 Invariants:
     M1  A checkpoint has one step on all ranks. They exchange their outcomes at the last step of the window, and at each
-        step until all parts are whole. If a rank fails, all save a whole copy of that step.
-    M2  A loop that ends early loses no save: a window that ends before its last step saves a whole copy of the current
+        step until all parts are complete. If a rank fails, all save a full copy of that step.
+    M2  A loop that ends early loses no save: a window that ends before its last step saves a full copy of the current
         state.
 """
 
@@ -51,22 +51,21 @@ SAID_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class EveryStep:
-    """``Checkpointer(every_step=...)``: work that is done in every step of training. See docs/guide/every-step.md.
+    """``Checkpointer(every_step=...)``: work in every training step. See docs/guide/every-step.md.
 
     Args:
-        gradient_log: True: each ``step`` can be restored. Between checkpoints the gradients of the optimizers in the
-            state are logged on this node's SSD, and ``restore`` makes the steps again. "10 steps" and "500 ms" make
+        gradient_log: True: each ``step`` can be restored. Between checkpoints, the gradients of the optimizers in the
+            state are logged on this node's SSD, and ``restore`` replays the steps. "10 steps" or "500 ms" makes
             several steps durable together. The first ``step`` saves.
-        window_steps: copies the optimizers' state over so many steps: the checkpoint of a save at step n is that of
-            step n + window_steps - 1. At most ``interval`` where that is a number; "auto": by sizes, and the measured
-            times of link and step, 7 before these are known. None copies the state at once. Needs a call of ``step``
-            after every step; with several ranks one more, or ``wait("local")``, before the loop calls ``result()`` of
-            a save.
-        exact: of such a save on an accelerator. "required": it is a redo log, of which a restore makes a checkpoint on
-            such a device. "approximate": its last bits may differ from training; the manifest says so.
+        window_steps: copies the optimizers' state over this many steps: a save at step n makes the checkpoint of
+            step n + window_steps - 1. At most ``interval`` if that is a number. "auto": from sizes and measured times
+            of link and step; 7 before they are known. None copies the state at once. Requires a call of ``step`` after
+            every training step; with several ranks one more, or ``wait("local")``, before ``result()`` of a save.
+        exact: for multi-step saves on an accelerator. "required": saves a redo log, which a restore turns into
+            a checkpoint on such a device. "approximate": the last bits may differ from training, as the manifest notes.
 
     Raises:
-        ConfigError: a value that is none of these.
+        ConfigError: an invalid value.
 
     Example:
         >>> every_step = tierckpt.EveryStep(gradient_log=True)
@@ -88,9 +87,9 @@ class EveryStep:
 class MultiStepSave(Future[None]):
     """Done when the checkpoint is committed on the local tier. ``record`` has its step, URI and statistics.
 
-    The next ``step`` or ``wait`` writes a complete window. In a job of one rank ``result`` on the training thread does
-    too, and ends an incomplete window. With several ranks it raises CheckpointError: call ``wait("local")`` before, on
-    all ranks.
+    The next ``step`` or ``wait`` writes a complete window. In a job of one rank, so does ``result`` on the training
+    thread, which also ends an incomplete window. With several ranks it raises CheckpointError: call ``wait("local")``
+    first, on all ranks.
     """
 
     def __init__(self, record: SaveRecord, write: Callable[[MultiStepSave], None]) -> None:
@@ -149,8 +148,8 @@ class SaveWindow:
     """The windows of one Checkpointer, one at a time. All ranks must call the same methods in the same order.
 
     Args:
-        step_log: learns of the last step of a window; its link copies the parts too.
-        longest: no window has more steps; None for no limit.
+        step_log: receives the last step of each window; its link copies the parts too.
+        longest: maximum steps of a window; None for no limit.
 
     Raises:
         ConfigError: a window of more than ``longest`` steps.
@@ -169,8 +168,8 @@ class SaveWindow:
         self._steps, self._longest = checked_steps("auto" if steps is None else steps), longest
         if self._longest is not None and self._steps > self._longest:
             raise ConfigError(
-                f"window_steps is {steps}, and a save begins every {self._longest} steps (interval)",
-                hint="Make the interval at least as long as the window",
+                f"window_steps is {steps}, but a save begins every {self._longest} steps (interval)",
+                hint="Use an interval of at least window_steps",
             )
         self._location, self._exact, self._write = location, every_step.exact, write
         self._step_log = step_log
@@ -179,12 +178,12 @@ class SaveWindow:
 
     @property
     def is_open(self) -> bool:
-        """True from ``open`` until the window is being written."""
+        """True from ``open`` until the window is written."""
         return self._window is not None
 
     @property
     def is_moving(self) -> bool:
-        """True before the last step of the window: no other can begin."""
+        """True before the last step of the window: no other window can begin."""
         return self._window is not None and not self._window.is_sealed
 
     def open(self, step: int, state: State, *, is_asked: bool) -> Future[None]:
@@ -192,11 +191,11 @@ class SaveWindow:
 
         Raises:
             CheckpointError: a window is open.
-            ConfigError: the state has an optimizer that cannot be replayed, or none.
+            ConfigError: the state has no optimizer or one that cannot be replayed.
         """
         if self.is_moving:
             raise CheckpointError(
-                "a multi-step checkpoint is still being copied, and a second one cannot begin",
+                "a multi-step checkpoint is still being copied; a second one cannot begin",
                 hint="Call step() after every step of training, and save less often than window_steps",
             )
         self.conclude()
@@ -213,7 +212,7 @@ class SaveWindow:
         return window.handle
 
     def end_of_step(self, step: int, state: State) -> None:
-        """Copy the next part, with the last one the rest of the state; write the window if all ranks have it whole."""
+        """Copy the next part, with the last one the rest of the state; write the window if complete on all ranks."""
         window = self._window
         if window is None:
             return
@@ -246,15 +245,15 @@ class SaveWindow:
             self._copy_whole(window, reason)
 
     def _conclude_for(self, save: MultiStepSave) -> None:
-        """End the window for the training thread, which waits for ``save`` and makes no more steps."""
+        """End the window for the training thread, which waits for ``save`` and runs no more steps."""
         if self._window is None or self._window.handle is not save:
             return
         if is_distributed():
             raise CheckpointError(
-                "a multi-step save is waited for by the thread that is to make the rest of its steps",
-                hint='Call wait("local") of the Checkpointer before, on all ranks, or wait in another thread',
+                "the training thread waits for a multi-step save before the last step of its window",
+                hint='Call wait("local") of the Checkpointer first, on all ranks, or wait in another thread',
             )
-        self.conclude("it was waited for before the last step of its window")
+        self.conclude("result() was called before the last step of its window")
 
     def copy_whole(self, step: int, state: State, reason: str) -> Future[None] | None:
         """End the window with a copy of ``state`` as ``step``. Returns its future; None without a window."""
@@ -266,7 +265,7 @@ class SaveWindow:
         return window.handle
 
     def close(self) -> None:
-        """Give up an open window, and remove the hooks."""
+        """Discard an open window, and remove the hooks."""
         window, self._window = self._window, None
         if window is not None:
             window.handle.set_exception(CheckpointError("the Checkpointer was closed before the window ended"))
@@ -279,8 +278,8 @@ class SaveWindow:
         optimizers = [*optimizers_in(state).values()]
         if not optimizers:
             raise ConfigError(
-                "the state has no optimizer whose steps a multi-step checkpoint could follow",
-                hint='Pass it beside its module ({"model": model, "optimizer": optimizer}), or use mode="async"',
+                "a multi-step checkpoint needs an optimizer in the state",
+                hint='Pass it next to its module ({"model": model, "optimizer": optimizer}), or use mode="async"',
             )
         if list(map(id, optimizers)) == [id(stager.optimizer) for stager in self._stagers]:
             return
@@ -307,7 +306,7 @@ class SaveWindow:
         if window.is_sealed:
             try:
                 collected = states.collect(state)
-            except Exception as error:  # the whole copy raises it on all ranks
+            except Exception as error:  # the full copy raises it on all ranks
                 window.failure = f"{type(error).__name__}: {error}"
         for stager in self._stagers:
             at = time.perf_counter()
@@ -365,7 +364,7 @@ class SaveWindow:
         record.blocked_seconds += sum(one.blocked_seconds for one in snapshots)
         if record.waited_bytes:
             log.info(
-                "%s: %s of %s did not fit beside %d steps, and were waited for",
+                "%s: waited for %s of %s that did not fit into %d steps",
                 *(record.uri, human_bytes(record.waited_bytes), human_bytes(record.moved_bytes), window.steps),
             )
         tree = fill(window.tree, copies)
@@ -381,8 +380,8 @@ class SaveWindow:
         if updates != window.updates:
             self._window = None
             error = CheckpointError(
-                f"a multi-step save ends within the step behind {window.step}, where no state is whole: {reason}",
-                hint="Call wait, restore and close between a call of step() and the next step of training",
+                f"a multi-step save ends within the step after {window.step}, without a complete state: {reason}",
+                hint="Call wait, restore and close between a call of step() and the next training step",
             )
             window.handle.set_exception(error)
             raise error
@@ -408,7 +407,7 @@ class SaveWindow:
 
 
 def _outcome(window: _Window) -> str:
-    """Return this rank's failure; else whether its parts are whole."""
+    """Return this rank's failure; else whether its parts are complete."""
     failed = [error for one in window.work if one.done() and (error := one.exception()) is not None]
     if window.failure or failed:
         return window.failure or str(failed[0])
