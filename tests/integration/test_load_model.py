@@ -85,7 +85,7 @@ def test_several_names_and_the_order_of_the_state_do_not_matter(run: tuple[str, 
 def test_a_name_that_is_not_in_the_state_is_refused(run: tuple[str, dict[str, Any]]) -> None:
     with (
         tierckpt.Checkpointer(run[0]) as checkpointer,
-        pytest.raises(StateMismatchError, match="no 'modell' in the state to restore; there is 'model', 'optimizer'"),
+        pytest.raises(StateMismatchError, match="the state to restore has no 'modell'; it has 'model', 'optimizer'"),
     ):
         checkpointer.restore(trained(9), only="modell")
 

@@ -1,4 +1,4 @@
-"""Encodes the state of a training step outside of its optimizers, for a gradient log.
+"""Encodes the state of a training step outside its optimizers, for a gradient log.
 
     8 bytes size of the JSON, little endian; JSON; the bytes of the tensors
 
@@ -36,11 +36,11 @@ from .structure_types import CONSTANTS, bad
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"
 Place = tuple[str, str]
-"""A tensor of a module: the name of the module in the state, and of the tensor in it."""
+"""A tensor of a module: the module's name in the state, and the tensor's name in the module."""
 NONE_SENT: Mapping[Place, int | torch.Tensor] = MappingProxyType({})
 UNTRACED = (
     "{}, which no optimizer of the state steps, was changed in a way that version counters do not show (.data, numpy, "
-    "a fused kernel of another optimizer). From the next checkpoint on the log has it with each step"
+    "a fused kernel of another optimizer). The log includes it in each step after the next checkpoint"
 )
 
 
@@ -50,7 +50,7 @@ class Attachments:
     Buffers are compared by their bits, as kernels write to them without a trace (``batch_norm``). Parameters that no
     optimizer steps are compared by version counters, and in host memory by a sample of elements, as averages of weights
     are often written through ``.data``. The digest thread compares all bits of unchanged ones: ``check`` reports a
-    difference, and later attachments always have that parameter.
+    difference, and later attachments always include that parameter.
 
     Args:
         untraced: these parameters; shared with the next log.
@@ -69,14 +69,13 @@ class Attachments:
         self._places = self._seen.keys() | set[Place]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
-        """A checkpoint has the current state: the next attachment has all changes since the last step."""
+        """Note that a checkpoint has the current state: the next attachment has all changes since the last step."""
         for name, key, tensor in _tensors_of(state):
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
 
     def check(self, state: Mapping[str, Any], sent: Mapping[Place, int | torch.Tensor] = NONE_SENT) -> Check:
-        """Return a check that compares the parameters with those of the newest step. ``sent``: marks of parameters in
-        the attachment."""
+        """Return a check of the parameters against the newest step. ``sent``: marks of parameters in the attachment."""
         marks: dict[Place, Any] = dict(sent)
         for name, key, tensor in _parameters_of(state):
             if (name, key) not in marks:
@@ -98,8 +97,8 @@ class Attachments:
         return read
 
     def encode(self, state: Mapping[str, Any]) -> tuple[bytes, Check]:
-        """Return the attachment of a step, and its ``check``. Raises StateMismatchError for values that a restore
-        cannot return."""
+        """Return the attachment of a step, and its ``check``. Raises StateMismatchError for values that cannot be
+        restored."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         sent, places = dict[Place, int | torch.Tensor](), set[Place]()
@@ -163,7 +162,7 @@ class Attached:
             [self._marks[place]] = numbers_of(marks_of([local(self._live[place].detach())])) or [0]
 
     def finish(self) -> None:
-        """Restore everything else of the newest step."""
+        """Restore the rest of the newest step."""
         if self._newest is None:
             return
         for name, groups in self._newest["groups"].items():
@@ -206,7 +205,7 @@ def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _live(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the live values, whose tensors define device and placement."""
+    """Return the live values; their tensors define device and placement."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, key, tensor in _tensors_of(state):
         tensors.setdefault(name, {})[key] = tensor
@@ -215,7 +214,7 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module in DDP: checkpoints have its names, with or without the wrapper."""
+    """Return the module in DDP: checkpoints use its names, with or without the wrapper."""
     return inner(module.module) if isinstance(module, DistributedDataParallel) else module
 
 
@@ -233,7 +232,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-            group[key].copy_(value)  # a compiled step, or a schedule, holds this very tensor
+            group[key].copy_(value)  # a compiled step or a schedule holds this tensor
         else:
             group[key] = value
 
@@ -248,7 +247,7 @@ def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield the tensors of each module that are saved, and that no optimizer of the state steps."""
+    """Yield the saved tensors of each module that no optimizer of the state steps."""
     stepped = {id(one.tensor) for optimizer in optimizers_in(state).values() for one in parameters_of(optimizer)}
     for name, module in _modules(state):
         for path, one in module.named_modules():
@@ -292,7 +291,7 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 def _mismatch(name: str) -> StateMismatchError:
     return StateMismatchError(
-        f"the log of steps has {name}, and the state has none like it",
-        hint="Restore with the model that trained, or the checkpoint alone (step=)",
+        f"the log of steps has {name}, but the state has no matching value",
+        hint="Restore with the model that trained, or only the checkpoint (step=)",
         key=name,
     )

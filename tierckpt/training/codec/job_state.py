@@ -41,36 +41,36 @@ Target = modules.ModuleTarget | optimizers.OptimizerTarget | optimizers.FlatTarg
 
 
 def structure_name(name: str, *, per_rank: bool = False) -> str:
-    """Return the name in a checkpoint of the structure of the entry ``name``."""
+    """Return the checkpoint's name for the structure of the entry ``name``."""
     return f"{STRUCTURE}.{rank_key() if per_rank else SHARED}.{name}"
 
 
 def check_step(step: Any) -> int:
-    """Return ``step`` as an int. Raises ConfigError for anything but a whole number of at least 0."""
+    """Return ``step`` as an int. Raises ConfigError unless it is a whole number of at least 0."""
     try:
         number = operator.index(step)
     except TypeError:
         number = -1
     if number < 0:
-        raise ConfigError(f"step is {step!r}", hint="Give a whole number of at least 0")
+        raise ConfigError(f"step is {step!r}", hint="Pass a whole number of at least 0")
     return number
 
 
 def _check_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise StateMismatchError(
-            f"the state is a {type(state).__name__}, and no dict of names",
-            hint='Write {"model": model, "optimizer": optimizer}',
+            f"the state is a {type(state).__name__}, not a dict of names",
+            hint='Pass {"model": model, "optimizer": optimizer}',
         )
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict to save. Tensors are the live ones, not copies.
 
-    Below ``STRUCTURE`` are the structures, of each rank's own values or of all. Ranks whose values differ without
-    ``PerRank`` save those of one of them.
+    Structures are under ``STRUCTURE``: one for all ranks, or one per rank with its own values. If values differ
+    without ``PerRank``, those of one rank are saved.
 
-    Raises StateMismatchError naming what a restore could not give back.
+    Raises StateMismatchError naming a value that cannot be restored.
     """
     _check_state(state)
     saved: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     names = optimizers.ParameterNames(state)
     for name, value in state.items():
         if type(name) is not str or name == STRUCTURE:
-            raise StateMismatchError(f"an entry of the state is called {name!r}", hint="Call it by another text")
+            raise StateMismatchError(f"an entry of the state is named {name!r}", hint="Use another string as its name")
         if isinstance(value, torch.nn.Module):
             tree, versions = modules.state_of(value)
             odd = not_plain(tree)
@@ -113,7 +113,7 @@ def _encoded(name: str, value: Any, saved: Mapping[str, Any], texts: dict[str, d
 def _is_unambiguous(flat: dict[str, Any]) -> bool:
     try:
         flatten_state_dict(flat)
-    except ValueError:  # two of its values have one name
+    except ValueError:  # two of its values have the same name
         return False
     return True
 
@@ -126,7 +126,7 @@ def _split(name: str, tree: dict[str, Any], odd: list[tuple[Path, Any]]) -> tupl
         nodes.append([{"tuple": list(path)}, node])
         if path:
             _put(tree, path, shown)
-    # An optimizer always has one: it marks complete lists of parameters, which stock PyTorch does not save.
+    # An optimizer always has a structure: it marks complete lists of parameters, which stock PyTorch does not save.
     return tree, text_of({"paths": nodes}) if nodes or optimizers.GROUPS in tree else ""
 
 
@@ -149,7 +149,7 @@ def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) ->
     for name in names:
         if name not in state:
             raise StateMismatchError(
-                f"there is no {name!r} in the state to restore; there is {', '.join(map(repr, state)) or 'nothing'}",
+                f"the state to restore has no {name!r}; it has {', '.join(map(repr, state)) or 'nothing'}",
                 hint="Name entries of the dict that is passed to restore",
             )
     return names
@@ -171,11 +171,11 @@ class RestorePlan:
     """The items to read for each entry of a state, and how they are loaded.
 
     Attributes:
-        missing: names that the entries have and the checkpoint lacks.
-        unexpected: names that the checkpoint has and the entries lack. Other ranks may have them.
+        missing: names that only the entries have.
+        unexpected: names that only the checkpoint has. Other ranks may have them.
 
     Raises:
-        StateMismatchError: a tensor has another shape in the checkpoint, or a value a class that this process lacks.
+        StateMismatchError: a tensor has another shape in the checkpoint, or a value's class is unknown here.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class RestorePlan:
         return {key: value for one in self._targets.values() for key, value in one.destinations().items()}
 
     def put_back(self, loaded: Mapping[str, Any], *, strict: bool = True, own_code: bool) -> None:
-        """Load the entries whose own code may raise (``own_code``), or all others, whose loading only copies.
+        """Load the entries that run their own code (``own_code``), or the others, which only copy.
 
         Call it with ``own_code`` first, on all ranks, so that a failure leaves the others unchanged.
 
@@ -236,7 +236,7 @@ class RestorePlan:
         """
         wanted = {name: target for name, target in self._targets.items() if target.is_plain is not own_code}
         changed: list[str] = []
-        # Objects before modules and optimizers, plain values after them.
+        # Objects before modules and optimizers, and plain values last.
         for name, target in sorted(wanted.items(), key=lambda item: isinstance(item[1], ValueTarget) is not own_code):
             try:
                 target.load(loaded, strict=strict)
@@ -248,7 +248,7 @@ class RestorePlan:
                     done += f"; other ranks may have changed {', '.join(wanted)}"
                 raise StateMismatchError(
                     f"load_state_dict of {name!r} raised {type(error).__name__}: {error}; {done}",
-                    hint="Restore a checkpoint that fits this object, or leave it out with only=",
+                    hint="Restore a checkpoint that fits this object, or exclude it with only=",
                     key=name,
                 ) from error
             changed.append(name)

@@ -1,6 +1,6 @@
-"""A module's part of a checkpoint: what ``state_dict`` returns, and ``load_state_dict`` takes.
+"""A module's part of a checkpoint: the result of ``state_dict``, and the argument of ``load_state_dict``.
 
-Names are those of the module without DDP and ``torch.compile``, which may come and go between save and restore.
+Names are without DDP and ``torch.compile``, so a restore may add or remove these wrappers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .reconstruction import Decoder, NewTensors
 from .stored import Path, Stored, nested
 
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
-"""What activation checkpointing calls the module in its wrapper, whose state dict has no such name."""
+"""Attribute of the module inside activation checkpointing's wrapper. The wrapper's state dict omits this name."""
 EXTRA_STATE = "_extra_state"
-"""The end of the key of what ``get_extra_state`` returns: a tensor of any length, or any other value."""
+"""Last part of the key of ``get_extra_state``'s result: a tensor of any length, or any other value."""
 VERSIONS: Path = ()
-"""The path of the versions of submodules, ``_metadata`` of a state dict, among values that are no tensors."""
+"""Path of the versions of submodules, ``_metadata`` of a state dict, among values that are not tensors."""
 
 
 class Names:
@@ -37,7 +37,7 @@ class Names:
 
     @property
     def are_other(self) -> bool:
-        """False where each key is its name."""
+        """False if each key is its name."""
         return bool(self._wrapped)
 
     def saved(self, key: str) -> str:
@@ -54,7 +54,7 @@ class Names:
 
 
 def parameters_by_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all names of each parameter, as a checkpoint has them."""
+    """Yield all names of each parameter in a checkpoint."""
     left = [("", module)]
     while left:
         prefix, one = left.pop()
@@ -74,8 +74,8 @@ def _child_of_wrapper(module: torch.nn.Module) -> str:
 
 
 def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the prefix of each submodule and the submodule, a parent before its children. A fourth of the cost of
-    ``named_modules``, which keeps a set of all."""
+    """Yield each submodule with its prefix, parents first. Costs a quarter of ``named_modules``, which keeps a set of
+    all."""
     left = [("", module)]
     while left:
         prefix, one = left.pop()
@@ -84,7 +84,7 @@ def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 
 def is_flat(module: torch.nn.Module) -> bool:
-    """True with FSDP's first version, whose parameters only DCP can name."""
+    """Return True for FSDP's first version, with parameters that only DCP can name."""
     return any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module))
 
 
@@ -103,10 +103,10 @@ class ModuleTarget:
     """The module's part of a checkpoint, and how it is loaded.
 
     Attributes:
-        missing: keys of the module that the checkpoint lacks.
-        unexpected: keys of the checkpoint that the module lacks.
-        problems: what ``load_state_dict`` would refuse.
-        is_plain: loading is a copy of tensors, runs no code of the module and does not fail.
+        missing: keys that only the module has.
+        unexpected: keys that only the checkpoint has.
+        problems: values that ``load_state_dict`` would reject.
+        is_plain: loading only copies tensors, runs no code of the module and cannot fail.
     """
 
     def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any = None) -> None:
@@ -127,7 +127,7 @@ class ModuleTarget:
         self._compare(tuple(f"{self._names.saved(path)}." if path else "" for path in own))
 
     def _decoded(self) -> dict[Path, Any]:
-        """Values of the structure by path: some, or all if the state dict was saved as a value of its own."""
+        """Values of the structure by path: some, or all if the state dict was saved as an ordinary value."""
         value = self._decoder.value if self._decoder is not None else {}
         if not isinstance(value, Mapping):
             return {}
@@ -137,7 +137,7 @@ class ModuleTarget:
         return dict(value)
 
     def destinations(self) -> dict[str, Any]:
-        """Return what is to be read, by name in the checkpoint."""
+        """Return the items to read, by name in the checkpoint."""
         new = NewTensors()
         made = {key: self._destination(path, self._items[path], new) for path, key in self._below.items()}
         return made | (self._decoder.tensors if self._decoder is not None else {})
@@ -150,7 +150,7 @@ class ModuleTarget:
         return live if is_alike and self._is_flat else new.like(found, live if is_alike else None)
 
     def _compare(self, loose: tuple[str, ...]) -> None:
-        """Args: loose: prefixes of submodules that decide themselves which keys and shapes they take."""
+        """Args: loose: prefixes of submodules with their own rules for keys and shapes."""
         decoded = {str(path[0]): value for path, value in self._decoded().items() if path}
         found = {str(path[0]): one for path, one in self._items.items()} | decoded
         self.missing = [key for key in self._live if key not in found and not key.startswith(loose)]
@@ -158,10 +158,10 @@ class ModuleTarget:
         self.problems = []
         for key, live in self._live.items():
             if not isinstance(live, torch.Tensor) or key.endswith(EXTRA_STATE):
-                self.is_plain = False  # the module takes it as it likes
+                self.is_plain = False  # the module's own code loads it
             elif key in found and not key.startswith(loose):
                 self.problems += _problem(f"{self._name}.{key}" if self._name else key, live, found[key])
-        # Those of other pipeline stages are not this rank's; others have been refused, or are skipped.
+        # Unexpected keys of other pipeline stages are not this rank's; others were rejected, or are skipped.
         foreign = set(self.unexpected)
         self._below = {path: key for path, key in self._below.items() if str(path[0]) not in foreign}
         self.is_meta = any(isinstance(one, torch.Tensor) and one.is_meta for one in self._live.values())
@@ -169,24 +169,24 @@ class ModuleTarget:
             self._compare_meta()
 
     def _compare_meta(self) -> None:
-        """Tensors on the meta device are replaced by those of the checkpoint, if that gives a whole module."""
+        """Check that the checkpoint can replace all tensors of a module on the meta device."""
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
         left = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
         made = [key for key, one in tensors if not one.is_meta]
         if left or made:
             some = left or [key for key, one in tensors if one.is_meta]
             self.problems.append(
-                f"{some[0]} and {len(some) - 1} more are on the meta device, and "
+                f"{some[0]} and {len(some) - 1} more are on the meta device, but "
                 + ("the checkpoint has no buffers of this name" if left else "other tensors of the module are not")
             )
 
     @property
     def replaces_parameters(self) -> bool:
-        """True when the module gets new parameters, which an optimizer over the old ones does not step."""
+        """True if the module gets new parameters, which an optimizer over the old ones does not step."""
         return self.is_meta and not torch.__future__.get_swap_module_params_on_conversion()
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        """Give the module what was read. Raises what its ``load_state_dict`` raises."""
+        """Load the module. Raises the errors of its ``load_state_dict``."""
         if self._decoder is not None:
             self._decoder.finish()
         values = nested({path: loaded[key] for path, key in self._below.items()})
@@ -208,7 +208,7 @@ class ModuleTarget:
             )
 
     def _all_versions(self, versions: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``_metadata`` of a state dict: versions that are 1 are not saved."""
+        """Return ``_metadata`` of a state dict: versions equal to 1 are not saved."""
         paths = [path for path, _ in self._module.named_modules()]
         return {path: dict(versions.get(self._names.saved(f"{path}.")[:-1], {"version": 1})) for path in paths}
 
@@ -219,7 +219,7 @@ def _problem(name: str, live: torch.Tensor, found: Any) -> list[str]:
     if isinstance(found, TensorStorageMetadata | torch.Tensor):
         sizes = tuple(found.size if isinstance(found, TensorStorageMetadata) else found.shape)
         here = _sizes(live)
-        # torch.load_state_dict takes one element for a number, as saved before 0.4.
+        # torch.load_state_dict accepts one element for a number, as saved before 0.4.
         same = sizes == here or (sizes, here) == ((1,), ())
         return [] if same else [f"{name} is {here} here and {sizes} in the checkpoint"]
     return [f"{name} is a tensor here and an object in the checkpoint"]
@@ -234,14 +234,14 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 @torch.no_grad()
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, as ``load_state_dict`` does, in a few calls for all of them.
+    """Copy each second tensor into the first, like ``load_state_dict``, in a few batched calls.
 
-    Tied tensors are copied one after the other, the last one wins: on a GPU one call copies them in any order.
+    Tied tensors are copied one after the other, so that the last one wins: a batched call on a GPU has no order.
     """
     plain = []
     owners = Counter(local(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:
-        is_seen_through = local(to).is_conj() or local(to).is_neg()  # which torch cannot copy to in one call for all
+        is_seen_through = local(to).is_conj() or local(to).is_neg()  # torch cannot copy to these in one batched call
         is_like = type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape
         if is_like and not is_seen_through and owners[local(to).data_ptr()] == 1:
             plain.append((to, source))

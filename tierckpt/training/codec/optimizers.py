@@ -1,12 +1,12 @@
-"""An optimizer's part of a checkpoint: what ``state_dict`` returns, and ``load_state_dict`` takes, by parameter name.
+"""An optimizer's part of a checkpoint: its ``state_dict`` by parameter name.
 
     state.NAME.KEY                 the state of a parameter
     param_groups.N.params          the names of a group's parameters
     param_groups.N.OPTION          the options of a group
 
-``state_dict`` numbers parameters. A checkpoint names them as their module does, so that the state follows its parameter
-when order or world size change, and stock PyTorch finds it. A parameter of no module is ``param.GROUP.INDEX``; over
-several modules of the state, names begin with that of the module.
+``state_dict`` numbers parameters. A checkpoint names them like their module, so that the state follows its parameter
+when order or world size change, and stock PyTorch finds it. A parameter of no module is ``param.GROUP.INDEX``. With
+several modules in the state, names begin with the name of the module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
 
 LOOSE = "param."
-"""Begins the name of a parameter that no module of the state has."""
+"""Prefix of the name of a parameter that is in no module of the state."""
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
@@ -57,7 +57,7 @@ class ParameterNames:
                     self._more.setdefault((entry, id(parameter)), []).append(name)
 
     def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the module that DCP has to name the parameters of, with FSDP's first version."""
+        """Return the module for which DCP must name the parameters (FSDP's first version), or None."""
         ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
         return next((self.modules[entry] for entry in self._flat if ids & self._first[entry].keys()), None)
 
@@ -71,7 +71,7 @@ class ParameterNames:
         ]  # fmt: skip
 
     def saved(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Return the name with which each parameter of each group is saved."""
+        """Return the saved name of each parameter of each group."""
         owner = self._owner(optimizer)
         found = self._first.get(owner)
         if found is None:
@@ -89,7 +89,7 @@ class ParameterNames:
         ]
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> str:
-        """The module that has all parameters that any module has; "" for none."""
+        """Return the module that has all parameters that any module has; "" if there is none."""
         if len(self._first) == 1:
             [(entry, names)] = self._first.items()
             return entry if any(id(one) in names for one in parameters_of(optimizer)) else ""
@@ -110,7 +110,7 @@ class ParameterNames:
         return bare + full if owner else full + bare
 
     def are_on_all_ranks(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True when each rank is known to have these parameters, so that the names of one rank are those of all."""
+        """Return True if all ranks have these parameters for certain, and so the same names."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         size = dist.get_world_size()
@@ -125,7 +125,7 @@ class ParameterNames:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    """Return the parameters in the order of their numbers in ``state_dict``."""
     return [one for group in optimizer.param_groups for one in group[PARAMS]]
 
 
@@ -137,7 +137,7 @@ def _loose(group: int, index: int, taken: set[str]) -> str:
 
 
 def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the state: with ZeRO, that of this rank's parameters."""
+    """Return the optimizer that holds the state: with ZeRO, the one for this rank's parameters."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
@@ -146,7 +146,7 @@ class Saved(NamedTuple):
 
     Attributes:
         lists: the names of this rank's parameters as JSON, if other ranks may have others.
-        odd: the values that DCP would not give back as they were, by path.
+        odd: the values that DCP would not restore exactly, by path.
     """
 
     tree: dict[str, Any]
@@ -155,7 +155,7 @@ class Saved(NamedTuple):
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
-    """Return the state dict to save; None when it is not of the form of ``torch.optim``."""
+    """Return the state dict to save; None if it does not have the form of ``torch.optim``."""
     if (owner := names.flat_owner(optimizer)) is not None:
         tree = _flat_state(owner, optimizer)
         return Saved(tree, "", _odd(tree))
@@ -183,12 +183,12 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
             if isinstance(one, torch.Tensor) and is_plain(one) and has_device(one.device.type)]  # fmt: skip
     every = zip(chain.from_iterable(lists), parameters, strict=True)
     if shapes := {name: one.shape for name, one in every if isinstance(one, DTensor)}:
-        # What is sharded in another way than its parameter.
+        # State that is sharded differently from its parameter.
         odd += [((STATE, name, key), one) for name, of_parameter in tree.get(STATE, {}).items()
                 for key, one in of_parameter.items()
                 if isinstance(one, DTensor) and one.shape != shapes.get(name) and is_plain(one)]  # fmt: skip
     for name in {path[1] for path, _ in odd if path[0] == STATE}:
-        tree[STATE][name] = dict(tree[STATE][name])  # what is odd is taken out of it, and the other is the optimizer's
+        tree[STATE][name] = dict(tree[STATE][name])  # a copy, as odd values are removed from it
     return Saved(tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), odd)
 
 
@@ -205,7 +205,8 @@ def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """DCP makes a pretended step of an optimizer without any state, with its hooks; so it gets an empty one here."""
+    """Return the state by DCP. For an optimizer without state, DCP would make a fake step and run its hooks, so it gets
+    an empty state here."""
     if optimizer.state:
         return dict(get_optimizer_state_dict(owner, optimizer))
     try:
@@ -218,7 +219,7 @@ def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
-    """The values of a state dict by parameter name that are not plain, but for the names of groups."""
+    """Return the values that are not plain of a state dict by parameter name, without the names of groups."""
     found = not_plain({key: one for key, one in tree.items() if key not in (STATE, GROUPS)})
     found += not_plain_below(tree.get(STATE, {}), (STATE,))
     for number, group in enumerate(tree.get(GROUPS, ())):
@@ -227,28 +228,28 @@ def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
 
 
 def lists_of(name: str, stored: Stored) -> list[str]:
-    """Return the items that hold the names of the parameters of the optimizer ``name``: of groups, and of ranks."""
+    """Return the items that hold the parameter names of the optimizer ``name``: of groups, and of ranks."""
     groups = [key for path, key in stored.below(name).items() if len(path) == 3 and path[::2] == (GROUPS, PARAMS)]
     ranks = [key for path, key in stored.below(STRUCTURE).items() if is_rank(path[0]) and path[1:] == (name,)]
     return groups + ranks
 
 
 class _Numbers(list[int]):
-    """Consecutive numbers. ``load_state_dict`` looks up each value of the state in them; a list compares one by one."""
+    """Consecutive numbers with a fast ``in``: ``load_state_dict`` looks up each value of the state."""
 
     def __contains__(self, number: object) -> bool:
         return len(self) > 0 and isinstance(number, int) and self[0] <= number <= self[-1]
 
 
 class _Placement(dict[Any, Any]):
-    """Parameters by name: the state of a parameter is placed like it."""
+    """Parameters by name: the state of a parameter is placed like the parameter."""
 
     def get(self, path: Any, default: Any = None) -> Any:
         return super().get(path[1] if isinstance(path, tuple) and path[0] == STATE else path, default)
 
 
 def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """True if ``load_state_dict`` runs no code but that of torch."""
+    """Return True if ``load_state_dict`` runs only code of torch."""
     kind = type(optimizer)
     return (
         kind.load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -258,7 +259,7 @@ def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class FlatTarget:
-    """``OptimizerTarget`` with FSDP's first version, which DCP loads."""
+    """``OptimizerTarget`` for FSDP's first version, loaded by DCP."""
 
     is_plain = False
     missing: Sequence[str] = ()
@@ -272,7 +273,7 @@ class FlatTarget:
     def destinations(self) -> dict[str, Any]:
         saved = dict(get_optimizer_state_dict(self._owner, self._optimizer))
         if not any(path[0] == STATE for path in self._stored.below(self._name)):
-            saved.pop(STATE, None)  # it was saved before its first step
+            saved.pop(STATE, None)  # saved before its first step
             self._optimizer.state.clear()
         flat, self._paths = torch_internals.flatten_state_dict({self._name: saved})
         return {key: value for key, value in flat.items() if key in self._stored.items}
@@ -297,7 +298,7 @@ class OptimizerTarget:
     Args:
         objects: the items of ``lists_of``, and the structure, by name in the checkpoint.
 
-    Attributes: those of ``ModuleTarget``. ``missing`` and ``unexpected`` are names of parameters and groups.
+    Attributes: as in ``ModuleTarget``. ``missing`` and ``unexpected`` are names of parameters and groups.
     """
 
     def __init__(
@@ -335,10 +336,10 @@ class OptimizerTarget:
         }  # fmt: skip
         self._compare(candidates, lists)
 
-    # --- which parameter is which -------------------------------------------------------------------------------
+    # --- matching parameters ------------------------------------------------------------------------------------
 
     def _lists(self, below: Mapping[Path, str], objects: Mapping[str, Any]) -> list[list[Any]]:
-        """The names of each group's parameters: of the first rank, and what others have beside."""
+        """Return the names of each group's parameters: of the first rank, and the additional ones of other ranks."""
         numbers = [int(path[1]) for path in below if path[0] == GROUPS]
         lists: list[list[Any]] = [[] for _ in range(max(numbers, default=-1) + 1)]
         for path, key in below.items():
@@ -355,7 +356,7 @@ class OptimizerTarget:
         """Return the name in the checkpoint of each parameter that it has, by identity."""
         found: dict[int, Any] = {}
         numbers = {name for group in lists for name in group if type(name) is int}
-        if numbers:  # a state dict of torch, saved by DCP as it was
+        if numbers:  # a state dict of torch, saved directly by DCP
             for group, saved in zip(self._optimizer.param_groups, lists, strict=False):
                 found |= dict(zip(map(id, group[PARAMS]), saved, strict=False))
             return found
@@ -372,14 +373,14 @@ class OptimizerTarget:
             loose = {id(one) for one, possible in zip(self._optimizer.param_groups[number][PARAMS], candidates[number],
                      strict=True) if possible[0].startswith(LOOSE)}  # fmt: skip
             is_loose = all(id(one) in loose for one in left) or all(str(name).startswith(LOOSE) for name in open_names)
-            # A module that translates the keys of its state dict has other names, too, and the order is all there is.
+            # A module that translates its state dict's keys has other names too, so only the order is left.
             is_loose |= any(map(torch_internals.submodules_that_load_themselves, self._modules.values()))
             if len(left) == len(open_names) and is_loose:
                 found |= dict(zip(map(id, left), open_names, strict=True))
         return found
 
     def _is_parameter(self, name: Any) -> bool:
-        """True if ``name`` looks like a parameter of another rank, and not like a key of the optimizer's own."""
+        """Return True if ``name`` looks like a parameter of another rank, not like the optimizer's own key."""
         return any(f"{entry}.{name}" in self._stored.items for entry in self._stored.names)
 
     def _compare(self, candidates: Any, lists: Sequence[Sequence[Any]]) -> None:
@@ -393,7 +394,7 @@ class OptimizerTarget:
             for parameter, possible in zip(group[PARAMS], names, strict=True):
                 saved = self._saved_name.get(id(parameter))
                 if saved is None:
-                    # Stock DCP saves the names of the first rank alone.
+                    # Stock DCP saves only the names of the first rank.
                     if number < len(lists) and (has_every_name or not self._is_parameter(possible[0])):
                         self.missing.append(f"{STATE}.{possible[0]}")
                 elif group_of.get(saved, number) != number:
@@ -407,7 +408,7 @@ class OptimizerTarget:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def destinations(self) -> dict[str, Any]:
-        """Return what is to be read, by name in the checkpoint."""
+        """Return the items to read, by name in the checkpoint."""
         if isinstance(self._optimizer, NearStorageOptimizer):
             self._near = self._near_tensors(self._optimizer)
             self._below = {path: key for path, key in self._below.items() if path[0] != STATE
@@ -419,7 +420,7 @@ class OptimizerTarget:
         return made | (self._decoder.tensors if self._decoder is not None else {})
 
     def _live_values(self) -> dict[Path, Any]:
-        """What the values of the structure are placed like: a parameter's state as the parameter."""
+        """Return the tensors that define placement: a parameter's state is placed like the parameter."""
         names = ParameterNames({**self._modules}).of(self._optimizer)
         found: dict[Any, Any] = {}
         for number, (group, of_group) in enumerate(zip(self._optimizer.param_groups, names, strict=True)):
@@ -442,7 +443,7 @@ class OptimizerTarget:
             if self._near is not None:
                 return self._near[str(path[1])][str(path[2])]
             if path[2] == "step":
-                # A number lies where torch.optim makes it, for it stays where it is.
+                # A number stays on the device where torch.optim creates it.
                 return self._numbers.like(found, None, device=self._default_device if found.size == () else "cpu")
             parameter = by_name.get(path[1])
             if parameter is None or torch.nn.parameter.is_lazy(parameter) or parameter.shape != found.size:
@@ -458,7 +459,7 @@ class OptimizerTarget:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        """Give the optimizer what was read. Raises what its ``load_state_dict`` raises."""
+        """Load the optimizer. Raises the errors of its ``load_state_dict``."""
         optimizer, holder = self._optimizer, _holder(self._optimizer)
         if self._decoder is not None:
             self._decoder.finish()
@@ -503,7 +504,7 @@ class OptimizerTarget:
         holder.load_state_dict({**nested(more), STATE: numbered, GROUPS: described})
         self._keep_dtypes(holder, state)
         for group, old in zip(holder.param_groups, before, strict=True):
-            # An option that is newer than the checkpoint, and that the optimizer does not add by itself.
+            # An option newer than the checkpoint that the optimizer does not add by itself.
             group.update({key: old[key] for key in optimizer.defaults if key in old and key not in group})
         if holder is not optimizer:
             for group, loaded_group in zip(optimizer.param_groups, holder.param_groups, strict=True):
@@ -512,8 +513,7 @@ class OptimizerTarget:
     def _keep_dtypes(self, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
         """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter.
 
-        Numbers have the dtype that the optimizer gave them, and all other state where the parameter has the dtype that
-        it was saved with.
+        Numbers keep the dtype that the optimizer gave them; so does other state if the parameter has its saved dtype.
         """
         for parameter in parameters_of(optimizer):
             name = self._saved_name.get(id(parameter))

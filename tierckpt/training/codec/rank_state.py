@@ -15,12 +15,12 @@ log = logger("state")
 
 
 class PerRank:
-    """Wraps a Stateful whose state differs by rank (a data loader): each rank saves and gets back its own.
+    """Wraps a Stateful with state that differs by rank (a data loader): each rank saves and restores its own.
 
-    A rank that the checkpoint does not know, because the job has grown, keeps the state it has; a log line says so.
+    A rank that the checkpoint lacks, because the job has grown, keeps its state; this is logged.
 
     Args:
-        stateful: anything with ``state_dict`` and ``load_state_dict``.
+        stateful: any object with ``state_dict`` and ``load_state_dict``.
 
     Example:
         >>> loader = torch.nn.Linear(1, 1)  # stands for a data loader with a state
@@ -36,17 +36,17 @@ class PerRank:
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"rank-N": state}`` of this rank alone; a checkpoint has the entries of all ranks.
 
-        Raises what the wrapped object raises.
+        Raises the errors of the wrapped object.
         """
         return {rank_key(): self.stateful.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's entry of ``state``. Without one nothing changes, and a warning is logged.
+        """Load this rank's entry of ``state``. Without one, logs a warning and changes nothing.
 
-        Raises what the wrapped object raises.
+        Raises the errors of the wrapped object.
         """
         if rank_key() not in state:
-            log.warning("the checkpoint has no state of its own for %s; it goes on with a fresh one", rank_key())
+            log.warning("the checkpoint has no state for %s, which keeps its current state", rank_key())
             return
         self.stateful.load_state_dict(state[rank_key()])
 
@@ -54,7 +54,7 @@ class PerRank:
 class _Rng:
     """The random number generators of this process: torch (CPU and CUDA), Python, NumPy.
 
-    As tensors, numbers and lists of numbers, which a restore reads without trusting the checkpoint.
+    Saved as tensors, numbers and lists of numbers, which a restore reads without trusting the checkpoint.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def rank_key() -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Tuples to lists: DCP flattens lists by index and keeps tuples as objects, and either must come back the same."""
+    """Convert tuples to lists: DCP flattens lists and keeps tuples as objects, but either must restore exactly."""
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 

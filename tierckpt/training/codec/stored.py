@@ -1,4 +1,4 @@
-"""What a checkpoint has of a training state, by entry, and which values DCP gives back as they were."""
+"""The entries of a checkpoint's training state, and the values that DCP restores exactly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _EXACT = frozenset({type(None), bool, float, complex, bytes, torch.dtype, torch.
 
 
 class Stored:
-    """The items of a checkpoint. ``below(name)`` maps the path of each item below an entry to its name.
+    """The items of a checkpoint. ``below(name)`` maps the path of each item under an entry to its name.
 
-    Cost: one pass over the metadata, whatever the number of entries.
+    Cost: one pass over the metadata for any number of entries.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -33,18 +33,18 @@ class Stored:
         self.items = metadata.state_dict_metadata
         self._entries: dict[str | int, dict[Path, str]] = {}
         paths = metadata.planner_data or {}
-        # In the order of the state that was saved, which the items of several ranks have lost.
+        # In the order of the saved state, which the items of several ranks have lost.
         for key in (*(key for key in paths if key in self.items), *(key for key in self.items if key not in paths)):
             first, *rest = paths.get(key, (key,))
             self._entries.setdefault(first, {})[tuple(rest)] = key
 
     @property
     def names(self) -> list[str]:
-        """The entries of the state that was saved."""
+        """The entries of the saved state."""
         return [str(name) for name in self._entries if name != STRUCTURE]
 
     def below(self, name: str) -> dict[Path, str]:
-        """Return the items of the entry ``name``, which may be the prefix of a state dict that was saved flat."""
+        """Return the items of the entry ``name``, or of a prefix of a state dict that was saved flat."""
         if name in self._entries:
             return self._entries[name]
         return dict(self._search(f"{name}." if name else ""))
@@ -60,7 +60,7 @@ class Stored:
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Return the containers that DCP had flattened: a dict for text, a list for the numbers of one."""
+    """Rebuild the containers that DCP flattened: a dict for string keys, a list for the indices of a list."""
     root: dict[Any, Any] = {}
     for path, value in leaves.items():
         if len(path) == 1:
@@ -71,7 +71,7 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """True for what DCP gives back as it was."""
+    """Return True for values that DCP restores exactly."""
     if type(value) is torch.Tensor:
         return value.layout is torch.strided and not value.is_quantized
     if isinstance(value, torch.Tensor):
@@ -83,7 +83,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_exact(value: Any) -> bool:
-    """True for what DCP saves as one object, and a restore reads as data."""
+    """Return True for values that DCP saves as one object and a restore reads as data."""
     kind = type(value)
     if kind is tuple:
         return all(map(_is_exact, value))
@@ -100,14 +100,14 @@ def not_plain(values: Mapping[Any, Any], path: Path = ()) -> list[tuple[Path, An
 
 
 def not_plain_below(values: Mapping[Any, Mapping[Any, Any]], path: Path) -> list[tuple[Path, Any]]:
-    """As ``not_plain``, of the values of each mapping in ``values``."""
+    """Return ``not_plain`` of the values of each mapping in ``values``."""
     if _are_plain_tensors(list(chain.from_iterable(one.values() for one in values.values()))):
         return []
     return [found for key, inner in values.items() for found in not_plain(inner, (*path, key))]
 
 
 def _are_plain_tensors(values: list[Any]) -> bool:
-    """By columns, which are a tenth of the cost of a call for each tensor; some at a time, which a cache holds."""
+    """Check by columns, a tenth of the cost of a call for each tensor, in batches that fit the CPU cache."""
     if not {torch.Tensor}.issuperset(map(type, values)):
         return False
     layout, is_quantized = operator.attrgetter("layout"), operator.attrgetter("is_quantized")

@@ -1,21 +1,21 @@
-"""A training job's values as text and tensors, and back: equal in type and in value.
+"""Encodes a training job's values as text and tensors, equal in type and in value.
 
-DCP flattens nested values to names and forgets what they were in: keys become text, tuples lists, empty containers
-nothing. So beside the tensors, which lie where DCP has them, lies one text for each entry of the state:
+DCP flattens nested values to names and loses their containers: keys become text, tuples lists, empty containers
+nothing. So tierckpt saves one text for each entry of the state, next to the tensors, which DCP saves as usual:
 
     null, true, 1, 1.5, "x"   None, bool, int of 64 bits, float, str
     [...]                     list
-    {"tag": ...}              everything else; {"tensor": [name, kind]} stands for a tensor of the checkpoint, with the
-                              type of its device where that is an accelerator
+    {"tag": ...}              everything else; {"tensor": [name, kind]} refers to a tensor of the checkpoint, with the
+                              type of its device if that is an accelerator
 
-No code runs from it (P9). Nothing is imported and no constructor of a class that the text names is called:
-    V1  Values are made by the functions of this module alone; a tag that it does not know is refused.
-    V2  An enum, dataclass or named tuple is made only of a class that this process has imported already and that is
-        one. Members of enums exist; of the others an empty instance gets its fields, past ``__init__``,
-        ``__post_init__`` and ``__setattr__``. A class with ``__del__`` is refused: that would run later, over fields
+The text runs no code (P9). Nothing is imported, and no constructor of a class that the text names is called:
+    V1  Only the functions of this module make values; an unknown tag is rejected.
+    V2  An enum, dataclass or named tuple is made only of a class that this process has already imported and that is
+        one. Members of enums exist; of the others an empty instance gets its fields, without ``__init__``,
+        ``__post_init__`` and ``__setattr__``. A class with ``__del__`` is rejected: it would run later, on fields
         that the text has chosen.
-    V3  What becomes a key or a member of a set has a hash and an equality of Python's own, and few share a hash.
-    V4  Functions, classes and objects are refused when they are saved: to give one back is to have it called.
+    V3  Keys and members of sets have a hash and an equality of Python's own, and few share a hash.
+    V4  Functions, classes and objects are rejected at save: to restore one is to call it.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ from .structure_types import (
 )
 
 LARGE_BYTES = 64 << 10
-"""Arrays from here on are tensors of the checkpoint: staged, checked and read as such."""
+"""Arrays of at least this size are tensors of the checkpoint: staged, checked and read as such."""
 NOTHING: Any = object()
-"""In place of what DCP is not to see."""
+"""Placeholder for values hidden from DCP."""
 PathOf = tuple[str | int, ...]
 
 
 class Encoder:
-    """Takes one entry of a state apart.
+    """Encodes one entry of a state.
 
-    Tensors have the names that DCP gives them. Where two values would have one name, those of the second are numbered.
+    Tensors have the names that DCP gives them. If two values would have the same name, the second one's are numbered.
 
     Args:
-        below: where tensors are numbered.
-        is_ambiguous: all of them are.
+        below: prefix of numbered tensors.
+        is_ambiguous: number all tensors.
 
     Attributes:
-        numbered: these tensors, to be saved below ``below``.
+        numbered: the numbered tensors, to be saved under ``below``.
     """
 
     def __init__(self, below: str, *, is_ambiguous: bool = False) -> None:
@@ -87,13 +87,13 @@ class Encoder:
         self._below = below
         self._is_ambiguous = is_ambiguous
         self._apart = 0
-        """How many of the values so far DCP cannot be shown in one piece: tensors, and what does not pickle."""
+        """Number of values so far that split their container for DCP: tensors, and values that do not pickle."""
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """Return the node of ``value``, and what DCP is to save of it: its tensors, and what it can show to others.
+        """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain values.
 
-        Raises StateMismatchError naming what cannot be given back. Cost: about a microsecond for each value.
+        Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond for each value.
         """
         kind = type(value)
         if kind in NUMBERS:
@@ -164,7 +164,7 @@ class Encoder:
         raise _refused(path, value, _why_not(value))
 
     def _shown(self, value: Any, flat: Any, before: int) -> Any:
-        """What DCP sees of a container that it does not open: the container, unless it must be taken apart."""
+        """Return the part of a container that DCP saves: all of it, unless it had to be split."""
         return value if self._apart == before else flat
 
     def _items(self, items: list[Any], path: PathOf) -> tuple[Any, Any]:
@@ -193,7 +193,7 @@ class Encoder:
         return {"map": [[self._key(key, path), node] for key, node in zip(value, nodes, strict=True)]}, flat
 
     def _attributes(self, value: Any, path: PathOf) -> list[Any]:
-        """``_metadata`` of a module's state dict, which is an attribute of it."""
+        """Encode ``_metadata`` of a module's state dict, an attribute of it."""
         if not vars(value):
             return []
         before = self._apart
@@ -213,7 +213,7 @@ class Encoder:
             return {"enum": [*name, value.name]}
         parts = [member.name for member in cast(Any, value)] if isinstance(value, enum.Flag) else []
         if not isinstance(value, enum.Flag) or joined(type(value), parts) != value:
-            raise _refused(path, value, "is no member of its class by name")
+            raise _refused(path, value, "is not a named member of its class")
         return {"flags": [*name, parts]}
 
     def _numpy(self, value: Any, path: PathOf) -> tuple[Any, Any]:
@@ -246,9 +246,9 @@ class Encoder:
         if kind is not DTensor and hasattr(value, "__tensor_flatten__"):
             return self._subclass(value, path)
         if kind not in (torch.Tensor, torch.nn.Parameter, DTensor) or value.layout != torch.strided:
-            raise _refused(path, value, f"is a {kind.__name__} of layout {value.layout}: only dense tensors come back")
+            raise _refused(path, value, f"is a {kind.__name__} of layout {value.layout}; only dense tensors are saved")
         if value.is_quantized:
-            raise _refused(path, value, "is quantized: DCP loads it as something else")
+            raise _refused(path, value, "is quantized: DCP restores it as another type")
         self._apart += 1
         name = ".".join(map(str, path))
         if self._is_ambiguous:
@@ -264,7 +264,7 @@ class Encoder:
         return {"tensor": node}, NOTHING if self._is_ambiguous else value
 
     def _subclass(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """A tensor made of others, as quantized weights and the state of low-bit optimizers are."""
+        """Encode a tensor made of others, like quantized weights and the state of low-bit optimizers."""
         names, context = value.__tensor_flatten__()
         inner, shown = self._dict({name: getattr(value, name) for name in names}, path)
         described, _ = self.encode(context, (*path, "context"))
@@ -274,19 +274,19 @@ class Encoder:
 
 
 def text_of(node: Any) -> str:
-    """The text of a node: ASCII."""
+    """Return the text of a node, in ASCII."""
     return json.dumps(node, separators=(",", ":"), check_circular=False)
 
 
 def _key_text(key: Any) -> str:
-    """The key in the name of a tensor, as DCP has it. Python writes no integer of thousands of digits."""
+    """Return the key as DCP has it in the name of a tensor. Python writes no integer of thousands of digits."""
     if type(key) is int and key not in INT64:
         return format(key, "x")
     return key if type(key) is str else str(key)
 
 
 def _text(value: str) -> Any:
-    """JSON would join two surrogates that stand side by side."""
+    """Encode text as JSON, which would join two adjacent surrogates."""
     if value.isascii():
         return value
     try:
@@ -347,7 +347,7 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
 def _integer(value: Any) -> Any:
     if value is None or (type(value) is int and value in INT64):
         return value
-    raise ValueError("has ends that are no numbers of 64 bits")
+    raise ValueError("has bounds that are not integers of 64 bits")
 
 
 def _dtype_name(dtype: Any, path: PathOf) -> Any:
@@ -361,10 +361,10 @@ def _dtype_name(dtype: Any, path: PathOf) -> Any:
 
 
 def _class_name(value: Any, path: PathOf, fits: Callable[[type], bool]) -> tuple[str, str]:
-    """The name that ``class_of`` finds the class by: it must be that very class, and one to make values of."""
+    """Return the name by which ``class_of`` finds this class. Raises if it cannot, or must not instantiate it."""
     kind = type(value)
     if not fits(kind) or has_finalizer(kind):
-        raise _refused(path, value, f"{_why_not(value)}, whose values are made by code of its own")
+        raise _refused(path, value, f"{_why_not(value)}, a class that creates values by its own code")
     if found_class(kind.__module__, kind.__qualname__) is not kind:
         raise _refused(path, value, f"{_why_not(value)}, which no module has by that name")
     return kind.__module__, kind.__qualname__
@@ -376,15 +376,15 @@ def _why_not(value: Any) -> str:
     if isinstance(value, type):
         return f"is the class {value.__qualname__}"
     if hasattr(value, "state_dict"):
-        return f"is a {type(value).__qualname__} inside a container: give it a name of its own in the state"
+        return f"is a {type(value).__qualname__} inside a container: give it its own name in the state"
     return f"is a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _refused(path: PathOf, value: Any, what: str) -> StateMismatchError:
     name = ".".join(map(str, path))
     return StateMismatchError(
-        f"{name!r} {what}; a restore could not give it back",
-        hint="Leave it out of the state, or save the plain values it is made of",
+        f"{name!r} {what}; it could not be restored",
+        hint="Leave it out of the state, or save the plain values it consists of",
         key=name,
         type=type(value).__name__,
     )

@@ -1,4 +1,4 @@
-"""The types that a state's text may name, for encoder and decoder: classes, keys, dtypes."""
+"""Types that a state's text may name, for encoder and decoder: classes, keys, dtypes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KEY_HASHES = frozenset({enum.Enum.__hash__, int.__hash__, str.__hash__, tuple._
 
 
 def is_json(items: list[Any]) -> bool:
-    """True for long lists of numbers, at the speed of C."""
+    """Return True for long lists of numbers, at the speed of C."""
     kinds = set(map(type, items))
     if kinds == {int}:
         return min(items) in INT64 and max(items) in INT64
@@ -49,7 +49,7 @@ def is_json(items: list[Any]) -> bool:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """All that an instance of a dataclass remembers, fields or not."""
+    """Return all attributes of a dataclass instance, fields or not."""
     found = {name: slot.__get__(value) for name, slot in slots_of(type(value)).items() if _is_set(slot, value)}
     return found | (object.__getattribute__(value, "__dict__") if has_dict(type(value)) else {})
 
@@ -76,7 +76,7 @@ def has_dict(kind: type) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """True for what may be a key of a dict or a member of a set (V3)."""
+    """Return True for values that may be a key of a dict or a member of a set (V3)."""
     kind = type(value)
     if kind in _KEY_TYPES:
         return True
@@ -90,7 +90,7 @@ def is_key(value: Any) -> bool:
 
 
 def found_class(module: Any, qualname: Any) -> Any:
-    """The class of this name in a module that is imported already; None when there is none. Runs no code."""
+    """Return the class of this name in an already imported module, or None. Runs no code."""
     if type(module) is not str or type(qualname) is not str:
         return None
     found: Any = sys.modules.get(module)
@@ -109,11 +109,11 @@ def class_of(module: Any, qualname: Any, fits: Callable[[type], bool]) -> Any:
     kind = found_class(module, qualname)
     if kind is None:
         raise StateMismatchError(
-            f"the checkpoint holds a value of {module}.{qualname}, which this process has not imported",
+            f"the checkpoint has a value of {module}.{qualname}, which this process has not imported",
             hint="Import or define that class before restoring",
         )
     if not fits(kind) or has_finalizer(kind):
-        raise bad(f"{module}.{qualname} is not a class that a checkpoint may make values of")
+        raise bad(f"{module}.{qualname} is not a class that a checkpoint may instantiate")
     return kind
 
 
@@ -134,7 +134,7 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def joined(kind: Any, names: Iterable[str]) -> Any:
-    """The flag of these members. Made by ``enum`` alone: the value exists or is looked up by number."""
+    """Return the flag of these members. ``enum`` makes it: the value exists or is looked up by number."""
     value = 0
     for name in names:
         value |= kind.__members__[name].value
@@ -146,12 +146,12 @@ def numpy_dtype(name: Any) -> Any:
 
     dtype = np.lib.format.descr_to_dtype(_tupled(name)) if type(name) is list else np.dtype(str(name))
     if dtype.hasobject:
-        raise bad("an array holds pointers")
+        raise bad("an array has pointers")
     return dtype
 
 
 def _tupled(name: list[Any]) -> Any:
-    """numpy describes a structure as a list of tuples; JSON has lists only."""
+    """Convert lists to tuples: numpy describes a structure as a list of tuples, and JSON has only lists."""
     if name and all(type(part) is list for part in name):
         return [tuple(_tupled(item) if _is_nested(item) else _shape(item) for item in part) for part in name]
     return tuple(_tupled(item) if _is_nested(item) else _shape(item) for item in name)
@@ -167,6 +167,6 @@ def _shape(item: Any) -> Any:
 
 def bad(what: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"the structure of the state is refused: {what}",
-        hint="It is damaged, or a newer tierckpt wrote it: use that version, another copy or an older step",
+        f"the structure of the state is rejected: {what}",
+        hint="It is damaged or from a newer tierckpt: use that version, another copy or an older step",
     )

@@ -19,12 +19,12 @@ log = logger("state")
 
 
 class ValueTarget:
-    """The checkpoint's part of the value ``name`` of a state, and where it goes.
+    """The value ``name`` of a state: its part of the checkpoint, and its destination.
 
-    Tensors that ``state`` has in the same place, of the same shape and dtype, are filled in place, so that
+    Tensors of ``state`` with the same position, shape and dtype are filled in place, so that
     ``restore({"model": model.state_dict()})`` fills the model.
 
-    Attributes: those of ``ModuleTarget``.
+    Attributes: as in ``ModuleTarget``.
     """
 
     def __init__(self, state: dict[str, Any], stored: Stored, name: str, text: Any = None) -> None:
@@ -49,27 +49,27 @@ class ValueTarget:
         is_optimizers = isinstance(self._value, dict) and self._value.keys() >= {"state", "param_groups"}
         if is_optimizers and self._decoder is not None and self._decoder.has_paths:
             self.problems.append(
-                f"{name} is the state dict of an optimizer, which the checkpoint has by the names of its parameters: "
-                f'pass the optimizer itself, {{"{name}": optimizer}}, beside its module'
+                f"{name} is the state dict of an optimizer, which the checkpoint has by parameter names: "
+                f'pass the optimizer itself, {{"{name}": optimizer}}, next to its module'
             )
 
     def _live(self) -> Any:
-        """The value in whose place the new one is put: says where its tensors belong."""
+        """Return the current value; its tensors define the placement of the new ones."""
         if self.is_plain:
             return self._value
         try:
             return self._value.state_dict()
         except Exception as error:
-            log.debug("%s cannot say where its tensors lie: %s", self._name, error)
+            log.debug("%s has no placement for its tensors: %s", self._name, error)
             return None
 
     def _compare(self) -> None:
-        """A state dict of a module must fit: a tensor that is put in the place of another does not reach the module."""
+        """Check a module's state dict: a tensor that replaces another one would not reach the module."""
         if not (isinstance(self._value, OrderedDict) and hasattr(self._value, "_metadata")):
             return
         found = self._decoder.value if self._decoder is not None and not self._decoder.has_paths else self._sizes()
         if not isinstance(found, Mapping):
-            self.problems.append(f"{self._name} is a module's state dict here, and another value in the checkpoint")
+            self.problems.append(f"{self._name} is a module's state dict here, but another value in the checkpoint")
             return
         for key, live in self._value.items():
             if key not in found:
@@ -86,7 +86,7 @@ class ValueTarget:
                 for path, key in self._below.items() for one in [self._items[key]] if path}  # fmt: skip
 
     def destinations(self) -> dict[str, Any]:
-        """Return what is to be read, by name in the checkpoint."""
+        """Return the items to read, by name in the checkpoint."""
         found: dict[str, Any] = dict(self._decoder.tensors) if self._decoder is not None else {}
         for key in self._below.values():
             one = self._items[key]
@@ -94,7 +94,7 @@ class ValueTarget:
         return found
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        """Give the object its state, or put the value into the state."""
+        """Load the object, or put the value into the state."""
         if self.missing and not self._below and self._decoder is None:
             return
         if self._decoder is not None:
@@ -119,12 +119,12 @@ def _is_of_other_ranks(stored: Stored, name: str) -> bool:
 
 @torch.no_grad()
 def fill(live: Any, found: Any, seen: set[int] | None = None) -> Any:
-    """Return ``found``, with tensors of ``live`` that have the same place, shape and dtype filled and in it."""
+    """Return ``found``, in which tensors of ``live`` with the same position, shape and dtype are filled and kept."""
     seen = set() if seen is None else seen
     if isinstance(found, torch.Tensor):
         if not (isinstance(live, torch.Tensor) and type(live) is type(found) and _can_hold(live, found)):
             return found
-        if id(live) in seen:  # one tensor in two places of the state, and two in the checkpoint
+        if id(live) in seen:  # one tensor in two places of the state, but two in the checkpoint
             return found
         seen.add(id(live))
         live.detach().copy_(found)
@@ -148,4 +148,4 @@ def _can_hold(live: torch.Tensor, found: torch.Tensor) -> bool:
     if live.requires_grad != found.requires_grad:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
-    return live.numel() == 0 or span == live.numel()  # no element of it is another, too
+    return live.numel() == 0 or span == live.numel()  # no two elements share memory
