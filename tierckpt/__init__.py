@@ -1,6 +1,6 @@
 """tierckpt: hierarchical checkpointing and fast model loading for PyTorch.
 
-The public surface. Importing this module imports neither torch nor any cloud library; each name loads on first use.
+The public API. Importing this module imports neither torch nor any cloud library; each name loads on first use.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ if sys.argv[:1] == ["-m"] and any(
     option.startswith("-") and option.endswith("m") and module.partition(".")[0] == "tierckpt"
     for option, module in zip(sys.orig_argv[1:], sys.orig_argv[2:], strict=False)
 ):
-    # Python runs a module of ours, and would look for others in the working directory first: whoever may write there
-    # would run code as this user. (`python -P -m` shuts that out for the modules that come before this one, too.)
+    # `python -m` of a tierckpt module searches the working directory first: code there, by any user who may write to
+    # it, would run as this user. (`python -P -m` also protects the modules imported before this one.)
     import os
 
     try:
@@ -28,7 +28,7 @@ from . import errors
 from .errors import TierckptError as TierckptError
 from .process_start import open_missing_descriptors as _open_missing_descriptors
 
-_open_missing_descriptors()  # else a checkpoint may get descriptor 2, to which libraries print
+_open_missing_descriptors()  # else a checkpoint may get descriptor 2, which libraries print to
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
                 raise
             raise errors.MissingExtraError(
                 f"tierckpt.{name} needs the package {package}, which is not installed",
-                hint="pip install 'tierckpt[torch]' brings it (in a clone: pip install '.[torch]')",
+                hint="Run pip install 'tierckpt[torch]' (in a clone: pip install '.[torch]')",
             ) from None
         globals()[name] = value
         return value

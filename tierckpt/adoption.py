@@ -1,10 +1,11 @@
-"""Adoption: a directory that somebody else wrote becomes a committed checkpoint, and drains like any other.
+"""Adoption: makes a committed checkpoint of a directory that another program wrote, and drains it like any other.
 
-    1. the journal entry (J1), then the files are taken into the local tier under names no commit has used (P3)
-    2. they are made durable and digested there, and the directory is looked at again: it must be what it was
+    1. the journal entry (J1); then the files are taken into the local tier, under names that no commit has used (P3)
+    2. the files are made durable and digested there; then the directory is checked again: it must be unchanged
        (save/adopted_directory.py)
-    3. the journal entry with the manifest, then the local commit, then the drain: as a save (docs/internals/commit.md)
-A crash before 3 leaves an entry that the next process works off, and the writer's directory as it was.
+    3. the journal entry with the manifest, then the local commit, then the drain, like a save
+       (docs/internals/commit.md)
+A crash before 3 leaves an entry that the next process finishes, and the writer's directory unchanged.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from .types import Progress, ProgressListener, Tier
 log = logger("save")
 
 RANKS_SECONDS = 120.0
-"""How long the ranks of a job wait for each other to have written."""
+"""Maximum wait of a job's ranks for each other's message."""
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """A directory that was adopted, by this rank as far as it has a part in it."""
+    """The result of an adoption: files and bytes adopted by this rank."""
 
     uri: str
     files: int
@@ -52,13 +53,13 @@ class Adoption:
     settings: Settings = dataclasses.field(repr=False)
 
     def wait(self, tier: str = "shared", timeout_seconds: float = 600.0) -> None:
-        """Return when it is committed on ``tier``: what ``tierckpt.wait`` does, with its errors."""
+        """Wait until it is committed on ``tier``, like ``tierckpt.wait``, with the same errors."""
         wait(self.uri, tier, timeout_seconds, settings=self.settings)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank has to do with an adoption."""
+    """This rank's part of an adoption."""
 
     attempt: str
     rank: int = 0
@@ -84,33 +85,33 @@ def adopt(
     listener: ProgressListener = ignore_progress,
     **overrides: Any,
 ) -> Adoption:
-    """Make a checkpoint of a directory that somebody else wrote; return when it is committed on the local tier.
+    """Make a checkpoint of a directory that another program wrote; return when it is committed on the local tier.
 
-    From then on the directory may be deleted or written to. Every byte is digested; the drain follows in the
-    background, and ``.wait()`` of what is returned waits for it. All verbs know the checkpoint: ``tierckpt restore``
-    gives the directory back, and what has a ``.metadata`` of DCP also loads by ``TierStorageReader``. On every tier the
-    files lie in one folder of the checkpoint, ``files-<attempt>``, under the names that they had.
+    After that, the directory may be deleted or written to. Every byte is digested; the drain runs in the background,
+    and ``.wait()`` of the result waits for it. All commands accept the checkpoint: ``tierckpt restore`` restores the
+    directory, and one with a ``.metadata`` of DCP also loads by ``TierStorageReader``. On every tier, the files are in
+    one folder of the checkpoint, ``files-<attempt>``, under their original names.
 
     Args:
         directory: must be closed and quiet. Links inside it become files; empty directories are left out.
-        overwrite: replace what stands at ``uri``, which stays whole until this is committed. False refuses.
-        links: take files in by hard links, so that no byte is copied. Only for files that are never written in place
-            later, but deleted or replaced by rename; a violation is found by the digests. Where ``uri`` is a path this
-            has no effect: the checkpoint there would share the files too.
-        ranks: ``(rank, world_size)`` where several nodes adopt their own files into one checkpoint, which is committed
-            when all have. In a job of ``torch.distributed`` every rank calls this and they find out by themselves
-            which of them see the same directory; ``(0, 1)`` there says that this call is all of it.
-        attempt: a name that all of ``ranks`` give, new for each adoption; needed outside a ``torch.distributed`` job.
+        overwrite: replace an existing checkpoint at ``uri``, which stays intact until this is committed. False refuses.
+        links: take files in by hard links, without copying a byte. Only for files that are never written in place
+            later, only deleted or replaced by rename; the digests detect a violation. No effect if ``uri`` is a path:
+            the checkpoint there would share the files too.
+        ranks: ``(rank, world_size)`` if several nodes adopt their own files into one checkpoint, which is committed
+            when all have. In a job of ``torch.distributed`` every rank calls this, and the ranks find out which of
+            them see the same directory; ``(0, 1)`` there makes this call adopt alone.
+        attempt: a name common to all of ``ranks``, new for each adoption; required outside a ``torch.distributed`` job.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
-        listener: called with a ``Progress`` as what was taken in is digested, on this thread.
+        listener: called with a ``Progress`` during the digests, on this thread.
 
     Raises:
-        ConfigError: no directory, nothing in it, a link out of it; ``ranks`` or a URI that cannot be.
+        ConfigError: no directory, an empty one, a link out of it; invalid ``ranks`` or URI.
         CheckpointError: the directory is still being written.
-        AlreadyCommittedError: something stands at ``uri``, and ``overwrite`` is False.
-        CapacityError, PermissionDeniedError, StoreError: as a save.
+        AlreadyCommittedError: a checkpoint exists at ``uri``, and ``overwrite`` is False.
+        CapacityError, PermissionDeniedError, StoreError: as in a save.
         OperationTimeoutError: other ranks of the job did not call this within 120 s.
-    Cost: one read of every byte, and one write where neither reflinks nor ``links`` take it in.
+    Cost: one read of every byte, and one write unless reflinks or ``links`` are used.
 
     Example:
         >>> pathlib.Path("checkpoint-5").mkdir()
@@ -121,14 +122,14 @@ def adopt(
         '.../run/step-5'
     """
     configured = Settings.load(settings, **overrides)
-    use_local_root(configured)  # makes nothing yet: the arguments may be wrong
+    use_local_root(configured)  # creates nothing yet, as the arguments may be wrong
     location, place = check_location(parse_uri(uri)), local_path(directory, "directory")
     check_mirrored_target(location, configured.local_root)
     if place.resolve().is_relative_to(configured.local_root):
-        raise ConfigError(f"{place} lies inside local_root", hint="It belongs to tierckpt already")
+        raise ConfigError(f"{place} is inside local_root", hint="Adopt a directory outside local_root")
     client = get_client(configured)
     if location.scheme == "file" and Path(location.path).resolve().is_relative_to(place.resolve()):
-        raise ConfigError(f"{location.uri} lies in {place}, which is to be adopted", hint="Adopt it to a place outside")
+        raise ConfigError(f"{location.uri} is inside {place}, the adopted directory", hint="Use a URI outside it")
     part = _part_of(location, place, ranks, attempt)
     if part.is_idle:
         return Adoption(location.uri, 0, 0, configured)
@@ -141,7 +142,7 @@ def adopt(
     if part.attempt in replaces:
         raise AlreadyCommittedError(
             f"Checkpoint already exists: {location.uri} has an attempt {part.attempt}",
-            hint="The name of an attempt is used once",
+            hint="Use a new attempt name for each adoption",
         )
     links = links and location.scheme != "file"
     entries = _adopt(client, location, place, files, part, replaces, links, listener)
@@ -164,7 +165,7 @@ def _adopt(
     space.make_room(settings, sum(sizes.values()), directory)
     with read_lease.reading(settings.local_root, directory), journal.own(token) as hold:
         if not hold or journal.read(token) is not None:
-            raise CheckpointError(f"{location.uri}: an adoption of this name ({token}) is under way on this node")
+            raise CheckpointError(f"{location.uri}: an adoption with this name ({token}) is running on this node")
         make_dirs(directory)
         entry = journal.open(token, location, part.rank, int(settings.chunk_size_bytes))
         try:
@@ -184,7 +185,7 @@ def _adopt(
             )
             chunk, now = entry.chunk_size_bytes, time.time()
             manifest = Manifest(part.attempt, part.world_size, chunk, (), found, replaces, now)
-            # Before the commit, as a save: the local manifest says whether a crash came before or after it.
+            # Before the commit, like a save: the local manifest shows whether a crash came before or after it.
             entry = journal.write(dataclasses.replace(entry, files=found, manifest=manifest, state=READY))
             if entry.is_fragment:
                 local_commit.commit_local_fragment(directory, location, manifest)
@@ -197,13 +198,13 @@ def _adopt(
             raise
         if not settings.drain:
             journal.remove(token)
-    # The hold on the entry has ended: from here on it is the drain's.
+    # The entry is no longer held: from here on the drain owns it.
     COMMITS.emit(1, tier=Tier.LOCAL)
     log.info("adopted %s as %s (%d bytes)", place, location.uri, manifest.size_bytes)
     if settings.drain:
         try:
             client.drain_in_background(token)
-        except TierckptError as error:  # this process ends: the journal has the entry, for the next one
+        except TierckptError as error:  # this process ends; the entry stays in the journal for the next one
             log.warning("%s: drained when a process next saves here: %s", location.uri, error)
     return found
 
@@ -212,28 +213,28 @@ def _adopt(
 
 
 def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, attempt: str | None) -> _Part:
-    """Agree with the other ranks by a few keys of the job's rendezvous store, and no collective: any thread may."""
+    """Agree with the other ranks through the rendezvous store. Not a collective: any thread may call it."""
     if attempt is not None and not (is_token(attempt) and len(attempt) <= 60):
-        raise ConfigError(f"attempt is {attempt!r}", hint="Use letters, digits, '.', '_' and '-', at most 60")
+        raise ConfigError(f"attempt is {attempt!r}", hint="Use at most 60 letters, digits, '.', '_' and '-'")
     if ranks is not None and not (0 <= ranks[0] < ranks[1] <= RANKS_MAX):
-        raise ConfigError(f"ranks is {ranks}", hint="It is (rank, world_size), as (0, 2)")
+        raise ConfigError(f"ranks is {ranks}", hint="Pass (rank, world_size), like (0, 2)")
     of_job = ranks_of_job()
     rank, world_size = ranks or of_job or (0, 1)
     if world_size == 1 or attempt is not None:
         return _Part(attempt or secrets.token_hex(8), rank, world_size)
     if of_job is None:
         raise ConfigError(
-            f"rank {rank} of {world_size} does not know what the others call this adoption",
-            hint="Give all of them the same attempt='NAME', new each time, or call it in a torch.distributed job",
+            f"rank {rank} of {world_size} has no common attempt name with the other ranks",
+            hint="Pass all of them the same attempt='NAME', new each time, or call it in a torch.distributed job",
         )
     store = RankStore.numbered(f"tierckpt/adopt/{location.uri}/{world_size}", RANKS_SECONDS, (rank, world_size))
-    late = f"some rank has not begun to adopt {location.uri}"
-    hint = "Every rank calls adopt, in the same order, or one calls it with ranks=(0, 1)"
+    late = f"some ranks have not called adopt for {location.uri}"
+    hint = "Every rank must call adopt, in the same order, or one calls it with ranks=(0, 1)"
     attempts = store.all_gather("attempt", secrets.token_hex(8), late, hint)
     if ranks is not None:
         return _Part(attempts[0], rank, world_size)
     # Now every rank has written.
     places = store.all_gather("place", source.identity(place) or "none", late, hint)
     first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
-    is_idle = rank not in first and bool(first)  # nobody has a directory: each says so
+    is_idle = rank not in first and bool(first)  # without any directory, each rank raises the error
     return _Part(attempts[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)

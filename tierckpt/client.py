@@ -1,7 +1,7 @@
-"""The client: the ``Mover`` of a process for synchronous callers, and its half of the talk with the node's agent.
+"""The client: the ``Mover`` of a process for synchronous callers, and its requests to the node's agent.
 
-At exit the process waits for its drains, at most ``exit_timeout_seconds``; the journal keeps the rest. A forked child
-starts with no client.
+At exit the process waits up to ``exit_timeout_seconds`` for its drains; the rest stays in the journal. A forked child
+starts without a client.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .types import Json, ProgressListener, Tier
 log = logger("client")
 
 SETTLE_SECONDS = 300.0
-"""How long a process waits for the agent to write its predecessor's staged saves to the local tier."""
+"""Maximum wait for the agent to write the staged saves of ended trainers to the local tier."""
 STALLED_SECONDS = 5.0
-"""How long it waits for an agent that answers and makes no progress."""
+"""Maximum wait for an agent that answers without progress."""
 TOLD_AFTER_SECONDS = 1.0
 ASK_SECONDS = 1.0
-"""Between two requests to an agent while a caller waits for its drain."""
+"""Seconds between two requests to an agent while a caller waits for its drain."""
 
 
 class Client(LoopThread):
-    """A ``Mover`` on a thread of its own. Blocking, thread-safe. Use ``get_client`` to share one per settings."""
+    """A ``Mover`` on its own thread. Blocking, thread-safe. Use ``get_client`` to share one per settings."""
 
     def __init__(self, settings: Settings, listener: ProgressListener = ignore_progress) -> None:
         self.settings = settings
@@ -56,40 +56,40 @@ class Client(LoopThread):
         return self.settings.exit_timeout_seconds
 
     async def _stop(self) -> None:
-        """Also stop the drains: the journal keeps them."""
+        """Also stop the drains, which stay in the journal."""
         await super()._stop()
         await self.mover.close()
 
     def drain_in_background(self, token: str) -> None:
-        """Have a journal entry drained in the background: by the node's agent, or here if none answers.
+        """Drain a journal entry in the background: by the node's agent, or here if none answers.
 
-        Raises TierckptError: this client is closed; the journal has the entry, for the next process.
+        Raises TierckptError if this client is closed; the entry stays in the journal for the next process.
         """
 
         async def here() -> None:
             self.mover.drains.submit(token)
 
         if self.settings.mover == "agent":
-            problem = "no agent to drain with, so this process does it"
+            problem = "no agent drains, so this process does"
             self._tell_agent({"op": "submit", "token": token}, problem, here)
         else:
             self.call_soon(self.mover.drains.submit, token)
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
-        """Limit the drains of this node to ``bytes_per_second`` for ``seconds``; None: to the rate of the settings."""
+        """Limit the drains of this node to ``bytes_per_second`` for ``seconds``; None: the rate of the settings."""
         if self.settings.mover == "agent":
             message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
             self._tell_agent(message, "could not set the drain rate on the agent")
         self.call_soon(self.mover.limiter.throttle, bytes_per_second, seconds)
 
     def ask_no_longer(self) -> None:
-        """Stop every wait of a save for a silent store: training waits for the save."""
+        """Stop all waits of saves for a silent store, because training waits for the save."""
         self.call_soon(self.mover.replaced.ask_no_longer)
 
     def _tell_agent(self, message: Json, problem: str, instead: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Send ``message`` in the background. If no agent answers, log ``problem`` and do ``instead``.
+        """Send ``message`` in the background. If no agent answers, log ``problem`` and run ``instead``.
 
-        Raises TierckptError: this client is closed.
+        Raises TierckptError if this client is closed.
         """
 
         async def tell() -> None:
@@ -112,7 +112,7 @@ class Client(LoopThread):
         self.call_soon(start)
 
     def recover(self) -> None:
-        """Take over, once per process, the entries of earlier processes in the journal and the agent's staged saves.
+        """Take over the journal entries of earlier processes and the agent's staged saves, once per process.
 
         A second caller waits for the first.
         """
@@ -126,17 +126,17 @@ class Client(LoopThread):
             try:
                 await self.mover.drains.recover()
             except (TierckptError, OSError) as error:
-                log.error("the entries of earlier processes cannot be taken over now: %s", error)
+                log.error("cannot take over the journal entries of earlier processes now: %s", error)
 
         if self.settings.mover != "agent":
             self.run(self.mover.drains.recover())
             return
         self.wait_for_handoffs()  # a save that was only staged has no journal entry yet
-        if any(self.mover.journal.entries()):  # an agent that starts recovers; no save depends on it, so none waits
-            self._tell_agent({"op": "here"}, "no agent to recover with, so this process does it", here)
+        if any(self.mover.journal.entries()):  # an agent recovers when it starts; no save depends on it, so none waits
+            self._tell_agent({"op": "here"}, "no agent recovers, so this process does", here)
 
     def enter(self, run: Location, *, trains: bool) -> None:
-        """Wait for the staged saves of ended trainers of ``run``, and refuse later commits of theirs.
+        """Wait for the staged saves of ended trainers of ``run``, and reject their later commits.
 
         Args:
             trains: this process saves to the run. False: it only reads.
@@ -148,25 +148,25 @@ class Client(LoopThread):
         epoch.enter(self.settings.local_root, run, trains=trains and self.settings.mover == "agent")
 
     def wait_for_handoffs(self) -> None:
-        """Return when the agent, if one runs, has written the staged saves of ended trainers to the local tier.
+        """Wait until the agent, if one runs, has written the staged saves of ended trainers to the local tier.
 
-        Waits up to ``SETTLE_SECONDS`` while the agent makes progress; an agent that does not answer is not waited for.
+        Waits up to ``SETTLE_SECONDS`` while the agent makes progress; does not wait for an agent that does not answer.
         """
         if self.settings.mover != "agent" or not has_socket(self.settings.local_root):
             return
-        contact = own_contact(self.settings)  # of its own: this may take long, and others have to ask meanwhile
+        contact = own_contact(self.settings)  # its own: this may take long, and other requests must not wait for it
         try:
             message = {"op": "settle"}
             contact.ask(message, start=False, timeout_seconds=SETTLE_SECONDS, on_busy=_Watch())
         except AgentUnavailableError:
-            pass  # it has left nothing to wait for, or the log has said that it does not answer
+            pass  # nothing to wait for, or it does not answer, which was logged
         except (TierckptError, OSError) as error:
-            log.warning("what ended trainers had staged may not be there yet: %s", error)
+            log.warning("staged saves of ended trainers may not be on the local tier yet: %s", error)
         finally:
             contact.close()
 
     def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
-        """As ``BackgroundDrains.wait``. An agent that stops answering is replaced, so that its drains go on."""
+        """Like ``BackgroundDrains.wait``, but replaces an agent that stops answering, so that its drains continue."""
         is_agents = self.settings.mover == "agent" and tier is Tier.SHARED
 
         async def watched(mover: Mover) -> None:
@@ -186,15 +186,15 @@ class Client(LoopThread):
                 await asyncio.to_thread(contact_for(self.settings).ask, {"op": "here"}, start=False)
 
     def finish(self) -> None:
-        """Wait for the drains in this process, at most ``exit_timeout_seconds``; log the others; close."""
+        """Wait up to ``exit_timeout_seconds`` for the drains of this process; log unfinished ones; close."""
         timeout = self.settings.exit_timeout_seconds
         deadline = time.monotonic() + timeout
 
         def describe() -> str:
             return (
-                f"this process ends when its drains have ended: {len(self.mover.drains.draining)} are under way, "
+                f"this process exits after its drains: {len(self.mover.drains.draining)} are running, "
                 f"{max(0.0, deadline - time.monotonic()):.0f} of {timeout:g} s left (exit_timeout_seconds). "
-                "Ctrl-C stops: what is left stays on this node, `tierckpt drain --wait` finishes it"
+                "Ctrl-C stops: the rest stays on this node, `tierckpt drain --wait` finishes it"
             )
 
         with announced(log, describe):
@@ -210,7 +210,7 @@ class Client(LoopThread):
 
 
 class _Watch:
-    """Watches the progress that a busy agent reports, and logs the wait."""
+    """Watches the progress of a busy agent, and logs the wait."""
 
     def __init__(self) -> None:
         self._begun = self._moved_at = time.monotonic()
@@ -225,7 +225,7 @@ class _Watch:
         if not self._has_told and now - self._begun > TOLD_AFTER_SECONDS:
             self._has_told = True
             log.warning(
-                "waiting for the agent to write what ended trainers had staged (%s saves, %s bytes): %g s at most",
+                "waiting for the agent to write the staged saves of ended trainers (%s saves, %s bytes): up to %g s",
                 told.get("saves"),
                 told.get("size_bytes"),
                 SETTLE_SECONDS,
@@ -236,7 +236,7 @@ class _Watch:
 
 
 _tally = MetricsRelay()
-"""Measurements since the last message to the agent, which serves the metrics of the node."""
+"""Measurements since the last message to the agent, which serves the node's metrics."""
 listen(_tally)
 
 _clients: dict[Settings, Client] = {}
@@ -244,7 +244,7 @@ _lock = threading.Lock()
 
 
 def get_client(settings: Settings) -> Client:
-    """Return this process's client for ``settings``, made on first use."""
+    """Return this process's client for ``settings``, created on first use."""
     with _lock:
         if settings not in _clients:
             _clients[settings] = Client(settings)
@@ -260,21 +260,21 @@ def wait(
     settings: Settings | None = None,
     **overrides: Any,
 ) -> None:
-    """Return when the newest save to ``uri`` is committed on ``tier`` (``"local"`` or ``"shared"``).
+    """Wait until the newest save to ``uri`` is committed on ``tier`` (``"local"`` or ``"shared"``).
 
-    Saves that this process has begun, and that another thread is still writing, count.
+    Includes running saves of other threads of this process.
 
     Args:
         uri: one checkpoint (``s3://bucket/run/step-100``), not a run.
         tier: ``"local"``: durable on this node. ``"shared"``: drained, and visible to other nodes.
-        timeout_seconds: of the whole call.
+        timeout_seconds: limit of the whole call.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
 
     Raises:
-        ConfigError: another ``tier``, or a URI or setting that cannot work.
-        OperationTimeoutError: not within ``timeout_seconds``, or nobody saves to ``uri``.
-        TierckptError: a save that another thread of this process began failed; or its drain failed for a reason that
-            waiting does not mend (permission, damage, a rival save).
+        ConfigError: another ``tier``, or an invalid URI or setting.
+        OperationTimeoutError: not committed within ``timeout_seconds``, or no save to ``uri`` exists.
+        TierckptError: a save by another thread of this process failed; or its drain failed permanently (permission,
+            damage, a rival save).
 
     Example:
         >>> dcp.save({"weight": torch.ones(4)}, storage_writer=TierStorageWriter("run/step-1"))
@@ -284,7 +284,7 @@ def wait(
     try:
         wanted = Tier(tier)
     except ValueError:
-        raise ConfigError(f"tier is {tier!r}", hint="It is 'local' or 'shared'") from None
+        raise ConfigError(f"tier is {tier!r}", hint="Use 'local' or 'shared'") from None
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     deadline = time.monotonic() + timeout_seconds
@@ -294,13 +294,13 @@ def wait(
 
 @short_traceback
 def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **overrides: Any) -> str | None:
-    """Return the URI of the newest usable checkpoint at or under ``uri``, None when there is none.
+    """Return the URI of the newest usable checkpoint at or under ``uri``, or None.
 
-    Usable means committed, and every file has a copy of its size on this node, a peer or the shared tier. Newest is the
-    highest step number at the end of the name. What trainers of this node had staged when they ended is waited for.
+    Usable: committed, and every file has a copy of its size on this node, a peer or the shared tier. Newest: the
+    highest step number at the end of the name. Waits for the staged saves of this node's ended trainers.
 
-    None means that shared storage was listed, and has none. While it does not answer it is waited for,
-    ``store_wait_seconds``, unless the newest step on this node was saved here and has not been drained: that is
+    None means that shared storage was listed and has no checkpoint. If it does not answer, this waits up to
+    ``store_wait_seconds``, unless the newest step on this node was saved here and is not drained: that step is
     returned, with a warning.
 
     Args:
@@ -308,9 +308,9 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
         settings: a ``Settings``; ``overrides`` are single fields of it (``store_wait_seconds=0``).
 
     Raises:
-        ConfigError: a URI or setting that cannot work.
-        StoreUnavailableError, PermissionDeniedError: shared storage could not be asked.
-    Cost: one listing of ``uri``, and the manifest of each checkpoint looked at, newest first.
+        ConfigError: an invalid URI or setting.
+        StoreUnavailableError, PermissionDeniedError: shared storage could not be listed.
+    Cost: one listing of ``uri``, and the manifest of each checkpoint that is checked, newest first.
 
     Example:
         >>> tierckpt.latest("run") is None
@@ -328,7 +328,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
 
 
 def close_all() -> None:
-    """Stop every shared client of this process at once, and release staging memory that nothing refers to.
+    """Stop every shared client of this process at once, and release unused staging memory.
 
     Their unfinished drains stay in the journal.
     """

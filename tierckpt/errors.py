@@ -1,7 +1,7 @@
 """Every exception tierckpt raises.
 
     TierckptError
-    ├── ConfigError (ValueError)                      exit 2   a setting, URI or argument that cannot work
+    ├── ConfigError (ValueError)                      exit 2   an invalid setting, URI or argument
     │   ├── MissingExtraError (ImportError)                    the URI needs a package that is not installed
     │   └── UnsupportedTorchError (ImportError)                this torch lacks a private name that a feature needs
     ├── StoreError                                    exit 1   raised by stores/ and peer/ only
@@ -9,28 +9,28 @@
     │   │   └── BucketNotFoundError
     │   ├── PermissionDeniedError (PermissionError)   exit 6   missing or wrong credentials, read-only mount
     │   ├── EndpointError (ConfigError)               exit 2   wrong endpoint, certificate, region or proxy
-    │   ├── PreconditionFailedError                            put-if-absent found something, or an etag changed
-    │   └── StoreUnavailableError                     exit 7   the store's own retries are spent; try again later
+    │   ├── PreconditionFailedError                            put-if-absent found an object, or an etag changed
+    │   └── StoreUnavailableError                     exit 7   the store's own retries are exhausted; try again later
     │       ├── HubOfflineError                       exit 2   HF_HUB_OFFLINE is set
-    │       └── PeerError                                      another node does not answer, or not as it should
-    │           └── PeerBusyError                              it serves as much as it may: .retry_after_seconds
+    │       └── PeerError                                      another node gives no or a wrong answer
+    │           └── PeerBusyError                              it is at its limit of requests: .retry_after_seconds
     ├── CapacityError (OSError)                       exit 1   no room: disk full, quota; no memory, thread or file
-    ├── IntegrityError                                exit 5   bytes are not what the manifest says
-    │   ├── ManifestError (ValueError)                         the manifest itself is not acceptable
-    │   └── UnsafeCheckpointError (ValueError)                 it asks for more than to be read: code, paths, lies
+    ├── IntegrityError                                exit 5   bytes differ from the manifest
+    │   ├── ManifestError (ValueError)                         the manifest itself is invalid
+    │   └── UnsafeCheckpointError (ValueError)                 it has more than data: code, foreign paths, false claims
     ├── CheckpointError                               exit 1
     │   ├── CheckpointNotFoundError (FileNotFoundError) exit 4
-    │   ├── UncommittedCheckpointError                exit 4   files are there, the commit is not
+    │   ├── UncommittedCheckpointError                exit 4   files exist, but no commit
     │   ├── AlreadyCommittedError (FileExistsError)            another save owns this id
     │   ├── CommitAbandonedError                               some rank never finished its part
-    │   ├── CheckpointSkippedError                    exit 7   staging is full and the policy says skip
+    │   ├── CheckpointSkippedError                    exit 7   staging is full and the policy is to skip
     │   └── StateMismatchError (ValueError)                    the state dict does not fit the checkpoint
     ├── UpdaterLostError                              exit 7   the process of a NearStorageOptimizer has ended
-    ├── PartialTransferError                          exit 3   some files arrived, some did not: .failures
-    └── OperationTimeoutError (TimeoutError)          exit 7   a deadline passed; the message says what was awaited
+    ├── PartialTransferError                          exit 3   some files were not transferred: .failures
+    └── OperationTimeoutError (TimeoutError)          exit 7   a deadline passed; the message names the awaited event
 
-Each class inherits the builtin that callers already catch. Every instance pickles, because DCP ships exceptions
-between ranks. ``retryable`` is the only thing that decides whether the mover tries again.
+Each class inherits the builtin that callers already catch. Every instance pickles, because DCP sends exceptions
+between ranks. ``retryable`` alone decides whether the mover retries.
 
 Example:
     >>> issubclass(tierckpt.errors.CheckpointNotFoundError, FileNotFoundError)
@@ -47,9 +47,9 @@ from .redaction import redact, redact_all
 
 
 class TierckptError(Exception):
-    """Base of all errors here. ``message`` says what and which object; ``hint`` says what to do next.
+    """Base class of all errors. ``message`` states the failure and its object; ``hint`` the next step.
 
-    ``exit_code`` is what the command line ends with; ``retryable`` whether the same call may succeed later.
+    ``exit_code``: exit code of the command line. ``retryable``: whether the same call may succeed later.
 
     Example:
         >>> try:
@@ -62,10 +62,10 @@ class TierckptError(Exception):
     exit_code: int = 1
     retryable: bool = False
     is_logged: bool = False
-    """This process has logged the outage or refusal of which the error is one sign (``telemetry.log_failure``)."""
+    """Whether this process has already logged the cause, an outage or denial (``telemetry.log_failure``)."""
 
     def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
-        # Servers repeat what they were sent: a secret in their answer must not reach a log or a traceback through us.
+        # Servers repeat their input: a secret in their answer must not reach a log or a traceback.
         self.message = redact(message)
         self.hint = redact(hint)
         self.context = {key: redact_all(value) for key, value in context.items() if value is not None}
@@ -87,7 +87,7 @@ class TierckptError(Exception):
 
 
 def from_json(facts: Mapping[str, Any]) -> TierckptError:
-    """Return the error of ``to_json``. A class that is not defined here becomes a CheckpointError that names it."""
+    """Return the error of ``to_json``. An unknown class becomes a CheckpointError that names it."""
     context = {key: value for key, value in facts.items() if key not in ("error", "message", "hint")}
     name, message, hint = (str(facts.get(key, "")) for key in ("error", "message", "hint"))
     kind = globals().get(name)
@@ -133,7 +133,7 @@ class PermissionDeniedError(StoreError, PermissionError):
 
 
 class EndpointError(StoreError, ConfigError):
-    """The endpoint, its certificate, its region or the proxy is wrong: no later request is answered better."""
+    """The endpoint, its certificate, its region or the proxy is wrong: retries are pointless."""
 
 
 class PreconditionFailedError(StoreError):
@@ -146,7 +146,7 @@ class StoreUnavailableError(StoreError):
 
 
 class HubOfflineError(StoreUnavailableError):
-    """``HF_HUB_OFFLINE`` is set: no Hub is asked, now or later."""
+    """``HF_HUB_OFFLINE`` is set: no Hub is contacted, now or later."""
 
     exit_code = 2
     retryable = False
@@ -157,7 +157,7 @@ class PeerError(StoreUnavailableError):
 
 
 class PeerBusyError(PeerError):
-    """The peer is there and has no hand free. Ask another one, or this one after ``retry_after_seconds``."""
+    """The peer is up but at its limit. Use another one, or this one after ``retry_after_seconds``."""
 
     @property
     def retry_after_seconds(self) -> float:
@@ -215,7 +215,7 @@ class UpdaterLostError(TierckptError):
 
 
 class PartialTransferError(TierckptError):
-    """Some files arrived and some did not. ``failures`` maps each missing file to the error that stopped it."""
+    """Some files were not transferred. ``failures`` maps each of them to its error."""
 
     exit_code = 3
 

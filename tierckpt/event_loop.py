@@ -1,14 +1,14 @@
-"""One event loop on a thread of its own, for blocking callers on other threads; its fork and its exit.
+"""An event loop on its own thread, for blocking callers on other threads; its fork and exit.
 
 Timeouts are applied inside the loop, so they cancel the work itself. A forked child has neither the thread nor the
-connections: it refuses calls on objects of its parent.
+connections: it rejects calls on objects of its parent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import concurrent.futures.thread  # imported first, so that its own exit hook runs after ours
+import concurrent.futures.thread  # imported first, so that its exit hook runs after this module's
 import ctypes
 import inspect
 import os
@@ -36,7 +36,7 @@ class LoopThread:
     """Runs coroutines on its thread. Blocking, thread-safe."""
 
     def __init__(self, root: Path) -> None:
-        """``root``: the path in errors of the operating system that name none."""
+        """``root``: the path for errors of the operating system that name none."""
         self._root = root
         self._calls: set[concurrent.futures.Future[Any]] = set()
         """The calls in progress."""
@@ -81,18 +81,18 @@ class LoopThread:
             path = Path(os.fsdecode(error.filename)) if error.filename else self._root
             raise translate_os_error(error, path, Tier.LOCAL) from error
         except BaseException:
-            if not future.done():  # interrupted: the work ends before the caller closes its files
+            if not future.done():  # interrupted: wait for the work before the caller closes its files
                 future.cancel()
                 asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
             raise
         finally:
             self._calls.discard(future)
-            del future  # it holds its error, whose traceback holds this frame
+            del future  # breaks a reference cycle: it holds its error, with a traceback that holds this frame
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # it was cancelled before its turn came
+                work.close()  # it was cancelled before it started
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin a coroutine on the loop and return at once."""
+        """Start a coroutine on the loop and return at once."""
         try:
             future = self._begin(lambda: work)
         except BaseException:
@@ -102,7 +102,7 @@ class LoopThread:
         return future
 
     def _begin(self, call: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        with self._entering:  # a call registers before ``close``, which ends it, or is refused
+        with self._entering:  # a call either registers before ``close``, which ends it, or is rejected
             self._check_open()
             future = asyncio.run_coroutine_threadsafe(call(), self._loop)
             self._calls.add(future)
@@ -113,15 +113,15 @@ class LoopThread:
             raise RuntimeError("a blocking tierckpt call was made on tierckpt's own event loop")
         if not self.is_ours:
             raise TierckptError(
-                "what a process has opened was used in a forked child of it", hint="Open it again, in the child"
+                "an object was used in a forked child of its process", hint="Open it again in the child"
             )
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise TierckptError("tierckpt has been closed in this process, or the process ends", hint="Open it again")
+            raise TierckptError("tierckpt is closed in this process, or the process is exiting", hint="Open it again")
 
     def call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have the loop make a call. Raises TierckptError: it is closed."""
+        """Call a function on the loop. Raises TierckptError if the loop is closed."""
         with self._entering:
             self._check_open()
             self._loop.call_soon_threadsafe(call, *arguments)
@@ -134,7 +134,7 @@ class LoopThread:
         with self._entering:
             self._is_closed = True
         for call in tuple(self._calls):
-            call.cancel()  # it hangs or came late, and the thread that waits for it would keep the process from ending
+            call.cancel()  # it hangs or came late; the thread that waits for it would block the process's exit
         self._loop.call_soon_threadsafe(self._stop_loop)
         self._thread.join(timeout=10.0)
         if not self._thread.is_alive():
@@ -163,7 +163,7 @@ class LoopThread:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run ``loop`` until it is stopped.
 
-    A listener of the caller may raise SystemExit, which ends ``run_forever``; its own call raises it then, and all
+    A listener of the caller may raise SystemExit, which ends ``run_forever``; its own call then raises it, and all
     other calls continue.
     """
     while True:
@@ -179,18 +179,18 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def at_exit(call: Callable[[], None]) -> None:
-    """Call it when the process ends, before thread pools are stopped.
+    """Register ``call`` to run at process exit, before thread pools are stopped.
 
-    ``atexit`` would be too late: by then the interpreter has stopped them, and file I/O on the loop with them.
+    ``atexit`` is too late: the interpreter has already stopped them, and with them file I/O on the loop.
     """
     threading._register_atexit(call)  # type: ignore[attr-defined]
 
 
 def _keep_parents() -> None:
-    """In a forked child, keep the objects of the parent's loops alive for ever.
+    """In a forked child, keep the objects of the parent's loops alive forever.
 
-    A freed coroutine releases its locks and connections, which are the parent's, and native code waits for threads that
-    the child does not have. So none may be freed here, not even when the child ends.
+    Freeing a coroutine releases its locks and connections, which belong to the parent, and native code would wait for
+    threads that the child does not have. So none may be freed, not even when the child ends.
     """
     parents = [(one, asyncio.all_tasks(one._loop)) for one in list(_every)]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))

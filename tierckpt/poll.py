@@ -1,4 +1,4 @@
-"""The one poll loop of the package, with its deadline, and the warning of a long wait."""
+"""The poll loop of the package, with a deadline, and the warning of a long wait."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from .resources import start_if_possible
 
 GROWTH = 1.5
-"""What takes long may take longer: a wait ends at most half its length late, and costs few looks."""
+"""Growth of pauses: a wait ends at most half its length late, with few checks."""
 
 
 class Pauses(NamedTuple):
-    """The pause before the second look, and the longest one."""
+    """The pause before the second check, and the longest one."""
 
     first_seconds: float
     longest_seconds: float
@@ -29,16 +29,16 @@ class Pauses(NamedTuple):
 BRIEF = Pauses(0.001, 0.02)
 """For a lock held for a few system calls, and for waits of a person or a training step."""
 LOCAL = Pauses(0.005, 0.1)
-"""For the work of another process of this node. A look costs a few system calls."""
+"""For the work of another process of this node. A check costs a few system calls."""
 SHARED = Pauses(0.05, 2.0)
-"""For the work of other nodes. A look costs a request."""
+"""For the work of other nodes. A check costs a request."""
 LOOK_SECONDS = 0.2
 """Background work without progress for this long hangs: training waits at most twice this time for it."""
 LATE = 1.25
 
 
 class Poll:
-    """Iterate to look at once, then after pauses that grow, for the last time at the deadline.
+    """Iterator of checks: the first at once, then after growing pauses, the last at the deadline.
 
     ``for`` sleeps, ``async for`` lets the event loop run::
 
@@ -71,7 +71,7 @@ class Poll:
         self._has_looked = True
 
     def pause(self) -> bool:
-        """Sleep until the next look. False, at once, when the deadline has passed."""
+        """Sleep until the next check. Returns False, at once, after the deadline."""
         seconds = self._next_pause()
         if seconds > 0:
             time.sleep(seconds)
@@ -92,7 +92,7 @@ class Poll:
 def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
     """Wait until all of ``work`` is done, while ``progress`` changes between two calls. False if it stops changing.
 
-    A look that comes late says that this process does not get the processor, and of the others' threads nothing.
+    A late check means that this process lacks CPU time, and says nothing about the threads that do the work.
     """
     seen, looked_at = None, time.monotonic()
     while futures.wait(work, LOOK_SECONDS).not_done:
@@ -113,8 +113,7 @@ def announced(
 ) -> Iterator[None]:
     """Log ``describe()`` as a warning while the block runs: after ``first_seconds``, then every ten seconds.
 
-    A wait of minutes without a word looks like a hang. ``describe`` is called on a thread of its own; an empty text is
-    not logged.
+    A silent wait of minutes looks like a hang. ``describe`` runs on its own thread; an empty text is not logged.
     """
     is_done = threading.Event()
 

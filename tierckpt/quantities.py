@@ -1,9 +1,9 @@
-"""Sizes and durations as people read them, and the block of a disk."""
+"""Readable sizes and durations, and the block size of a disk."""
 
 from __future__ import annotations
 
 DISK_BLOCK_BYTES = 4096
-"""What O_DIRECT reads and writes in. Blocks that are digested are larger: ``format.manifest.DIGEST_BLOCK_BYTES``."""
+"""Block size of O_DIRECT. Digested blocks are larger: ``format.manifest.DIGEST_BLOCK_BYTES``."""
 
 
 def round_up(size_bytes: int, to: int = DISK_BLOCK_BYTES) -> int:
@@ -12,7 +12,7 @@ def round_up(size_bytes: int, to: int = DISK_BLOCK_BYTES) -> int:
 
 
 def human_bytes(size_bytes: float) -> str:
-    """Return a size as people read it: ``512 B``, ``1.5 MiB``."""
+    """Return a readable size: ``512 B``, ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"

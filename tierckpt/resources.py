@@ -1,4 +1,4 @@
-"""Threads, descriptors and memory that the system does not give: one error says which, and what limits it."""
+"""One error for threads, descriptors and memory that the system refuses, with the limit to raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDIES = {
 
 
 def exhausted(error: BaseException) -> CapacityError | None:
-    """Return the typed error for one that says that the system gives no thread, descriptor or memory; else None."""
+    """Return a CapacityError if ``error`` means a refused thread, descriptor or memory; else None."""
     if isinstance(error, TierckptError):
         return None
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -31,12 +31,14 @@ def exhausted(error: BaseException) -> CapacityError | None:
     else:
         return None
     return CapacityError(
-        f"this process can have no more {what}: {error or type(error).__name__}", hint=_REMEDIES[what], resource=what
+        f"the system gives this process no more {what}: {error or type(error).__name__}",
+        hint=_REMEDIES[what],
+        resource=what,
     )
 
 
 def start_thread(thread: Thread) -> Thread:
-    """Start ``thread`` and return it. Raises CapacityError when the system gives none."""
+    """Start ``thread`` and return it. Raises CapacityError if the system refuses it."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
@@ -54,7 +56,7 @@ def start_if_possible(thread: Thread) -> bool:
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """A pool that makes do with the threads it has. ``submit`` raises CapacityError when it has none."""
+    """A pool that works with the threads it can get. ``submit`` raises CapacityError if it has none."""
 
     def _adjust_thread_count(self) -> None:
         try:

@@ -1,10 +1,10 @@
 """The private names of torch that tierckpt uses, in one place.
 
-No other module uses names of torch that begin with an underscore. Each name here is looked up on first use, so
-a torch that has renamed one disables only the feature that needs it: the lookup raises ``UnsupportedTorchError``
-with the name, the feature and the checked versions.
+No other module uses names of torch that begin with an underscore. Each name is resolved on first use, so a torch
+without it disables only the feature that needs it: the lookup raises ``UnsupportedTorchError`` with the name, the
+feature and the checked versions.
 
-This module imports no torch: ``tierckpt.adoption``, which runs where no torch is installed, is above it.
+This module imports no torch: ``tierckpt.adoption``, which also runs without torch, depends on it.
 
 Example:
     >>> from tierckpt import torch_internals
@@ -117,7 +117,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _find(path: str, feature: str) -> Any:
-    """Return the object at ``module:attribute.attribute``; of a descriptor a function that reads it from an object."""
+    """Return the object at ``module:attribute.attribute``; for a descriptor, a function that reads it."""
     module, _, attributes = path.partition(":")
     try:
         found = attrgetter(attributes)(import_module(module))
@@ -135,8 +135,8 @@ def _unsupported(name: str, feature: str) -> UnsupportedTorchError:
 
 
 def set_local_tensor(tensor: Any, local: Any) -> None:
-    """Put ``local`` in place of the local tensor of a DTensor."""
-    _find(*NAMES["local_tensor_of"])  # raises where this torch calls it something else
+    """Replace the local tensor of a DTensor by ``local``."""
+    _find(*NAMES["local_tensor_of"])  # raises if this torch has another name for it
     tensor._local_tensor = local
 
 
@@ -149,13 +149,13 @@ def step_post_hooks_of(optimizer: Any) -> Any:
 
 
 def is_compiled(module: Any) -> bool:
-    """True for what ``torch.compile`` makes of a module: another, with it inside as ``_orig_mod``."""
+    """Return True for the result of ``torch.compile``, a module with the original inside as ``_orig_mod``."""
     frame = sys.modules.get("torch._dynamo.eval_frame")
     return frame is not None and isinstance(module, frame.OptimizedModule)
 
 
 def submodules_that_load_themselves(root: Any) -> list[str]:
-    """Return the paths of submodules which decide themselves what they take from a state dict, and how.
+    """Return the paths of submodules with their own rules for loading a state dict.
 
     Others have a tensor for each key, and get a copy. Hooks of torch's own wrappers, which only translate names or
     gather shards, do not count, nor does the override of batch norms, which adds a key to old state dicts.
@@ -191,13 +191,13 @@ def load_hooks_of(optimizer: Any) -> list[Any]:
 
 
 def cached_global_plans() -> dict[str, Any]:
-    """Return the plans that ``enable_plan_caching`` of DCP keeps; none where this torch keeps them elsewhere."""
+    """Return the plans cached by DCP's ``enable_plan_caching``; empty if this torch keeps them elsewhere."""
     planner = import_module("torch.distributed.checkpoint.planner").SavePlanner
     return getattr(planner, "_cached_global_plan", {})
 
 
 def missing() -> dict[str, str]:
-    """Return the names that the installed torch lacks, each with the feature that does not work without it."""
+    """Return the names that the installed torch lacks, each with the feature that needs it."""
     found = {}
     for path, feature in NAMES.values():
         try:

@@ -1,7 +1,7 @@
-"""What a traceback of ours shows: the caller's lines and the message. Set TIERCKPT_TRACEBACK=1 for all of it.
+"""Short tracebacks: the caller's lines and the message. Set TIERCKPT_TRACEBACK=1 for the full ones.
 
-A ``TierckptError`` says itself what went wrong, where and what to do, so the frames inside tierckpt and the errors it
-was made from are of use to nobody but its developers. Other exceptions are bugs and keep everything.
+A ``TierckptError`` states the failure, its place and the remedy, so frames inside tierckpt and causes help only its
+developers. Other exceptions are bugs and keep the full traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def keeps_tracebacks() -> bool:
 
 
 def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate an entry of the public surface: an error of ours leaves it without our frames and causes."""
+    """Decorate a public function: its ``TierckptError`` has no frames of tierckpt and no causes."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

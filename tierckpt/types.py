@@ -10,7 +10,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Tier(enum.StrEnum):
-    """Where a copy of a file lives."""
+    """The storage tier of a copy."""
 
     LOCAL = "local"
     PEER = "peer"
@@ -31,9 +31,9 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object of a store: key relative to the store's root, size, and the version the store gives it (if any).
+    """One object of a store: key relative to the store's root, size, and the store's version of it (if any).
 
-    ``modified_unix_seconds``: when it was written, by the store's clock; None from a store that does not say.
+    ``modified_unix_seconds``: time of the write, by the store's clock; None if the store does not report it.
     """
 
     key: str
@@ -44,7 +44,7 @@ class ObjectInfo:
 
 @dataclass(slots=True, eq=False)
 class FileProgress:
-    """How far one file of a transfer is. It changes while the file moves."""
+    """Progress of one file of a transfer. Updated while the file is transferred."""
 
     path: str
     done_bytes: int
@@ -59,7 +59,7 @@ class Progress:
     done_bytes: int
     total_bytes: int
     note: str = ""
-    """More that a person may want to see: where the bytes come from."""
+    """Additional text for people: the source of the bytes."""
     files: tuple[FileProgress, ...] = ()
     """The files in flight."""
 

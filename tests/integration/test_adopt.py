@@ -445,7 +445,7 @@ def late(top: str) -> None:
     adoption.RANKS_SECONDS = 1.0
     Path(top, "out").mkdir()
     Path(top, "out", "file").touch()
-    with pytest.raises(OperationTimeoutError, match="some rank has not begun"):
+    with pytest.raises(OperationTimeoutError, match="some ranks have not called adopt"):
         tierckpt.adopt(f"{top}/out", f"{top}/run/step-5")
 
 

@@ -210,7 +210,7 @@ def test_a_checkpointer_stays_in_its_process_and_says_so(file_uri: str) -> None:
     """As a spawned worker of a DataLoader would have it, whose data set refers to one."""
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for move in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(ConfigError, match="Make one in each rank"):
+            with pytest.raises(ConfigError, match="Create one in each rank"):
                 move(checkpointer)
 
 

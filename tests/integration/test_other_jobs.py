@@ -69,7 +69,7 @@ class Process:
 
     @property
     def knows(self) -> bool:
-        return "not alone" in self.said
+        return "another job saves there" in self.said
 
     def kill(self) -> None:
         self._process.kill()
@@ -96,7 +96,7 @@ def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
         assert one.save(5) == "saved 5"
         for job, other in ((one, two), (two, one)):
             assert job.knows, job.said
-            assert job.said.count("not alone") == 1, "once for each other"
+            assert job.said.count("another job saves there") == 1, "once for each other"
             assert f"process {other._process.pid}" in job.said
     finally:
         one.kill()
@@ -130,7 +130,7 @@ def test_a_run_that_ends_in_order_and_goes_on_elsewhere_is_alone(
             for step in (1, 2, 3) if node == "one" else (4, 5, 6):
                 checkpointer.save(step, {"w": torch.zeros(10)}).result(60)
         close_all()
-    assert "not alone" not in caplog.text
+    assert "another job saves there" not in caplog.text
 
 
 def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,7 +138,7 @@ def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pyte
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.zeros(10)}).result(60)
             assert caplog.text.count("no conditional puts") == 1
-    assert "not alone" not in caplog.text
+    assert "another job saves there" not in caplog.text
 
 
 ASKED = """

@@ -1,1 +1,1 @@
-"""From any tier to a directory of this node."""
+"""Restores a checkpoint from any tier to a directory of this node."""

@@ -1,8 +1,8 @@
-"""The drill: does the shared tier alone bring a checkpoint back? Found out before a node is lost, not after.
+"""The drill: checks that the shared tier alone can restore a checkpoint, before a node is lost.
 
 It picks a committed step at random (with a reported seed, to repeat a finding), fetches it into a scratch directory
-without this node's copies, and compares every byte with its digest twice: as received, and
-as read back from the disk. It does not load the checkpoint, so no code in it can run (P9).
+without this node's copies, and compares every byte with its digest twice: as received, and as read back from the disk.
+It does not load the checkpoint, so no code in it can run (P9).
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ async def drill(
 
     Args:
         seed: repeats the choice of an earlier drill.
-        scratch: where to restore to. None: the local root.
+        scratch: directory to restore to. None: the local root.
 
     Raises:
         CheckpointNotFoundError: nothing is committed there.
         ManifestError: the manifest of the chosen step is damaged.
         CapacityError: it does not fit; nothing was fetched.
-        StoreUnavailableError, PermissionDeniedError: the store does not answer, which says nothing about the files.
+        StoreUnavailableError, PermissionDeniedError: the store does not answer; the files may still be good.
     Cost: every byte fetched, written and read back once; room for the whole checkpoint.
     """
     gate = asyncio.Semaphore(mover.settings.concurrency)
@@ -111,7 +111,7 @@ async def drill(
     if found is None:
         raise CheckpointNotFoundError(
             f"nothing is committed on the shared tier at or under {location.uri}",
-            hint="`tierckpt ls` lists what is there; `tierckpt drain --wait` on the training nodes brings more",
+            hint="`tierckpt ls` lists checkpoints; `tierckpt drain --wait` on the training nodes commits pending ones",
         )
     chosen, count, manifest = found
     report = DrillReport(chosen, seed, count)
@@ -124,7 +124,7 @@ async def _has_commit(store: Store, gate: asyncio.Semaphore) -> bool:
         try:
             await store.head(MANIFEST)
         except BucketNotFoundError:
-            raise  # a place that does not exist is not an empty place
+            raise  # a missing bucket is not an empty one
         except ObjectNotFoundError:
             return False
         return True
@@ -170,13 +170,13 @@ class _Job:
                 self._note(entry.path, error)
 
     async def _expect_size(self, entry: FileEntry) -> None:
-        """Check the size: a fetch by ranges would not notice bytes added at the end."""
+        """Check the size: a fetch by ranges would miss bytes added at the end."""
         found_bytes = (await self.store.head(entry.key)).size_bytes
         if found_bytes != entry.size_bytes:
             raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
 
     async def look_at_stock_copy(self, entry: FileEntry) -> None:
-        """Stock PyTorch reads the metadata under its own name: that copy counts too (P1)."""
+        """Check the metadata under the name that stock PyTorch reads: that copy counts too (P1)."""
         async with self.gate:
             try:
                 data = await self.store.get(entry.path)
@@ -203,8 +203,8 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
         free = space_of(parent).free_bytes
         if free < needed_bytes:
             raise CapacityError(
-                f"the checkpoint has {human_bytes(needed_bytes)}, {human_bytes(free)} are free under {parent}",
-                hint="Give a --scratch directory with more room; nothing was fetched",
+                f"the checkpoint has {human_bytes(needed_bytes)}, but {human_bytes(free)} are free under {parent}",
+                hint="Use a --scratch directory with more room; nothing was fetched",
                 needed_bytes=needed_bytes,
                 free_bytes=free,
             )
@@ -217,13 +217,13 @@ def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove the directories of killed drills: their locks ended with them."""
+    """Remove the directories of killed drills: their locks are free."""
     for left in parent.glob(f"{PREFIX}*"):
-        if left.is_dir() and _lock_of(left).exists():  # without a lock file it is not known to be ours
+        if left.is_dir() and _lock_of(left).exists():  # without a lock file it may not be a drill's
             with try_lock(_lock_of(left), remove=True) as dead:
                 if dead:
                     remove_tree(left, ignore_errors=True)
-                    log.info("removed %s, which a killed drill had left", left)
+                    log.info("removed %s, left by a killed drill", left)
 
 
 def _lock_of(directory: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Bring files of a checkpoint to this node from the nearest other copy: peers that have them, then the shared tier.
+"""Fetches files of a checkpoint to this node from the nearest copy: peers, then the shared tier.
 
-A load that reads ranges of files in place takes its copies from ``dcp/checkpoint_files``.
+A load that reads ranges of files in place fetches them by ``dcp/checkpoint_files``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logger("restore")
 
 
 async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
-    """Bring the missing ``entries`` to the local tier, verified, from peers or the shared tier.
+    """Fetch the missing ``entries`` to the local tier, verified, from peers or the shared tier.
 
-    Best effort: readers use the other tiers for files that cannot be kept here.
+    Best effort: if a file cannot be kept here, readers use the other tiers.
     """
     if checkpoint.manifest is None:
         return
@@ -57,12 +57,12 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
                 width = mover.settings.concurrency
                 await bring(checkpoint, entry, sharing=mover.sharing, concurrency=width, on_bytes=on_bytes)
             except (TierckptError, OSError) as error:
-                log.warning("%s could not be brought to this node: %s", entry.path, error)
+                log.warning("%s could not be fetched to this node: %s", entry.path, error)
 
     async with mover.reading(checkpoint):
         is_elsewhere = bool(missing and checkpoint.tiers & {Tier.SHARED, Tier.PEER})
         if is_elsewhere and mover.peers is not None:
-            await adopt(checkpoint)  # so that peers find each file here from the moment that it is whole
+            await adopt(checkpoint)  # so that peers find each file here once it is complete
         await asyncio.gather(*(one(entry) for entry in missing))
         if is_elsewhere:
             await adopt(checkpoint)  # for retention and eviction
@@ -71,13 +71,13 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
 async def bring(
     checkpoint: Checkpoint, entry: FileEntry, *, sharing: PeerJoiner | None, concurrency: int, on_bytes: OnBytes
 ) -> None:
-    """Bring one file of ``checkpoint`` to the local tier; it appears whole, verified and durable, or not at all.
+    """Fetch one file of ``checkpoint`` to the local tier. It appears complete, verified and durable, or not at all.
 
     With ``sharing``, nodes that fetch the same file read each byte of it from the shared tier once, together, and
-    pass it on. One process of a node fetches a file; others wait, and find it in place.
+    pass it on. One process of a node fetches a file; others wait for it.
 
     Raises:
-        IntegrityError, StoreError, CapacityError: it cannot be had, or not kept.
+        IntegrityError, StoreError, CapacityError: the file could not be fetched or kept.
     """
     chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest is not None else 0
     path, nearest = checkpoint.directory / entry.key, NearestSource(checkpoint.store, checkpoint.elsewhere)
@@ -90,7 +90,7 @@ async def bring(
             on_bytes(entry.size_bytes)
             return
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
-        # A version of its own (peer/chunk_files.py, Single): only nodes that want the file share it.
+        # A separate version (peer/chunk_files.py, Single): only nodes that want the file share it.
         frozen = FileSet(checkpoint.location.uri, (wanted_of(entry),), chunk)
         place = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
@@ -104,7 +104,7 @@ async def bring(
 
 
 class _Counted:
-    """Turns the progress of one fill into received bytes."""
+    """Converts the progress of one fill to received bytes."""
 
     def __init__(self, on_bytes: OnBytes) -> None:
         self._on_bytes, self._done_bytes = on_bytes, 0
@@ -115,14 +115,14 @@ class _Counted:
 
 
 def _put(place: Path, entry: FileEntry, path: Path) -> None:
-    """Give the file its name. It is durable already."""
+    """Rename the durable file into place."""
     with translated(path, is_above=True):
         publish(place / entry.path, path)
         remove_tree(place, ignore_errors=True)
 
 
 async def adopt(checkpoint: Checkpoint) -> None:
-    """Record on this node a commit that was found elsewhere: then retention, eviction and peers know the files.
+    """Record on this node a commit made elsewhere, so that retention, eviction and peers know its files.
 
     Best effort: a failure is logged, and no fetched file is lost.
     """
@@ -136,19 +136,19 @@ async def adopt(checkpoint: Checkpoint) -> None:
         if Tier.SHARED in checkpoint.tiers:
             await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
     except (TierckptError, OSError) as error:
-        log.warning("the commit of %s could not be noted on this node: %s", checkpoint.location.uri, error)
+        log.warning("the commit of %s could not be recorded on this node: %s", checkpoint.location.uri, error)
 
 
 async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, bytes]:
-    """The bytes of each metadata file by its path, checked: from this node, peers, or the shared tier.
+    """Return the verified bytes of each metadata file by path, from this node, peers, or the shared tier.
 
     Raises:
-        IntegrityError, StoreError: there is no good copy of one.
+        IntegrityError, StoreError: a file has no good copy.
     """
     nearest, chunk = NearestSource(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
     here, found = LocalFiles(checkpoint.directory), {}
     for entry in manifest.metadata:
-        for known in (entry, replace(entry, source="")):  # a prefetch fills directories as stock PyTorch reads them
+        for known in (entry, replace(entry, source="")):  # a prefetch writes directories in stock PyTorch's layout
             with contextlib.suppress(OSError, IntegrityError, StoreError):
                 found[entry.path] = await get_whole(here, known, chunk)
                 break

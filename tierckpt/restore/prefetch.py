@@ -1,4 +1,4 @@
-"""Prefetch: a checkpoint, a model or any files on this node, whole, before anything needs them."""
+"""Prefetch: puts a checkpoint, a model or any files on this node before they are needed."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from . import fetch_file
 
 @dataclass(frozen=True, slots=True)
 class PrefetchRequest:
-    """What to have on this node, and where."""
+    """The files to have on this node, and their destination."""
 
     location: Location
     directory: Path | None = None
-    """None: a whole checkpoint of ours goes to the local tier, anything else to the node cache."""
+    """None: a whole tierckpt checkpoint goes to the local tier, anything else to the node cache."""
     files: FileFilter = ALL_FILES
     pin: bool = False
     keep: bool = False
-    """No eviction from the node cache while this process lives."""
+    """Protect it from eviction from the node cache while this process lives."""
     hf_cache: bool = False
     """``directory`` is a Hugging Face cache, by default this user's."""
     size_bytes_max: int | None = None
     wait_seconds: float | None = None
-    """How long to wait for missing or uncommitted files. None: they are an error."""
+    """Maximum wait for missing or uncommitted files. None: they raise an error."""
 
     def place(self, mover: Mover, resolved: ResolvedUri) -> Path | None:
-        """Return the directory to fill; None: the node cache. An adopted checkpoint goes there: it has other names."""
+        """Return the directory to fill, or None for the node cache, also for an adopted checkpoint (other names)."""
         manifest = resolved.manifest
         is_ours = manifest is not None and not resolved.is_filtered and not manifest.adopted_dirs
         return self.directory or (mover.directory(resolved.location) if is_ours else None)
@@ -74,26 +74,26 @@ def prefetch(
 ) -> Path:
     """Fill a directory of this node with a checkpoint or the files of a model; return the directory.
 
-    When it returns every file is there, whole and durable; until then the directory is not there at all (or, where it
-    held other files before, has no receipt). A killed prefetch goes on where it stopped, and several processes of a
-    node that ask for the same share the work. While this process lives, nobody evicts what it was given.
+    On return, every file is present, complete and durable; until then the directory does not exist (or, if it held
+    other files before, has no receipt). A killed prefetch is resumed, and several processes of a node that request the
+    same files share the work. The returned files are not evicted while this process lives.
 
     Args:
-        to: the directory. Default: the node cache, and for a checkpoint of ours the local tier, where restore finds it.
-        include: globs of the files to take, by path below ``uri``; none takes all. ``*`` matches slashes too.
+        to: the directory. Default: the node cache; for a tierckpt checkpoint the local tier, where restore finds it.
+        include: globs of the files to fetch, by path under ``uri``; none means all. ``*`` matches slashes too.
         exclude: globs of files to leave out.
         pin: keep it in the node cache until it is unpinned; other versions of ``uri`` are unpinned.
-        wait_seconds: wait so long for what is not committed or not there yet. None: that is an error.
-        hf_cache: of ``hf://org/name``: fill the Hugging Face cache (``HF_HUB_CACHE``, or ``to``), where
+        wait_seconds: maximum wait for files that are missing or not committed. None: raise an error.
+        hf_cache: for ``hf://org/name``: fill the Hugging Face cache (``HF_HUB_CACHE``, or ``to``), where
             ``from_pretrained("org/name")`` finds it. Returns the snapshot's directory.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
-        listener: called with a ``Progress`` as bytes arrive, on the client's thread: it must return at once.
+        listener: called with a ``Progress`` as bytes arrive, on the client's thread; it must not block.
 
     Raises:
         PartialTransferError: some files could not be fetched; ``.failures`` names them.
         CheckpointNotFoundError, ObjectNotFoundError, UncommittedCheckpointError: nothing usable at ``uri``.
         CapacityError: the files do not fit on the disk; nothing was fetched.
-        IntegrityError, StoreError, ConfigError: damage, what the store answered, a setting that cannot work.
+        IntegrityError, StoreError, ConfigError: damage, a failed request, an invalid setting.
         OperationTimeoutError: ``wait_seconds`` have passed.
     Cost: each byte is read from shared storage once per cluster, and written once per node.
 
@@ -121,7 +121,7 @@ def _globs(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 async def fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
-    """Have the files of ``request`` on this node, whole. Raises as ``tierckpt.prefetch``."""
+    """Fetch the files of ``request`` to this node. Raises the errors of ``tierckpt.prefetch``."""
     if request.wait_seconds is None:
         return await _fetch(mover, request)
     return await retry_until_available(lambda: _fetch(mover, request), request.wait_seconds, request.location.uri)
@@ -138,17 +138,17 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
         return await mover.node_cache.fill(resolved, pin=request.pin, keep=request.keep)
     if request.pin:
         raise ConfigError(
-            "a Hugging Face cache pins nothing"
+            "a Hugging Face cache has no pins"
             if request.hf_cache
-            else f"{location.uri} is a checkpoint of tierckpt: it goes to the local tier, which has no pins",
-            hint="Leave --pin out (retention keeps a checkpoint), or give --to a directory of its own",
+            else f"{location.uri} is a tierckpt checkpoint: it goes to the local tier, which has no pins",
+            hint="Omit --pin (retention keeps a checkpoint), or use a separate directory with --to",
         )
     if location.scheme == "file" and target.absolute() == Path(location.path):
-        raise ConfigError(f"{target} is both source and target of the prefetch", hint="Give another --to")
+        raise ConfigError(f"{target} is both source and target of the prefetch", hint="Use another --to")
     with contextlib.ExitStack() as leases:
         held = await asyncio.to_thread(_held, mover, resolved, target, leases)
         common: dict[str, Any] = {
-            # A model has no chunk size of its own: the one of the copies makes their digests comparable.
+            # A model has no chunk size. With that of the local copies, digests are comparable.
             "chunk_size_bytes": (held[-1][1] if held else resolved).frozen.chunk_size_bytes,
             "concurrency": mover.settings.concurrency * 2,
             "listener": mover.listener,
@@ -168,7 +168,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
 
 
 async def check(mover: Mover, request: PrefetchRequest) -> Check:
-    """Return how much of ``request`` is on this node. Changes nothing. In a Hugging Face cache every byte is read."""
+    """Return the share of ``request`` on this node. Changes nothing. In a Hugging Face cache it reads every byte."""
     if request.hf_cache:
         resolved = await mover.node_cache.freeze(request.location, files=request.files)
         cache = (request.directory or hub_cache()).absolute()
@@ -179,7 +179,7 @@ async def check(mover: Mover, request: PrefetchRequest) -> Check:
 
 
 async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
-    """Return what the cache would evict for ``request``; None: it does not go to the cache. Changes nothing."""
+    """Return the evictions that ``request`` needs; None if it does not go to the cache. Changes nothing."""
     resolved = await mover.node_cache.freeze(request.location, files=request.files)
     if request.place(mover, resolved) is not None:
         return None
@@ -199,9 +199,9 @@ def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.
 
 
 async def _freeze(mover: Mover, request: PrefetchRequest) -> tuple[ResolvedUri, Checkpoint | None]:
-    """Return the files at the location, fixed, and the checkpoint there if a peer has committed it.
+    """Return the fixed files at the location, and the checkpoint there if a peer has committed it.
 
-    One commit of any node is enough, on the shared tier or not yet.
+    A commit of any node is enough, even if it is not on the shared tier.
     """
     location = request.location
     if mover.peers is not None and location.name in await mover.peers.committed(location.parent):

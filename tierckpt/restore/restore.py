@@ -1,6 +1,7 @@
-"""Restore: a committed checkpoint as a plain directory, each chunk from the nearest copy that passes its digest.
+"""Restore: copies a committed checkpoint to a plain directory, each chunk from the nearest copy with its digest.
 
-It is a prefetch (cache/prefetch.py: reserve, resume, publish atomically) whose source reads this node's copies first.
+It is a prefetch (cache/prefetch.py: reserve, resume, publish atomically) with a source that reads this node's copies
+first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logger("restore")
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """The result of a restore. Bytes left by an earlier, killed attempt count on no tier."""
+    """The result of a restore. Bytes of an earlier, killed attempt count on no tier."""
 
     location: Location
     directory: Path
@@ -55,14 +56,14 @@ class RestoreResult:
 async def restore(mover: Mover, location: Location, directory: Path) -> RestoreResult:
     """Make ``directory`` a plain copy of the newest usable checkpoint at or under ``location``.
 
-    Whole and durable, or not there. A checkpoint with a file that has no good copy is passed over for an older step,
-    with a warning.
+    Complete and durable, or absent. A checkpoint with a file that has no good copy is skipped for an older step, with a
+    warning.
 
     Raises:
         IntegrityError: no checkpoint has a good copy of every file; names each. Nothing was published.
-        ConfigError: ``directory`` is a file, or the place of one of the copies.
-        PartialTransferError, CapacityError, StoreError: as a prefetch.
-    Cost: every byte read, digested and written once; nothing is read from the shared tier that is good here.
+        ConfigError: ``directory`` is a file, or the directory of one of the copies.
+        PartialTransferError, CapacityError, StoreError: as in a prefetch.
+    Cost: every byte read, digested and written once; data with a good local copy is not read from the shared tier.
     """
     await asyncio.to_thread(refuse_file, directory)
     walk = WalkBack(location)
@@ -70,34 +71,34 @@ async def restore(mover: Mover, location: Location, directory: Path) -> RestoreR
         checkpoint = (await mover.selector.newest(location, walk.step_max)).checkpoint
         if checkpoint is None:
             walk.end()
-            checkpoint = await mover.selector.find(location)  # for its error
+            checkpoint = await mover.selector.find(location)  # raises the specific error
         try:
             async with mover.reading(checkpoint):
                 if await catalog.stands(checkpoint):
                     return await _copy(mover, checkpoint, directory)
-            walk.note_removed()  # or replaced, before it was held
+            walk.note_removed()  # removed or replaced before it was protected
         except (IntegrityError, ObjectNotFoundError) as error:
             if checkpoint.location == location or checkpoint.step is None:
                 raise
-            if not await catalog.stands(checkpoint):  # removed while it was read: there are newer ones
+            if not await catalog.stands(checkpoint):  # removed during the read: there are newer ones
                 walk.note_removed()
                 continue
-            log.warning("%s has no good copy left, going back to an older step: %s", checkpoint.location.uri, error)
+            log.warning("%s has no good copy left, trying an older step: %s", checkpoint.location.uri, error)
             walk.note_lost(checkpoint.location, error)
 
 
 async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> RestoreResult:
     if directory in (checkpoint.directory, Path(checkpoint.location.path)):
-        raise ConfigError(f"{directory} is both source and target of the restore", hint="Give another --to")
+        raise ConfigError(f"{directory} is both source and target of the restore", hint="Use another --to")
     manifest = checkpoint.manifest
     source = RestoreSource(checkpoint, manifest) if manifest is not None else None
     store = (
         cast(Store, source) if source is not None else checkpoint.store
-    )  # fill_directory asks its source for ranges only
+    )  # fill_directory requests only ranges from its source
     wanted = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
 
     def restoring(progress: Progress, /) -> None:
-        mover.listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # it says "shared" of all
+        mover.listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # note is always "shared"
 
     try:
         done = await fill_directory(
@@ -121,9 +122,9 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
 
 
 class RestoreSource:
-    """A ``RangeSource`` of one checkpoint: this node's chunks where the digest is right, else the nearest others'.
+    """A ``RangeSource`` of one checkpoint: this node's chunks if their digest is right, else the nearest others'.
 
-    Digests are compared here, not only by the caller: the error of a restore names every copy and its damage.
+    Digests are compared here, not only by the caller, so that the error of a restore names every copy and its damage.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -142,7 +143,7 @@ class RestoreSource:
         return self._others.peer_bytes
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one chunk of the file ``key``, verified. Prefetch cuts files as their manifest does."""
+        """Return one verified chunk of the file ``key``. Prefetch uses the chunk boundaries of the manifest."""
         entry = self._entries[key]
         digest = entry.digests[byte_range.start // self._chunk_size_bytes]
         if key not in self._bad:
@@ -161,7 +162,7 @@ class RestoreSource:
 
     def _give_up_local(self, entry: FileEntry, error: TierckptError) -> None:
         if not isinstance(error, ObjectNotFoundError) and entry.key not in self._bad:
-            log.warning("the local copy is bad, trying other tiers: %s", error.message)
+            log.warning("the local copy is damaged, trying other tiers: %s", error.message)
         self._bad[entry.key] = error.message
 
     def loss(self) -> IntegrityError:
