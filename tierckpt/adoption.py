@@ -59,8 +59,6 @@ class Adoption:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's part of an adoption."""
-
     attempt: str
     rank: int = 0
     world_size: int = 1

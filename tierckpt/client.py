@@ -210,8 +210,6 @@ class Client(LoopThread):
 
 
 class _Watch:
-    """Watches the progress of a busy agent, and logs the wait."""
-
     def __init__(self) -> None:
         self._begun = self._moved_at = time.monotonic()
         self._work: Any = None
@@ -349,7 +347,6 @@ def _finish_all() -> None:
 
 
 def _start_anew() -> None:
-    """In a forked child, forget the parent's clients."""
     _clients.clear()
     _lock._at_fork_reinit()  # type: ignore[attr-defined]
     _tally.start_anew()

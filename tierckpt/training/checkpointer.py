@@ -278,7 +278,6 @@ class Checkpointer:
             self._resume(begun)
 
     def _begin(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
-        """Save, and with ``mode="sync"`` wait for the local commit."""
         if self._window.is_on:
             return self._window.open(step, state, is_asked=is_asked)
         is_sync = self._is_sync or self._step_log.has_gone_back
@@ -366,7 +365,6 @@ class Checkpointer:
         return future
 
     def _throttle_node(self, order: SaveDirective) -> None:
-        """Set the rate limit of this node's drains."""
         if not self._pacer.is_adaptive or int(os.environ.get("LOCAL_RANK", 0)) > 0:
             return
         if order.bytes_per_second is not None or self._is_throttled:
@@ -424,7 +422,6 @@ class Checkpointer:
         note_commits(self.stats[-LATEST:], self.settings, self._client.mover.drains.committed_at)
 
     def _look_at_disk(self) -> None:
-        """Read the state of the local tier before a save."""
         self._note_commits()
         self._branch.look()
 

@@ -110,7 +110,7 @@ class DrainDecider:
         An explicit save is drained, unless the policy decides.
         """
         if not self.drains:
-            return SaveDirective()  # the settings decide
+            return SaveDirective()
         if not self.is_adaptive:
             self._since_sent += 1
             is_sent = is_asked or self._since_sent >= every
@@ -237,7 +237,6 @@ class DrainDecider:
 
 
 def _usual_bytes(records: Sequence[SaveRecord]) -> int:
-    """Return the size of the latest save with a known size, else 0."""
     return next((one.size_bytes for one in reversed(records) if one.size_bytes), 0)
 
 

@@ -158,7 +158,6 @@ class FinalSave:
             log.debug("the job's store does not answer: %s", error)
 
     def _is_noted(self, store: RankStore, current: int) -> bool:
-        """Whether another rank was preempted."""
         for note in store.peek([f"{current}/note"]) or ():
             self.ask(time.monotonic() + float(note["seconds"]) - 2 * LOOK_SECONDS, str(note["reason"]))
             return True
@@ -187,7 +186,6 @@ class FinalSave:
 
 
 def _decide(store: RankStore, current: int) -> None:
-    """Decide on rank 0, when all ranks have reported."""
     told = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
     if told is None:
         return

@@ -235,8 +235,6 @@ def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, st
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """The newest checkpoint that one rank sees."""
-
     step: int | None = None
     attempt: str | None = None
     """None: no checkpoint."""

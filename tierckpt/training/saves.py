@@ -437,7 +437,6 @@ def plan_save(
 
 
 def _checkpoints_of(error: CheckpointException) -> set[str]:
-    """Return the checkpoints of the errors of all ranks."""
     return {
         checkpoint
         for cause, _ in error.failures.values()

@@ -242,8 +242,6 @@ class _Numbers(list[int]):
 
 
 class _Placement(dict[Any, Any]):
-    """Parameters by name: the state of a parameter is placed like the parameter."""
-
     def get(self, path: Any, default: Any = None) -> Any:
         return super().get(path[1] if isinstance(path, tuple) and path[0] == STATE else path, default)
 
