@@ -43,7 +43,7 @@ from tierckpt.planning.transfer_times import Traffic
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Capture, Step
 from tierckpt.replay.frame import Frame, encode
-from tierckpt.replay.link import CATCH_UP_SECONDS, CHUNK_BYTES, GRADIENTS, PARTS, Copy, Link
+from tierckpt.replay.link import CATCH_UP_SECONDS, CHUNK_BYTES, GRADIENTS, PARTS, Link, TensorCopy
 from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.optimizers import layout_digest, parameters_of
@@ -147,7 +147,7 @@ class NotedLink(Link):
         self.step = 0
         self.notes: dict[tuple[int, int], int] = {}
 
-    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> Copy:
+    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> TensorCopy:
         made, place = super().copy(sources, priority, gives_way=gives_way), (self.step, priority)
         made.done.add_done_callback(lambda _: self.notes.update({place: made.size_bytes}))
         return made

@@ -58,7 +58,7 @@ class Adoption:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankPart:
     attempt: str
     rank: int = 0
     world_size: int = 1
@@ -152,7 +152,7 @@ def _adopt(
     location: Location,
     place: Path,
     files: dict[str, source.SourceFile],
-    part: _Part,
+    part: _RankPart,
     replaces: tuple[str, ...],
     links: bool,
     listener: ProgressListener,
@@ -210,7 +210,7 @@ def _adopt(
 # --- several ranks ---------------------------------------------------------------------------------------------
 
 
-def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, attempt: str | None) -> _Part:
+def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, attempt: str | None) -> _RankPart:
     """Agree with the other ranks through the rendezvous store. Not a collective: any thread may call it."""
     if attempt is not None and not (is_token(attempt) and len(attempt) <= 60):
         raise ConfigError(f"attempt is {attempt!r}", hint="Use at most 60 letters, digits, '.', '_' and '-'")
@@ -219,7 +219,7 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
     of_job = ranks_of_job()
     rank, world_size = ranks or of_job or (0, 1)
     if world_size == 1 or attempt is not None:
-        return _Part(attempt or secrets.token_hex(8), rank, world_size)
+        return _RankPart(attempt or secrets.token_hex(8), rank, world_size)
     if of_job is None:
         raise ConfigError(
             f"rank {rank} of {world_size} has no common attempt name with the other ranks",
@@ -230,9 +230,9 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
     hint = "Every rank must call adopt, in the same order, or one calls it with ranks=(0, 1)"
     attempts = store.all_gather("attempt", secrets.token_hex(8), late, hint)
     if ranks is not None:
-        return _Part(attempts[0], rank, world_size)
+        return _RankPart(attempts[0], rank, world_size)
     # Now every rank has written.
     places = store.all_gather("place", source.identity(place) or "none", late, hint)
     first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
     is_idle = rank not in first and bool(first)  # without any directory, each rank raises the error
-    return _Part(attempts[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)
+    return _RankPart(attempts[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)

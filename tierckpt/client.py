@@ -16,7 +16,7 @@ from typing import Any
 
 from .arena.slots import close_arenas
 from .checkpoint import epoch, in_flight
-from .checkpoint.journal import Entry
+from .checkpoint.journal import JournalEntry
 from .config import Settings
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .event_loop import LoopThread, at_exit
@@ -203,7 +203,7 @@ class Client(LoopThread):
             log.warning("%s is not on the shared tier yet; `tierckpt drain --wait` on this node finishes it", entry.uri)
         self.close()
 
-    async def _idle(self, mover: Mover, deadline: float) -> list[Entry]:
+    async def _idle(self, mover: Mover, deadline: float) -> list[JournalEntry]:
         if self._telling:
             await asyncio.wait(set(self._telling), timeout=max(0.0, deadline - time.monotonic()))
         return await mover.drains.idle(max(0.0, deadline - time.monotonic()))

@@ -95,13 +95,13 @@ def traced(
 
 def show_log(folder: str) -> None:
     """A gradient, from the hook of its optimizer to the log on disk."""
-    from tierckpt.replay.link import Copy, Link
+    from tierckpt.replay.link import Link, TensorCopy
     from tierckpt.replay.log_writer import LogWriter
 
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     spies = {
-        "before the update": Spy(Copy, "__init__"),
+        "before the update": Spy(TensorCopy, "__init__"),
         "after the update": Spy(Link, "update_ends"),
         "Checkpointer.step": Spy(LogWriter, "put"),
         "the thread of the log": Spy(os, "pwrite"),

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tierckpt import telemetry
-from tierckpt.arena.shared_buffer import Window
+from tierckpt.arena.shared_buffer import SharedWindow
 from tierckpt.dcp import read_sharing
 from tierckpt.read import shared_read
 from tierckpt.read.replicated_file import ReplicatedFile
@@ -115,20 +115,20 @@ def _take_slowly(folder: Path) -> None:
 
 
 def _reuse_at_once() -> None:
-    Window.has_slot = lambda self, unit: True  # type: ignore[method-assign]
+    SharedWindow.has_slot = lambda self, unit: True  # type: ignore[method-assign]
 
 
 def _never_take_over() -> None:
-    real = Window.claim
+    real = SharedWindow.claim
 
-    def claim(self: Window, unit: int) -> bool:
+    def claim(self: SharedWindow, unit: int) -> bool:
         begun = 4096 + (1 << 20) + unit  # beyond what this many units take of the window's head
         if self._memory.view[begun] or not real(self, unit):
             return False
         self._memory.view[begun] = 1
         return True
 
-    Window.claim = claim  # type: ignore[method-assign]
+    SharedWindow.claim = claim  # type: ignore[method-assign]
 
 
 BUGS = {"a slot is used again at once": _reuse_at_once, "what a dead rank began stays begun": _never_take_over}

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tierckpt.checkpoint import local_commit
-from tierckpt.checkpoint.journal import READY, Entry
+from tierckpt.checkpoint.journal import READY, JournalEntry
 from tierckpt.checkpoint.verify import verify
 from tierckpt.config import KiB, MiB, Settings
 from tierckpt.disk.durable import durable_write, make_dirs
@@ -100,7 +100,7 @@ def save(mover: Mover, location: Location, sizes: tuple[int, ...], seed: int) ->
     return Saved(location, token, {path: digest(data) for path, data in {**contents, METADATA: metadata}.items()})
 
 
-def _ready(entry: Entry, manifest: Manifest) -> Entry:
+def _ready(entry: JournalEntry, manifest: Manifest) -> JournalEntry:
     return replace(entry, files=manifest.files + manifest.metadata, manifest=manifest, state=READY)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from tests.states import save
 from tierckpt.checkpoint import local_commit, marks, shared_commit
-from tierckpt.checkpoint.journal import READY, WRITING, Entry
+from tierckpt.checkpoint.journal import READY, WRITING, JournalEntry
 from tierckpt.checkpoint.verify import VerifyReport, verify
 from tierckpt.client import close_all
 from tierckpt.config import Settings
@@ -111,7 +111,7 @@ class Node:
     def _draining(self) -> Iterator[Kind]:
         """Records that stand only while a checkpoint of several ranks is drained, and what reads them."""
         journal, files = self.mover.journal, self.manifest.files + self.manifest.metadata
-        entry = Entry("ab12", self.location.uri, 0, WRITING, 1.0, 16384)
+        entry = JournalEntry("ab12", self.location.uri, 0, WRITING, 1.0, 16384)
         stale = journal.write(entry) and (journal.directory / "ab12.json").read_bytes()
         journal.write(replace(entry, files=files, manifest=self.manifest, state=READY))
         path = journal.directory / "ab12.json"
@@ -353,7 +353,7 @@ def test_a_damaged_copy_is_restored_from_the_other_tier(damage: Damage, node: No
 
 def test_the_part_record_says_nothing_but_that_it_is_there(node: Node) -> None:
     """``{}``, and nobody reads it: the one file whose damage is not found, and does not matter."""
-    entry = Entry("ab12", node.location.uri, 1, READY, 1.0, 16384, node.manifest.files)
+    entry = JournalEntry("ab12", node.location.uri, 1, READY, 1.0, 16384, node.manifest.files)
     store = node.mover.store(node.location)
     two = replace(node.manifest, files=(*node.manifest.files, replace(node.manifest.files[0], path="b", token="b")))
     for content in (b"{}", b"}{", b"", bytes(BLOCK_BYTES)):

@@ -673,7 +673,7 @@ def unfinished_save_that_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
     def open_entry(self: journal.Journal, token: str, location: Any, rank: int, size_bytes: int, branch: str) -> Any:
-        return journal.Entry(token, location.uri, rank, chunk_size_bytes=size_bytes, branch=branch)
+        return journal.JournalEntry(token, location.uri, rank, chunk_size_bytes=size_bytes, branch=branch)
 
     patch.setattr(journal.Journal, "open", open_entry)
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from tests.unit.format.test_manifest import checkpoint, entry
 from tierckpt.checkpoint import journal, local_commit, marks, shared_commit
-from tierckpt.checkpoint.journal import READY, Entry, Journal
+from tierckpt.checkpoint.journal import READY, Journal, JournalEntry
 from tierckpt.errors import ManifestError, TierckptError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
@@ -77,8 +77,10 @@ def fragment(rank: int) -> Manifest:
     )
 
 
-def journal_entry() -> Entry:
-    return Entry("aa", "s3://bucket/run/step-1", 0, READY, 12.5, 4096, checkpoint().files, checkpoint(), "an error")
+def journal_entry() -> JournalEntry:
+    return JournalEntry(
+        "aa", "s3://bucket/run/step-1", 0, READY, 12.5, 4096, checkpoint().files, checkpoint(), "an error"
+    )
 
 
 # --- what may be accepted ---------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def sorted_files(manifest: Manifest) -> Manifest:
     )
 
 
-def problems_of_entry(found: Entry) -> list[str]:
+def problems_of_entry(found: JournalEntry) -> list[str]:
     try:
         directory = str(local_dir(Path("/local"), parse_uri(found.uri)))
     except TierckptError as error:  # whoever takes up this entry would fall over it

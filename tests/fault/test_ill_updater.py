@@ -18,8 +18,8 @@ import tierckpt
 from tests.fault.near_storage_job import NearJob, Reference
 from tierckpt.errors import IntegrityError, OperationTimeoutError
 from tierckpt.near_storage import updater_process
-from tierckpt.near_storage.blocks import Member, layout_of
-from tierckpt.near_storage.mapped_state import Hold
+from tierckpt.near_storage.blocks import TrainerParameter, layout_of
+from tierckpt.near_storage.mapped_state import StateHold
 from tierckpt.near_storage.state_file import StateFile
 from tierckpt.near_storage.states import begin_state, current_state
 from tierckpt.near_storage.updater_process import UpdaterProcess
@@ -30,7 +30,7 @@ ANSWER_SECONDS = 150.0
 def test_a_state_that_cannot_be_read_is_an_error_of_the_trainers_call_and_no_signal(tmp_path: Path) -> None:
     """Where a mapping would end the process (N6): all that the trainer reads, and what a save reads."""
     weight = torch.randn(3000)
-    layout = layout_of(torch.optim.AdamW, [Member("0.0", "weight", (3000,), "float32")], [{}])
+    layout = layout_of(torch.optim.AdamW, [TrainerParameter("0.0", "weight", (3000,), "float32")], [{}])
     begin_state(tmp_path, layout, {"0.0": {"": weight}}, 0)
     found = current_state(tmp_path, layout)
     assert found is not None
@@ -73,13 +73,13 @@ def test_a_disk_that_cannot_be_read_fails_the_save_and_the_trainer_restores(
     state = {"model": job.model, "optimizer": job.optimizer}
     with tierckpt.Checkpointer(tmp_path / "run", local_root=tmp_path / "local") as checkpointer:
         checkpointer.save(1, state).result(ANSWER_SECONDS)
-        wait, [path] = Hold.wait, list((tmp_path / "near").glob("*/state"))
+        wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))
 
-        def cut_off(self: Hold, seconds: float) -> None:
+        def cut_off(self: StateHold, seconds: float) -> None:
             wait(self, seconds)
             os.truncate(path, 4096)
 
-        monkeypatch.setattr(Hold, "wait", cut_off)
+        monkeypatch.setattr(StateHold, "wait", cut_off)
         job.train()
         checkpointer.save(2, state)
         with pytest.raises(IntegrityError, match="cannot be read"):

@@ -26,7 +26,7 @@ from tierckpt.replay import capture, link, multi_step
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.capture import Step
 from tierckpt.replay.checksum import Fingerprint
-from tierckpt.replay.link import GRADIENTS, Copy, Link
+from tierckpt.replay.link import GRADIENTS, Link, TensorCopy
 from tierckpt.training.codec import job_state as states
 from tierckpt.training.every_step import window
 
@@ -133,7 +133,7 @@ def skipped_steps_are_made(patch: Patch, job: Job) -> None:
 def gradients_before_they_are_clipped(patch: Patch, job: Job) -> None:
     """(g) The clip coefficient is not known to the replay."""
 
-    def copied(this: Link, sources: Any, priority: int) -> Copy:
+    def copied(this: Link, sources: Any, priority: int) -> TensorCopy:
         return original(this, [3 * one for one in sources] if priority == GRADIENTS else sources, priority)
 
     original = Link.copy
@@ -142,7 +142,7 @@ def gradients_before_they_are_clipped(patch: Patch, job: Job) -> None:
 
 def a_part_is_copied_late(patch: Patch, job: Job) -> None:
     """The update does not wait for the copy of what it writes over (W1)."""
-    patch.setattr(Copy, "next_chunk", slow(Copy.next_chunk))
+    patch.setattr(TensorCopy, "next_chunk", slow(TensorCopy.next_chunk))
     hooks: list[Any] = []
 
     def register(this: torch.optim.Optimizer, hook: Any) -> Any:
@@ -153,8 +153,8 @@ def a_part_is_copied_late(patch: Patch, job: Job) -> None:
     patch.setattr(torch.optim.Optimizer, "register_step_pre_hook", register)
 
 
-def slow(original: Callable[[Copy, float], Any]) -> Callable[[Copy, float], Any]:
-    def next_chunk(this: Copy, _: float) -> Any:
+def slow(original: Callable[[TensorCopy, float], Any]) -> Callable[[TensorCopy, float], Any]:
+    def next_chunk(this: TensorCopy, _: float) -> Any:
         time.sleep(0.02)
         return original(this, 1)  # a tensor
 
@@ -233,9 +233,9 @@ def test_without_the_fingerprint_a_mixed_version_would_be_written(
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["as it is", "(f) host waits in every step"])
 def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Copy] = []
+    begun: list[TensorCopy] = []
 
-    def copied(this: Link, sources: Any, priority: int) -> Copy:
+    def copied(this: Link, sources: Any, priority: int) -> TensorCopy:
         begun.append(original(this, sources, priority))
         if is_broken:
             begun[-1].done.result(60)
@@ -285,13 +285,13 @@ class HungLink:
     def __init__(self, patch: Patch) -> None:
         self.moves = threading.Event()
         self.moves.set()
-        original = Copy.next_chunk
+        original = TensorCopy.next_chunk
 
-        def next_chunk(this: Copy, chunk_bytes: float) -> Any:
+        def next_chunk(this: TensorCopy, chunk_bytes: float) -> Any:
             self.moves.wait(60)
             return original(this, chunk_bytes)
 
-        patch.setattr(Copy, "next_chunk", next_chunk)
+        patch.setattr(TensorCopy, "next_chunk", next_chunk)
 
 
 WAITS = {"save on a window that is copied": WINDOW, "the step that writes over a part": 2}

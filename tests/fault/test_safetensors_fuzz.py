@@ -24,7 +24,7 @@ import tierckpt
 from tests.safetensors_files import bytes_of, encode, tensor
 from tierckpt.errors import IntegrityError, StateMismatchError
 from tierckpt.loading import fill, header
-from tierckpt.loading.header import DTYPE_BITS, Entry
+from tierckpt.loading.header import DTYPE_BITS, TensorEntry
 
 FILES = 400
 Mutation = Callable[[random.Random, dict[str, Any], bytes], tuple[bytes, bytes]]
@@ -175,9 +175,9 @@ def _no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_look_at_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor is what it says it is."""
 
-    def believe(one: Any, begin: int) -> Entry:
+    def believe(one: Any, begin: int) -> TensorEntry:
         start, stop = one.offsets
-        return Entry(one.name, one.dtype, tuple(one.shape), begin + start, begin + stop)
+        return TensorEntry(one.name, one.dtype, tuple(one.shape), begin + start, begin + stop)
 
     monkeypatch.setattr(header, "parse_entry", believe)
 

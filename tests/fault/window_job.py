@@ -20,7 +20,7 @@ from torch import nn
 import tierckpt
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.replay.apply import Replay
-from tierckpt.replay.link import PARTS, Copy, Link
+from tierckpt.replay.link import PARTS, Link, TensorCopy
 from tierckpt.save.flush import ShardFile
 
 WINDOW = 4
@@ -94,7 +94,7 @@ class Points:
     def __init__(self, point: str) -> None:
         self.point, self.parts, self.is_armed = point, 0, False
         self.put_in(Link, "copy", self.on_copy)
-        self.put_in(Copy, "next_chunk", self.on_chunk)
+        self.put_in(TensorCopy, "next_chunk", self.on_chunk)
         self.put_in(Replay, "apply", lambda *_: self.reach("replay"))
         self.put_in(SaveSession, "commit", lambda *_: self.reach("before the commit"))
         self.put_in(ShardFile, "write", lambda *_: self.reach("write"))

@@ -25,7 +25,7 @@ from tierckpt.cache import space
 from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import has_shards
-from tierckpt.checkpoint.journal import LOCAL_ONLY, Entry, Journal
+from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal, JournalEntry
 from tierckpt.checkpoint.local_only import drop_superseded
 from tierckpt.checkpoint.prune import Pruner, finish_local
 from tierckpt.checkpoint.retention import local_checkpoints, marked_directories
@@ -68,7 +68,7 @@ def run_of(settings: Settings) -> Path:
 def superseded(settings: Settings) -> None:
     """Which drained step is the newest decides whether a local-only one stays."""
     journal = Journal(settings.local_root)
-    journal.write(Entry("ef56", "file:///elsewhere/run/step-99", 0, LOCAL_ONLY))
+    journal.write(JournalEntry("ef56", "file:///elsewhere/run/step-99", 0, LOCAL_ONLY))
     drop_superseded(settings.local_root, journal)
 
 

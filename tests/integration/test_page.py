@@ -26,7 +26,7 @@ from tests.states import save
 from tierckpt.agent.history import FIELDS, History
 from tierckpt.agent.node_document import node_document
 from tierckpt.checkpoint import local_commit, marks
-from tierckpt.checkpoint.journal import READY, SET_ASIDE, WRITING, Entry, Journal
+from tierckpt.checkpoint.journal import READY, SET_ASIDE, WRITING, Journal, JournalEntry
 from tierckpt.checkpoint.run_log_reader import newest_lines, parse_lines
 from tierckpt.checkpoint.verify import read_checks, record_check
 from tierckpt.cli.ui.app import run
@@ -59,7 +59,7 @@ def training(uri: object, steps: range, **options: Any) -> None:
 # --- documents ------------------------------------------------------------------------------------------------------
 
 
-def waiting(uri: str, local_root: Path, error: str = "") -> Entry:
+def waiting(uri: str, local_root: Path, error: str = "") -> JournalEntry:
     """A step that is on this node, with a journal entry that no mover here drains."""
     save(uri, {"w": torch.ones(64)}, drain=False)
     close_all()

@@ -270,10 +270,10 @@ def test_an_outage_after_the_local_commit_loses_nothing(
 
 def test_settings_of_other_jobs_in_the_journal_do_not_disturb(s3_uri: str, file_uri: str, local_root: Path) -> None:
     """A leftover whose bucket is gone must not make another run's save fail."""
-    from tierckpt.checkpoint.journal import READY, Entry
+    from tierckpt.checkpoint.journal import READY, JournalEntry
     from tierckpt.format.layout import parse_uri as parse
 
-    Journal(local_root).write(Entry("left", parse("s3://no-such-bucket-anywhere/x").uri, 0, READY, 1.0, 4096))
+    Journal(local_root).write(JournalEntry("left", parse("s3://no-such-bucket-anywhere/x").uri, 0, READY, 1.0, 4096))
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"value": step})

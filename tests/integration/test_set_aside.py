@@ -16,7 +16,7 @@ import pytest
 
 from tests.states import load, same, save, small_state
 from tierckpt.cache import space
-from tierckpt.checkpoint.journal import READY, SET_ASIDE, Entry, Journal
+from tierckpt.checkpoint.journal import READY, SET_ASIDE, Journal, JournalEntry
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all, wait
 from tierckpt.config import Settings
@@ -56,7 +56,7 @@ def saved(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return uri
 
 
-def only_entry(local_root: Path) -> Entry:
+def only_entry(local_root: Path) -> JournalEntry:
     [entry] = Journal(local_root).entries()
     return entry
 

@@ -20,7 +20,7 @@ from tests.unit.planning.test_simulator import RATES
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.scenario import Cluster, Configuration
-from tierckpt.planning.simulator import Run, simulate
+from tierckpt.planning.simulator import SimulationResult, simulate
 
 KILLS = 25 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 3
 MEAN_SECONDS = 2.0
@@ -47,7 +47,7 @@ def killed_at_random(folder: Path, uri: str) -> None:
             job.kill()
 
 
-def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[Run, float]:
+def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[SimulationResult, float]:
     """Simulate the same failures with the measured means. Returns it, and what was measured over the same time."""
     first = found.starts[0]
     origin = first.began_at + first.spent["starting"] + first.spent["loading"]

@@ -25,7 +25,7 @@ from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import guard
-from tierckpt.replay.link import GRADIENTS, Copy, Link
+from tierckpt.replay.link import GRADIENTS, Link, TensorCopy
 from tierckpt.replication.log_copies import COPIES
 from tierckpt.save import log_segments
 from tierckpt.training.every_step import step_log, window
@@ -125,7 +125,7 @@ def test_steps_behind_windows_are_logged_and_the_gradients_copied_once(
         monkeypatch.setattr(window, "MultiStepStager", Deferring)
     copied: list[int] = []
 
-    def copy(this: Link, sources: Any, priority: int, **more: Any) -> Copy:
+    def copy(this: Link, sources: Any, priority: int, **more: Any) -> TensorCopy:
         copied.append(priority)
         return original(this, sources, priority, **more)
 

@@ -27,7 +27,7 @@ from tests.compat.worker import launch
 from tests.services import REPOSITORY
 from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
-from tierckpt.checkpoint.journal import Entry, Journal
+from tierckpt.checkpoint.journal import Journal, JournalEntry
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CapacityError, StoreUnavailableError
@@ -158,7 +158,7 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
     def look() -> None:
         passed.append(sorted(path.parent.parent.name for path in run.glob(f"*/{SUPERSEDED}")))
 
-    async def looks(self: Drainer, entry: Entry) -> None:
+    async def looks(self: Drainer, entry: JournalEntry) -> None:
         if entry.uri.endswith("step-4"):
             look()
         await real(self, entry)

@@ -16,7 +16,7 @@ from tierckpt.planning import drain_policy
 from tierckpt.planning.drain_policy import Decision, Rules, Situation, Version
 
 Trace = Callable[[int], float]
-Decide = Callable[[drain_policy.State, Rules, Situation], tuple[drain_policy.State, Decision]]
+Decide = Callable[[drain_policy.PolicyState, Rules, Situation], tuple[drain_policy.PolicyState, Decision]]
 
 SIZE, INTERVAL = 60.0, 60
 NODE_LOSS = CRASH = 1 / 86400
@@ -48,7 +48,7 @@ def run(rules: Rules, seconds: int, shared: Trace, local: Trace, decide: Decide 
 class _World:
     def __init__(self, rules: Rules, shared: Trace, local: Trace, decide: Decide) -> None:
         self.rules, self.shared, self.local, self.decide = rules, shared, local, decide
-        self.state, self.result = drain_policy.State(), Outcome()
+        self.state, self.result = drain_policy.PolicyState(), Outcome()
         self.versions: list[Version] = []
         self.flushing: list[tuple[int, float, int]] = []  # number, bytes left, begun
         self.waiting: int | None = None  # saved straight to shared storage, in host memory until it is there

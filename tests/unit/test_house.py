@@ -129,6 +129,15 @@ def test_every_tensor_of_ours_says_its_device() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
+def test_a_class_name_has_one_module() -> None:
+    owners: dict[str, list[str]] = {}
+    for path in sorted((REPOSITORY / "tierckpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in owners.items() if len(files) > 1} == {}
+
+
 def test_every_unit_test_is_named_after_its_module() -> None:
     """``tests/unit/FOLDER/test_MODULE.py``, or ``test_MODULE_ASPECT.py``, tests ``tierckpt/FOLDER/MODULE.py``."""
     tests = REPOSITORY / "tests/unit"

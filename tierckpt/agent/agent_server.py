@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.journal import TO_DRAIN, Entry
+from ..checkpoint.journal import TO_DRAIN, JournalEntry
 from ..checkpoint.prune import has_due
 from ..config import Settings
 from ..disk import priority
@@ -311,11 +311,11 @@ class Agent:
             log.warning("%s is staged and not on the local tier", save.name)
         return 3 if left or self.handoffs.saves else 0
 
-    async def _left(self) -> list[Entry]:
+    async def _left(self) -> list[JournalEntry]:
         """What is on the local tier and not on the shared one."""
         return [entry for entry in await self._entries() if entry.state in TO_DRAIN]
 
-    async def _entries(self) -> list[Entry]:
+    async def _entries(self) -> list[JournalEntry]:
         """The journal, newest first."""
         try:
             self.page.entries = entries = await asyncio.to_thread(self.mover.journal.entries)

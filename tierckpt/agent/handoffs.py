@@ -65,7 +65,7 @@ class HeldHandoff:
 
 
 @dataclass(eq=False)
-class StagedSave:
+class SaveHandoffs:
     """The handoffs of one save, by rank."""
 
     name: str
@@ -96,9 +96,9 @@ class Handoffs:
 
     def __init__(self, on_ended: Callable[[], None] = lambda: None) -> None:
         self._on_ended = on_ended
-        self._saves: dict[str, StagedSave] = {}
+        self._saves: dict[str, SaveHandoffs] = {}
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
-        self._finishing: set[StagedSave] = set()
+        self._finishing: set[SaveHandoffs] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._executing: dict[int, int] = {}
         """Processes that execute handoffs, and the pipe at whose end each ends."""
@@ -109,7 +109,7 @@ class Handoffs:
         return not self._saves and not self._tasks
 
     @property
-    def saves(self) -> list[StagedSave]:
+    def saves(self) -> list[SaveHandoffs]:
         return [*self._saves.values(), *self._finishing]
 
     @property
@@ -148,7 +148,7 @@ class Handoffs:
         if name in self._ended:  # another rank has failed meanwhile
             handoff.close()
             return
-        save = self._saves.setdefault(name, StagedSave(name, world_size, is_of_this_node))
+        save = self._saves.setdefault(name, SaveHandoffs(name, world_size, is_of_this_node))
         old, save.by_rank[rank] = save.by_rank.get(rank), handoff
         if old is not None:
             old.close()
@@ -186,7 +186,7 @@ class Handoffs:
             if not save.has_living_owner and any(handoff.owner is owner for handoff in save.by_rank.values()):
                 self._start(save)
 
-    def _start(self, save: StagedSave) -> None:
+    def _start(self, save: SaveHandoffs) -> None:
         task = asyncio.create_task(self._finish(save), name=f"handoff {save.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -202,7 +202,7 @@ class Handoffs:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    async def _finish(self, save: StagedSave) -> None:
+    async def _finish(self, save: SaveHandoffs) -> None:
         if not save.is_complete:
             await asyncio.sleep(STRAGGLER_SECONDS)
         if save.has_living_owner or self._saves.get(save.name) is not save:
@@ -218,7 +218,7 @@ class Handoffs:
             self._finishing.discard(save)
             self._on_ended()
 
-    async def _finish_now(self, save: StagedSave) -> None:
+    async def _finish_now(self, save: SaveHandoffs) -> None:
         if save.is_complete or not save.is_of_this_node:
             await self._execute(save)
             self.executed += 1
@@ -229,7 +229,7 @@ class Handoffs:
             save.world_size,
         )
 
-    async def _execute(self, save: StagedSave) -> None:
+    async def _execute(self, save: SaveHandoffs) -> None:
         """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
 
         Should the agent be told to end meanwhile, it goes on (``leave``): it has all that it needs. Should the agent be
@@ -253,7 +253,7 @@ def _work_of(pid: int) -> int:
     return done
 
 
-def start_executor(save: StagedSave) -> tuple[subprocess.Popen[bytes], int]:
+def start_executor(save: SaveHandoffs) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and our end of the pipe that its life hangs on."""
     left = [save.by_rank[rank] for rank in sorted(save.by_rank)]
     told = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..checkpoint.journal import TO_DRAIN, Entry
+from ..checkpoint.journal import TO_DRAIN, JournalEntry
 from ..disk.durable import durable_write, read_whole
 from ..errors import ObjectNotFoundError, TierckptError
 from ..format.layout import agent_dir, parse_uri, step_of
@@ -111,7 +111,7 @@ class History:
         """Note that a drain has sent ``size_bytes`` of the checkpoint at ``uri``."""
         self._sent[uri] += size_bytes
 
-    def sample(self, entries: Iterable[Entry], now: float) -> None:
+    def sample(self, entries: Iterable[JournalEntry], now: float) -> None:
         """Add a sample: the bytes sent since the last one, and the lag of ``entries`` at ``now`` (Unix seconds)."""
         before, self._sampled_at = self._sampled_at, self._clock()
         seconds = max(1e-3, self._sampled_at - before)
@@ -130,7 +130,9 @@ class History:
         self.rings["day"].put(minute, means)  # type: ignore[arg-type]
         self._is_written = self._is_written and not any(map(any, values.values()))
 
-    def _sums_by_run(self, entries: Iterable[Entry], now: float) -> tuple[Counter[str], dict[str, tuple[float, float]]]:
+    def _sums_by_run(
+        self, entries: Iterable[JournalEntry], now: float
+    ) -> tuple[Counter[str], dict[str, tuple[float, float]]]:
         sent: Counter[str] = Counter()
         for uri, size_bytes in self._sent.items():
             for name in _series_of(uri):

@@ -18,7 +18,7 @@ from ..cache.pool import Pool
 from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import ASIDE, TO_DRAIN, Entry, Journal
+from ..checkpoint.journal import ASIDE, TO_DRAIN, Journal, JournalEntry
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_drained, newest_lines
 from ..checkpoint.verify import read_checks
@@ -121,7 +121,7 @@ def _budget(settings: Settings) -> Json:
     return document | {"concurrency": control.concurrency or settings.concurrency, "paused": control.paused}
 
 
-def _entry(entry: Entry, agent: Json) -> Json:
+def _entry(entry: JournalEntry, agent: Json) -> Json:
     return {
         "uri": entry.uri,
         "rank": entry.rank,
@@ -143,7 +143,7 @@ TRY_SECONDS = 10.0
 """What failed before is shown for so long while it is tried again."""
 
 
-def _drain_of(entry: Entry, agent: Json) -> Json:
+def _drain_of(entry: JournalEntry, agent: Json) -> Json:
     """The state of the drain of ``entry``: of the agent that does it, of its store, or as the journal notes it.
 
     ``since_unix_seconds`` is the begin of the state; ``cause`` and ``remedy`` are texts, '' without one;
@@ -189,7 +189,7 @@ def _drain_of(entry: Entry, agent: Json) -> Json:
 _REMEDY = "Look at the store and the network to it; the drain goes on when it answers (`tierckpt doctor URI`)"
 
 
-def _is_of(drain: Json, entry: Entry) -> bool:
+def _is_of(drain: Json, entry: JournalEntry) -> bool:
     return bool(drain["uri"] == entry.uri and drain["rank"] == entry.rank)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from ..checkpoint.journal import Entry
+from ..checkpoint.journal import JournalEntry
 from ..mover import Mover
 from ..types import Json, Progress
 from . import history
@@ -38,7 +38,7 @@ class PageSource:
         self.history = History.read(self._root)
         self.runs = RunCatalog(mover)
         self.cluster = ClusterDrains(mover.settings, status, peers)
-        self.entries: Sequence[Entry] = ()
+        self.entries: Sequence[JournalEntry] = ()
         """The journal, as the agent has read it last."""
 
     def moved(self, progress: Progress, size_bytes: int) -> None:

@@ -26,7 +26,7 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 from ..config import Settings
-from ..peer.auth import Crowded, OtherTime, Refused, Verifier, check_listen, read_secret, server_tls
+from ..peer.auth import Crowded, OtherTime, RejectedRequest, Verifier, check_listen, read_secret, server_tls
 from ..peer.gossip import Gossip
 from ..peer.inventory import Holdings, Opened, open_range
 from ..peer.peer_http import (
@@ -221,7 +221,7 @@ class PeerServer:
             self.counts["other_time"] += 1
             log.debug("a member's clock is another: %s", client)
             return self._signed(refusal(HTTPStatus.UNAUTHORIZED, {TIME: str(int(error.now))}), error.nonce)
-        except Refused as error:
+        except RejectedRequest as error:
             self.counts["refused"] += 1
             self._strangers.note(client, error)
             return refusal(HTTPStatus.UNAUTHORIZED)

@@ -69,7 +69,7 @@ class _Committed:
 
 
 @dataclass(slots=True)
-class _Tiers:
+class _StepTiers:
     """One name below a run, on each tier."""
 
     local: _Committed | None = None
@@ -92,7 +92,7 @@ class RunCatalog:
         self._mover = mover
         self._shared: OrderedDict[str, _Committed] = OrderedDict()
         """Commits on shared storage, by URI."""
-        self._here: OrderedDict[str, dict[str, tuple[object, _Tiers | None]]] = OrderedDict()
+        self._here: OrderedDict[str, dict[str, tuple[object, _StepTiers | None]]] = OrderedDict()
         """This node's copies of a run, by name, with the stamp of their files when they were read."""
         self._tensors: OrderedDict[tuple[str, str], list[TensorRow]] = OrderedDict()
         self._gate = asyncio.Semaphore(READ_AT_A_TIME)
@@ -105,7 +105,7 @@ class RunCatalog:
         names, problem = await self._in_time(location, self._mover.store(location).list_dirs(), [])
         for name in names:
             if step_of(name) is not None and not name.startswith("."):
-                found.setdefault(name, _Tiers()).is_listed = True
+                found.setdefault(name, _StepTiers()).is_listed = True
         ordered = sorted(found, key=lambda name: (*age_of(name), name), reverse=True)
         found = {name: found[name] for name in ordered[:CHECKPOINTS_MAX]}
         if not problem:
@@ -125,10 +125,10 @@ class RunCatalog:
 
     # --- tiers ----------------------------------------------------------------------------------------------------
 
-    def _local(self, run: Location) -> dict[str, _Tiers]:
+    def _local(self, run: Location) -> dict[str, _StepTiers]:
         """This node's commits. A checkpoint is read again when its directory or its records have changed."""
         directory, known = self._mover.directory(run), self._here.get(run.uri, {})
-        fresh: dict[str, tuple[object, _Tiers | None]] = {}
+        fresh: dict[str, tuple[object, _StepTiers | None]] = {}
         for path in directory.iterdir() if directory.is_dir() else ():
             if step_of(path.name) is not None and not path.name.startswith("."):
                 stamp = stamp_of(path)
@@ -155,10 +155,10 @@ class RunCatalog:
         except OSError as error:
             return default, redact(f"{location.uri}: {error.strerror or error}")
 
-    async def _read_shared(self, run: Location, found: Mapping[str, _Tiers]) -> None:
+    async def _read_shared(self, run: Location, found: Mapping[str, _StepTiers]) -> None:
         """Read the manifests that are not known yet."""
 
-        async def one(name: str, tiers: _Tiers) -> None:
+        async def one(name: str, tiers: _StepTiers) -> None:
             uri = run.child(name).uri
             if tiers.local is not None and tiers.is_drained:
                 known: _Committed | None = tiers.local  # the mark says that shared storage has this attempt
@@ -180,7 +180,7 @@ class RunCatalog:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _ask_peers(self, run: Location, found: Mapping[str, _Tiers]) -> None:
+    async def _ask_peers(self, run: Location, found: Mapping[str, _StepTiers]) -> None:
         if self._mover.peers is None:
             return
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
@@ -190,7 +190,7 @@ class RunCatalog:
                         tiers.peers = sorted(member.name for members in attempts.values() for member in members)
 
     async def _branch(
-        self, run: Location, found: Mapping[str, _Tiers], names: Sequence[str], *, is_near: bool
+        self, run: Location, found: Mapping[str, _StepTiers], names: Sequence[str], *, is_near: bool
     ) -> Branch | None:
         """The branch that a job of the run continues; None where no step is abandoned."""
         known = [(tiers.known.branch, step_of(name)) for name, tiers in found.items() if tiers.known is not None]
@@ -200,7 +200,7 @@ class RunCatalog:
                 known += [(noted, None)] if noted is not None else []
         return branches.current_of(known)
 
-    def _row(self, run: Location, name: str, tiers: _Tiers, branch: Branch | None, problem: str) -> Json:
+    def _row(self, run: Location, name: str, tiers: _StepTiers, branch: Branch | None, problem: str) -> Json:
         known, step = tiers.known, step_of(name)
         shared = "committed" if tiers.shared or (problem and tiers.is_drained) else "unknown" if problem else None
         return {
@@ -304,13 +304,13 @@ class RunCatalog:
         return await (asyncio.to_thread(local.read_bytes) if local is not None else checkpoint.store.get(key))
 
 
-def _read_local(directory: Path) -> _Tiers | None:
+def _read_local(directory: Path) -> _StepTiers | None:
     """The commit in ``directory``; None without one, or if its manifest is damaged."""
     with contextlib.suppress(ManifestError, StoreError):
         if (manifest := local_commit.read_local_manifest(directory)) is not None:
             here = sum(file_size(directory / entry.key) == entry.size_bytes for entry in manifest.entries)
             is_drained = marks.is_drained(directory, manifest.attempt)
-            return _Tiers(_Committed.of(manifest, directory.name), here, is_drained)
+            return _StepTiers(_Committed.of(manifest, directory.name), here, is_drained)
     return None
 
 
@@ -345,7 +345,7 @@ def _report(history: Mapping[str, Lines]) -> Json | None:
     }
 
 
-def _retention(found: Mapping[str, _Tiers]) -> Json | None:
+def _retention(found: Mapping[str, _StepTiers]) -> Json | None:
     """The rule by which movers prune the run, that of the newest checkpoint (retention.py, N9); None without one."""
     known = [(tiers.known, step_of(name) or 0) for name, tiers in found.items() if tiers.known is not None]
     newest, _ = max(known, key=lambda one: (one[0].branch.order, one[1]), default=(None, 0))

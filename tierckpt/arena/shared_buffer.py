@@ -66,7 +66,7 @@ def reserve(slots_bytes: int) -> Memory:
     return Memory.reserve(HEADER_BYTES + slots_bytes)
 
 
-class Window:
+class SharedWindow:
     """One member's view of a window. Thread-safe, except that two threads must not claim the same unit."""
 
     def __init__(self, memory: Memory, members: Sequence[Process], me: int, slot_bytes: int) -> None:
@@ -84,7 +84,7 @@ class Window:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, name: str, members: Sequence[Process], me: int, slot_bytes: int) -> Window:
+    def open(cls, name: str, members: Sequence[Process], me: int, slot_bytes: int) -> SharedWindow:
         """Return the window in the memory that another member calls ``name``.
 
         Raises:

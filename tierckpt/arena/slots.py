@@ -53,7 +53,7 @@ def gave_its_place() -> CheckpointSkippedError:
     )
 
 
-class Policy(StrEnum):
+class SlotPolicy(StrEnum):
     """What staging does when every slot is taken."""
 
     WAIT = "wait"
@@ -61,7 +61,7 @@ class Policy(StrEnum):
     DROP_OLDEST_UNFLUSHED = "drop_oldest_unflushed"
 
 
-class State(StrEnum):
+class SlotState(StrEnum):
     STAGED = "staged"
     FLUSHING = "flushing"
     WRITTEN = "written"
@@ -87,7 +87,7 @@ class Lease:
     memory: Memory
     size_bytes: int
     number: int
-    state: State = State.STAGED
+    state: SlotState = SlotState.STAGED
     in_use: Callable[[], bool] = lambda: True
     """Returns False once no tensor refers to the memory. Set by the code that makes the tensors."""
     storage: int = 0
@@ -113,7 +113,7 @@ class Lease:
             CheckpointSkippedError: it has given its place already.
         """
         with self._lock:
-            if self.state is State.DROPPED:
+            if self.state is SlotState.DROPPED:
                 raise gave_its_place()
             self._may_drop = may_drop
 
@@ -128,16 +128,16 @@ class Lease:
                 after this one was written: the slot then holds the newer one.
         """
         with self._lock:
-            if self.state is State.DROPPED:
+            if self.state is SlotState.DROPPED:
                 raise gave_its_place()
             self._writers += 1
-            self.state = State.FLUSHING
+            self.state = SlotState.FLUSHING
 
     def end_flush(self, *, written: bool) -> None:
         with self._lock:
             self._writers -= 1
             if not self._writers:
-                self.state = State.WRITTEN if written else State.FAILED
+                self.state = SlotState.WRITTEN if written else SlotState.FAILED
                 self.give_up_ahead()
 
     def give_up_ahead(self) -> None:
@@ -148,11 +148,11 @@ class Lease:
     def try_reclaim(self, *, drop: bool = False) -> bool:
         """Take the memory back if no reference is left (or, with ``drop``, if it was only staged)."""
         with self._lock:
-            if self.state is State.FLUSHING:
+            if self.state is SlotState.FLUSHING:
                 return False
-            if self.state is State.STAGED and self.in_use() and not (drop and self._may_drop()):
+            if self.state is SlotState.STAGED and self.in_use() and not (drop and self._may_drop()):
                 return False
-            self.state = State.DROPPED
+            self.state = SlotState.DROPPED
             self.give_up_ahead()
             return True
 
@@ -165,7 +165,7 @@ class Arena:
         *,
         slots_max: int = 2,
         size_bytes_max: int | None = None,
-        policy: Policy = Policy.WAIT,
+        policy: SlotPolicy = SlotPolicy.WAIT,
         timeout_seconds: float | None = None,
         shared: bool = False,
         read_elsewhere: bool = False,
@@ -218,11 +218,11 @@ class Arena:
         for _ in Poll(self.timeout_seconds, BRIEF):
             with self._lock:
                 lease = self._take(size_bytes, drop=False)
-                if lease is None and self.policy is Policy.DROP_OLDEST_UNFLUSHED:
+                if lease is None and self.policy is SlotPolicy.DROP_OLDEST_UNFLUSHED:
                     lease = self._take(size_bytes, drop=True)
             if lease is not None:
                 return lease
-            if self.policy is Policy.SKIP:
+            if self.policy is SlotPolicy.SKIP:
                 return None
             if requests.is_ill:
                 raise ill_disk("the local root")
@@ -277,13 +277,13 @@ class Arena:
         for lease in tuple(self._leases):
             if self._fits(size_bytes):
                 return False
-            if lease.state in (State.WRITTEN, State.FAILED) and lease.try_reclaim():
+            if lease.state in (SlotState.WRITTEN, SlotState.FAILED) and lease.try_reclaim():
                 self._give_back(lease)
         # If another process reads the oldest, wait for it.
         for lease in tuple(self._leases) if drop and not self.read_elsewhere else ():
             if self._fits(size_bytes) or self._has_room(size_bytes):
                 break
-            if lease.state is State.STAGED and lease.try_reclaim(drop=True):
+            if lease.state is SlotState.STAGED and lease.try_reclaim(drop=True):
                 log.warning("checkpoint %d was not flushed in time; a newer one takes its place", lease.number)
                 self._give_back(lease)
                 dropped = True
@@ -419,7 +419,7 @@ def arena_for(
             shared_arenas[key] = Arena(
                 slots_max=settings.checkpoints_in_flight_max,
                 size_bytes_max=settings.staging_bytes_max,
-                policy=Policy(settings.staging_policy),
+                policy=SlotPolicy(settings.staging_policy),
                 shared=shared,
                 read_elsewhere=read_elsewhere,
                 numa_nodes=numa_nodes,

@@ -49,7 +49,7 @@ from ..stores.hub.store import HubStore
 from ..types import ProgressListener
 from .content_digest import check_content
 from .file_set import FileSet, FileSpec
-from .node_cache import DIGESTS_AT_A_TIME, Check
+from .node_cache import DIGESTS_AT_A_TIME, CacheCheck
 from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, fill_directory
 from .receipt import read_receipt
@@ -107,7 +107,7 @@ def hub_of(store: Store) -> HubStore:
     return store
 
 
-async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Check:
+async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> CacheCheck:
     """Digest what the Hugging Face cache ``cache`` has of ``frozen``, by the names under which libraries read it.
 
     ``missing`` has files without a link or without its blob, and the ref of a revision that names another commit;
@@ -116,7 +116,7 @@ async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Chec
     repository, commit = store.repository, store.commit
     root = cache / repository.folder
     snapshot = root / "snapshots" / commit
-    found = Check(frozen.uri, "whole", snapshot / repository.path, len(frozen.files), frozen.size_bytes, 0)
+    found = CacheCheck(frozen.uri, "whole", snapshot / repository.path, len(frozen.files), frozen.size_bytes, 0)
     gate = asyncio.Semaphore(DIGESTS_AT_A_TIME)
 
     async def one(item: FileSpec) -> None:

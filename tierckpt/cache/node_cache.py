@@ -40,7 +40,7 @@ from .entry import STALL_SECONDS_MIN, CacheEntry
 from .file_set import FileSet, FileSpec, Receipt, from_manifest
 from .partial_entry import landed_in, read_entry, read_landed
 from .peer_fill import PeerJoin
-from .pool import Pool, Row, evict_all
+from .pool import CacheRow, Pool, evict_all
 from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of
 from .receipt import read_receipt, whole_receipt
 from .reuse import Held
@@ -69,7 +69,7 @@ class ResolvedUri:
 
 
 @dataclass(slots=True)
-class Check:
+class CacheCheck:
     """What of a frozen version is on this node."""
 
     uri: str
@@ -269,7 +269,7 @@ class NodeCache:
                 return frozen
         return None
 
-    def _contents(self, row: Row) -> FileSet | None:
+    def _contents(self, row: CacheRow) -> FileSet | None:
         if row.state != "complete":
             incoming = self.pool.incoming(row.name)
             return read_entry(incoming) if incoming is not None else None
@@ -326,7 +326,7 @@ class NodeCache:
 
     async def check_at(
         self, location: Location, place: Callable[[ResolvedUri], Path | None], files: FileFilter
-    ) -> Check:
+    ) -> CacheCheck:
         """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
         try:
             resolved = await self.freeze(location, files=files)
@@ -339,13 +339,13 @@ class NodeCache:
             resolved = ResolvedUri(location, self.store_at(location), frozen)
         return await asyncio.to_thread(self.check, resolved, place(resolved))
 
-    def check(self, resolved: ResolvedUri, directory: Path | None = None) -> Check:
+    def check(self, resolved: ResolvedUri, directory: Path | None = None) -> CacheCheck:
         """Say what of ``resolved`` is here: in the cache, or in ``directory``. Fetches and changes nothing."""
         frozen = self._larger(resolved) or resolved.frozen if directory is None else resolved.frozen
         target = directory or self.pool.directory(frozen.name)
         check = _check(frozen, target)
         if resolved.manifest is not None and check.state != "whole" and _has_sizes(frozen, target):
-            check = Check(frozen.uri, "whole", target, len(frozen.files), frozen.size_bytes, frozen.size_bytes)
+            check = CacheCheck(frozen.uri, "whole", target, len(frozen.files), frozen.size_bytes, frozen.size_bytes)
         check.uri = resolved.location.uri
         if directory is None:
             check.is_pinned = self.pool.is_pinned(frozen.name)
@@ -357,7 +357,7 @@ class NodeCache:
             check.state = "outdated"
         return check
 
-    async def read_again(self, check: Check) -> None:
+    async def read_again(self, check: CacheCheck) -> None:
         """Digest every chunk of what is whole again; what is not as it landed goes into ``check.bad``."""
         if check.state != "whole" or check.directory is None:
             return
@@ -377,13 +377,13 @@ class NodeCache:
         landed = receipt.landed or [item.digests for item in frozen.files]
         await asyncio.gather(*map(one, frozen.files, landed))
 
-    def unpin(self, location: Location) -> list[Row]:
+    def unpin(self, location: Location) -> list[CacheRow]:
         rows = [row for row in self.pool.rows(location.uri) if row.is_pinned]
         for row in rows:
             self.pool.pin(row.name, False)
         return rows
 
-    def evict(self, location: Location) -> tuple[list[Row], list[Row]]:
+    def evict(self, location: Location) -> tuple[list[CacheRow], list[CacheRow]]:
         """Remove all versions of a URI. Returns what went, and what stayed because it is pinned or in use.
 
         Raises:
@@ -425,8 +425,8 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_second
         ) from error
 
 
-def _check(frozen: FileSet, target: Path) -> Check:
-    found = Check(frozen.uri, "absent", None, len(frozen.files), frozen.size_bytes, 0)
+def _check(frozen: FileSet, target: Path) -> CacheCheck:
+    found = CacheCheck(frozen.uri, "absent", None, len(frozen.files), frozen.size_bytes, 0)
     if whole_receipt(target, frozen.version) is not None:
         found.state, found.directory, found.here_bytes = "whole", target, frozen.size_bytes
         return found

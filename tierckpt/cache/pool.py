@@ -51,7 +51,7 @@ State: TypeAlias = Literal["partial", "complete"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CacheRow:
     """One entry. ``reserved_bytes``: its size for the quota; a partial entry counts with its reservation."""
 
     name: str
@@ -91,7 +91,7 @@ class Pool:
 
     # --- what is there -------------------------------------------------------------------------------------------
 
-    def rows(self, *uris: str) -> list[Row]:
+    def rows(self, *uris: str) -> list[CacheRow]:
         """Return all entries, or those of ``uris``, the least recently used first.
 
         Cost: three stats for each entry; its receipt is read once in a process.
@@ -118,16 +118,18 @@ class Pool:
     def incoming(self, name: str) -> Path | None:
         return next(iter(matching(self.root, f".{glob.escape(name)}.*{SUFFIX}")), None)
 
-    def describe(self, name: str) -> Row | None:
+    def describe(self, name: str) -> CacheRow | None:
         """Return the row of an entry as its files have it; None when there is none, or it is damaged."""
         for _ in range(2):  # it may be published between the looks at its two places: then it is in the first
             if (summary := self._summary_by_receipt(name)) is not None:
-                return Row(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
+                return CacheRow(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
             incoming = self.incoming(name)
             frozen = read_entry(incoming) if incoming is not None else None
             if incoming is not None and frozen is not None:
                 reserved = self.reserved(name) or allocated_bytes(incoming)
-                return Row(name, *_summary_of(frozen), "partial", reserved, self.is_pinned(name), self._used_ns(name))
+                return CacheRow(
+                    name, *_summary_of(frozen), "partial", reserved, self.is_pinned(name), self._used_ns(name)
+                )
         return None
 
     def _summary_by_receipt(self, name: str) -> Summary | None:
@@ -255,10 +257,10 @@ def allocated_bytes(directory: Path) -> int:
     return total
 
 
-def evict_all(pool: Pool, rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def evict_all(pool: Pool, rows: Iterable[CacheRow]) -> tuple[list[CacheRow], list[CacheRow]]:
     """Evict ``rows``. Returns the evicted ones, and those in use or pinned."""
-    went: list[Row] = []
-    stayed: list[Row] = []
+    went: list[CacheRow] = []
+    stayed: list[CacheRow] = []
     for row in rows:
         (went if pool.evict(row.name) else stayed).append(row)
     return went, stayed

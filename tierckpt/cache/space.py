@@ -53,7 +53,7 @@ from ..quantities import human_bytes
 from ..telemetry import EVICTED_BYTES, logger
 from ..types import Tier
 from .file_set import FileSet
-from .pool import Pool, Row, allocated_bytes
+from .pool import CacheRow, Pool, allocated_bytes
 
 log = logger("space")
 
@@ -348,7 +348,7 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
 # --- candidates ------------------------------------------------------------------------------------------------
 
 
-def _entries(pool: Pool, rows: list[Row] | None = None) -> Iterator[Candidate]:
+def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
     """Cache entries in the order in which they go; none of a cache that cannot be read, unless ``rows`` are given.
 
     An entry that a process fills is leased, and stays for that.
@@ -434,7 +434,7 @@ def _own_bytes(directory: Path, manifest: Manifest) -> int:
 # --- counting --------------------------------------------------------------------------------------------------
 
 
-class _Counted(NamedTuple):
+class _DirectorySize(NamedTuple):
     """One directory: when its names last changed, the bytes of its files, and the directories below it."""
 
     changed_ns: int
@@ -452,7 +452,7 @@ class SpaceCounter:
 
     def __init__(self, top: Path) -> None:
         self._top = str(top)
-        self._settled: dict[str, _Counted] = {}
+        self._settled: dict[str, _DirectorySize] = {}
 
     def total(self, *, exact: bool) -> int:
         known = {} if exact else self._settled
@@ -475,7 +475,7 @@ class SpaceCounter:
         return total
 
 
-def _count(path: str) -> _Counted:
+def _count(path: str) -> _DirectorySize:
     changed = newest = os.stat(path).st_mtime_ns  # noqa: PTH116
     size_bytes, below = 0, []
     with os.scandir(path) as entries:
@@ -490,7 +490,7 @@ def _count(path: str) -> _Counted:
                 continue  # removed meanwhile, and the rest is there
             newest = max(newest, status.st_mtime_ns)
             size_bytes += _allocated(status) if status.st_nlink <= 1 else 0
-    return _Counted(changed, size_bytes, below, newest)
+    return _DirectorySize(changed, size_bytes, below, newest)
 
 
 _counters: dict[Path, SpaceCounter] = {}

@@ -369,7 +369,7 @@ async def _has_leftovers(directory: Path, store: Store) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckpointRow:
     """One line of ``tierckpt ls``. Each tier is ``committed``, ``uncommitted``, ``stock`` or ``-``."""
 
     location: Location
@@ -416,7 +416,7 @@ class Row:
         }
 
 
-async def describe(location: Location, directory: Path, store: Store) -> Row | None:
+async def describe(location: Location, directory: Path, store: Store) -> CheckpointRow | None:
     """Return how far ``location`` is on each tier, None when it is no checkpoint."""
     try:
         local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
@@ -430,7 +430,7 @@ async def describe(location: Location, directory: Path, store: Store) -> Row | N
             return await _stock_row(location, store)
         if not await _looks_like_checkpoint(directory, store):
             return None
-    return Row(
+    return CheckpointRow(
         location,
         step_of(location.name),
         "committed" if local else ("uncommitted" if await asyncio.to_thread(has_shards, directory) else "-"),
@@ -443,10 +443,10 @@ async def describe(location: Location, directory: Path, store: Store) -> Row | N
     )
 
 
-async def _stock_row(location: Location, store: Store) -> Row:
+async def _stock_row(location: Location, store: Store) -> CheckpointRow:
     sizes = [info.size_bytes async for info in store.list()]
     branch = branches.branch_of(None, location.name)
-    return Row(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes), branch)
+    return CheckpointRow(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes), branch)
 
 
 def has_shards(directory: Path) -> bool:

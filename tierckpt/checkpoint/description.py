@@ -53,7 +53,7 @@ def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandon
     }
 
 
-async def describe_run(selector: Selector, location: Location) -> list[catalog.Row]:
+async def describe_run(selector: Selector, location: Location) -> list[catalog.CheckpointRow]:
     """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
 
     Raises CheckpointNotFoundError when there is none.
@@ -65,8 +65,8 @@ async def describe_run(selector: Selector, location: Location) -> list[catalog.R
     async def names() -> list[str]:
         return [*await selector.names(location), *await selector.windows(location)]
 
-    async def describe(names: Collection[str]) -> tuple[list[catalog.Row], set[str]]:
-        ordered, found = sorted(names, key=age_of, reverse=True), dict[str, catalog.Row]()
+    async def describe(names: Collection[str]) -> tuple[list[catalog.CheckpointRow], set[str]]:
+        ordered, found = sorted(names, key=age_of, reverse=True), dict[str, catalog.CheckpointRow]()
         for first in range(0, len(ordered), LOOK_MAX):
             part = ordered[first:][:LOOK_MAX]
             rows = await asyncio.gather(*(_describe(selector, location.child(name)) for name in part))
@@ -87,7 +87,7 @@ async def describe_run(selector: Selector, location: Location) -> list[catalog.R
     return sorted(found, key=lambda row: (row.step is not None, row.step or 0, row.location.name))
 
 
-async def _describe(selector: Selector, location: Location) -> catalog.Row | None:
+async def _describe(selector: Selector, location: Location) -> catalog.CheckpointRow | None:
     try:
         return await catalog.describe(location, selector.directory_of(location), selector.store_at(location))
     except PermissionDeniedError as error:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, translated
-from ..disk.file_lock import Hold, try_lock
+from ..disk.file_lock import LockAttempt, try_lock
 from ..errors import CommitAbandonedError, ManifestError, ObjectNotFoundError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import BLOCKS_DIR, METADATA_DIR, Location, journal_dir, local_dir, parse_uri, written_file
@@ -65,7 +65,7 @@ FIELDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """What one rank of one save has to drain.
 
     ``files`` are durable on the local tier once ``state`` is READY or LOCAL_ONLY. ``manifest`` is the whole
@@ -110,30 +110,32 @@ class Journal:
     def __init__(self, local_root: Path) -> None:
         self.directory = journal_dir(local_root)
 
-    def write(self, entry: Entry) -> Entry:
+    def write(self, entry: JournalEntry) -> JournalEntry:
         """Make ``entry`` durable (J1), replacing an older state of it. Returns it."""
         make_dirs(self.directory)
         durable_write(self.path(entry.token), encode(entry))
         return entry
 
-    def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int, branch: str = "") -> Entry:
+    def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int, branch: str = "") -> JournalEntry:
         now = time.time()
         return self.write(
-            Entry(token, location.uri, rank, created_unix_seconds=now, chunk_size_bytes=chunk_size_bytes, branch=branch)
+            JournalEntry(
+                token, location.uri, rank, created_unix_seconds=now, chunk_size_bytes=chunk_size_bytes, branch=branch
+            )
         )
 
-    def read(self, token: str) -> Entry | None:
+    def read(self, token: str) -> JournalEntry | None:
         """Return the entry of ``token``, None when there is none. Raises ManifestError when it is damaged (J4)."""
         try:
             return read_entry(self.path(token))
         except ObjectNotFoundError:
             return None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[JournalEntry]:
         """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
         return sorted(self._read("*"), key=lambda entry: entry.created_unix_seconds, reverse=True)
 
-    def _read(self, pattern: str, before: float = math.inf) -> Iterator[Entry]:
+    def _read(self, pattern: str, before: float = math.inf) -> Iterator[JournalEntry]:
         with translated(self.directory, is_above=True):
             paths = matching(self.directory, f"{pattern}.json")
         for path in paths:
@@ -157,7 +159,7 @@ class Journal:
         token = f"file-{_name_of(uri)}-{max(time.time_ns(), order):020d}-{secrets.token_hex(4)}"
         return token, [one for one in tokens if fnmatchcase(one, _files_of(uri))]
 
-    def files(self, uri: str | None = None, *, before: str | None = None) -> list[Entry]:
+    def files(self, uri: str | None = None, *, before: str | None = None) -> list[JournalEntry]:
         """Return the files still to be drained (of ``uri``; None: all), oldest first, up to the token ``before``.
         A missing local file means that its write was never complete."""
         found = [
@@ -192,7 +194,7 @@ class Journal:
 
     def fail(
         self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False
-    ) -> Entry | None:
+    ) -> JournalEntry | None:
         """Record why and since when the drain fails; the entry stays. An entry that fails for longer than
         ``patience_seconds`` is set aside. Returns the updated entry.
 
@@ -210,28 +212,28 @@ class Journal:
         noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
         return noted if noted == entry else self.write(noted)
 
-    def put_back(self, uri: str | None = None) -> list[Entry]:
+    def put_back(self, uri: str | None = None) -> list[JournalEntry]:
         """Schedule set-aside entries (of ``uri``; None: all of them) for draining again. Returns them."""
 
-        def put_back(entry: Entry) -> None:
+        def put_back(entry: JournalEntry) -> None:
             state = TO_DRAIN[ASIDE.index(entry.state)]
             self.write(replace(entry, state=state, error="", failing_since_unix_seconds=0.0))
 
         return self._change_set_aside(uri, put_back)
 
-    def forget(self, uri: str) -> list[Entry]:
+    def forget(self, uri: str) -> list[JournalEntry]:
         """Stop draining the set-aside entries of ``uri``: the entry is removed (J3), its files stay, except a single
         file, which no manifest names. Returns the entries."""
         return self._change_set_aside(uri, self.drop)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: JournalEntry) -> None:
         """Forget an entry, and the file that is its own. Killed in between, a file without bytes was never whole."""
         if entry.state in (FILE, FILE_SET_ASIDE):
             with translated(self.directory, is_above=True):
                 written_file(self.directory.parent, entry.token).unlink(missing_ok=True)
         self.remove(entry.token)
 
-    def _change_set_aside(self, uri: str | None, change: Callable[[Entry], object]) -> list[Entry]:
+    def _change_set_aside(self, uri: str | None, change: Callable[[JournalEntry], object]) -> list[JournalEntry]:
         changed = []
         for entry in self.entries():
             if entry.state in ASIDE and uri in (None, entry.uri):
@@ -242,7 +244,7 @@ class Journal:
         return changed
 
     @contextmanager
-    def own(self, token: str, inherited: int | None = None) -> Iterator[Hold]:
+    def own(self, token: str, inherited: int | None = None) -> Iterator[LockAttempt]:
         """Hold the entry (J2). Yields a false hold at once when another live process (or task) holds it.
 
         ``inherited``: the locked descriptor that an ended holder passed to this process.
@@ -261,7 +263,7 @@ class Journal:
         return self.directory / f"{token}.lock"
 
 
-def set_aside_error(entry: Entry) -> CommitAbandonedError:
+def set_aside_error(entry: JournalEntry) -> CommitAbandonedError:
     """Return the error for callers that wait for a set-aside entry."""
     return CommitAbandonedError(
         f"{entry.uri} is on this node only: its drain was set aside ({entry.error})",
@@ -284,7 +286,7 @@ def _order_of(token: str) -> int:
     return int(found[1]) if found else 0
 
 
-def encode(entry: Entry) -> bytes:
+def encode(entry: JournalEntry) -> bytes:
     body: dict[str, Any] = {
         "token": entry.token,
         "uri": entry.uri,
@@ -305,14 +307,14 @@ def encode(entry: Entry) -> bytes:
     return manifests.seal(body)
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path) -> JournalEntry:
     entry = decode(read_whole(path, ENTRY_BYTES_MAX), where=str(path))
     if f"{entry.token}.json" != path.name:
         raise ManifestError(f"{path}: it is the entry of {entry.token}", hint="It was put under a wrong name")
     return entry
 
 
-def decode(data: bytes, *, where: str) -> Entry:
+def decode(data: bytes, *, where: str) -> JournalEntry:
     """Decode and validate (J4). Raises ManifestError."""
     newer = frozenset({FAILING_SINCE, AFTER, BRANCH})
     body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
@@ -320,7 +322,7 @@ def decode(data: bytes, *, where: str) -> Entry:
     if problem:
         raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")
     chunk, manifest = body["chunk_size_bytes"], body["manifest"]
-    return Entry(
+    return JournalEntry(
         token=body["token"],
         uri=body["uri"],
         rank=body["rank"],

@@ -25,7 +25,7 @@ from ..format.layout import DRAINED, Location, local_dir, step_of
 from ..telemetry import logger
 from . import branches, local_commit, marks
 from .branches import Branch
-from .journal import LOCAL_ONLY, READY, Entry, Journal
+from .journal import LOCAL_ONLY, READY, Journal, JournalEntry
 from .select import age_of
 
 log = logger("local_only")
@@ -34,7 +34,7 @@ LOCAL_ONLY_MAX = 2
 """Checkpoints of a run that are never superseded: the newest, and the one to go back to if that turns out damaged."""
 
 
-def supersede_older(local_root: Path, journal: Journal, newest: Entry) -> list[str]:
+def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) -> list[str]:
     """``newest`` is committed on this node: supersede older local-only ones. Returns the URIs. Never fails a save.
 
     Cost: the entries of the journal are read; two small durable writes for each that is superseded.
@@ -53,12 +53,12 @@ def supersede_older(local_root: Path, journal: Journal, newest: Entry) -> list[s
     return superseded
 
 
-def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[Entry]:
+def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[JournalEntry]:
     """Have the newest local-only checkpoint of ``run`` (None: of every run) drained after all. Returns its entries.
 
     A checkpoint older than one on shared storage, or on its way there, is not promoted.
     """
-    promoted: list[Entry] = []
+    promoted: list[JournalEntry] = []
     entries = journal.entries()
     for parent, kept in _by_run(one for one in entries if one.state == LOCAL_ONLY).items():
         if run is not None and parent != run:
@@ -76,7 +76,7 @@ def promote_newest(local_root: Path, journal: Journal, run: Location | None = No
 
 
 def drop_superseded(
-    local_root: Path, journal: Journal, run: Location | None = None, committed: Entry | None = None
+    local_root: Path, journal: Journal, run: Location | None = None, committed: JournalEntry | None = None
 ) -> None:
     """Supersede local-only checkpoints of ``run`` (None: of every run) older than the newest on shared storage.
 
@@ -93,7 +93,7 @@ def drop_superseded(
                 _supersede(local_root, journal, entry)
 
 
-def _supersede(local_root: Path, journal: Journal, entry: Entry) -> bool:
+def _supersede(local_root: Path, journal: Journal, entry: JournalEntry) -> bool:
     directory = local_dir(local_root, entry.location)
     with journal.own(entry.token) as free:
         current = journal.read(entry.token)
@@ -111,13 +111,13 @@ def _supersede(local_root: Path, journal: Journal, entry: Entry) -> bool:
         return True
 
 
-def _is_behind(one: Entry, newest: Entry, ages: _Ages) -> bool:
+def _is_behind(one: JournalEntry, newest: JournalEntry, ages: _Ages) -> bool:
     is_ours = one.state == LOCAL_ONLY and one.rank == newest.rank and one.token != newest.token
     return is_ours and one.location.parent == newest.location.parent and ages.of(one) <= ages.of(newest)
 
 
-def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
-    runs: dict[Location, list[Entry]] = {}
+def _by_run(entries: Iterable[JournalEntry]) -> dict[Location, list[JournalEntry]]:
+    runs: dict[Location, list[JournalEntry]] = {}
     for entry in entries:
         runs.setdefault(entry.location.parent, []).append(entry)
     return runs
@@ -126,13 +126,13 @@ def _by_run(entries: Iterable[Entry]) -> dict[Location, list[Entry]]:
 class _Ages:
     """The order of the checkpoints of one run on this node (K0): larger is newer."""
 
-    def __init__(self, local_root: Path, run: Location, entries: Iterable[Entry]) -> None:
+    def __init__(self, local_root: Path, run: Location, entries: Iterable[JournalEntry]) -> None:
         self._directory = local_dir(local_root, run)
         known = [(_branch(one), step_of(one.location.name)) for one in entries if one.location.parent == run]
         noted = branches.read_local(self._directory)
         self._branch = branches.current_of([*known, *([(noted, None)] if noted is not None else [])])
 
-    def of(self, entry: Entry) -> tuple[bool, bool, int]:
+    def of(self, entry: JournalEntry) -> tuple[bool, bool, int]:
         return self._age(entry.location.name, _branch(entry))
 
     def newest_drained(self) -> tuple[bool, bool, int]:
@@ -149,5 +149,5 @@ class _Ages:
         return (self._branch is None or self._branch.holds(branch, step_of(name)), *age_of(name))
 
 
-def _branch(entry: Entry) -> Branch:
+def _branch(entry: JournalEntry) -> Branch:
     return branches.parse(entry.branch) or Branch(entry.token)

@@ -42,7 +42,7 @@ from ..types import ObjectInfo
 from . import local_commit, select
 from .branches import abandoned_here
 from .catalog import Checkpoint
-from .journal import Entry, Journal
+from .journal import Journal, JournalEntry
 
 log = logger("catalog")
 
@@ -66,7 +66,7 @@ class Thing:
     etag: str | None = None
     checkpoint: Checkpoint | None = None
     entry: FileEntry | None = None
-    written: Entry | None = None
+    written: JournalEntry | None = None
     """The journal entry of a file that is not drained yet."""
 
 
@@ -201,7 +201,7 @@ class Browser:
             raise _nothing(location)  # removed with its files
         return sorted(things.values(), key=lambda thing: thing.location.name)
 
-    async def _written_below(self, location: Location) -> dict[str, Entry]:
+    async def _written_below(self, location: Location) -> dict[str, JournalEntry]:
         """Return this node's undrained files and removals under ``location``, by path. They override the store."""
         above = f"{location.uri.rstrip('/')}/"
         entries = await asyncio.to_thread(self._journal.files)
@@ -388,7 +388,7 @@ def _shallow(location: Location, things: Iterable[Thing]) -> list[Thing]:
     return [*found.values()]
 
 
-def _written(location: Location, entry: Entry) -> Thing:
+def _written(location: Location, entry: JournalEntry) -> Thing:
     return Thing(location, size_bytes=entry.size_bytes, etag=entry.token, written=entry)
 
 

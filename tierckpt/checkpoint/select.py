@@ -69,19 +69,19 @@ LOOK_MAX, AT_ONCE = 256, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDirectory:
     """A directory of checkpoints, ``steps`` of them, committed or not."""
 
     location: Location
     steps: int
-    newest: catalog.Row
+    newest: catalog.CheckpointRow
 
-    def joined(self, other: Run | None) -> Run:
+    def joined(self, other: RunDirectory | None) -> RunDirectory:
         """Merge with the findings of an earlier look at the same run."""
         if other is None:
             return self
         newest = max(other.newest, self.newest, key=lambda row: age_of(row.name))
-        return Run(self.location, self.steps + other.steps, newest)
+        return RunDirectory(self.location, self.steps + other.steps, newest)
 
     def to_json(self) -> Json:
         return {"uri": self.location.uri, "steps": self.steps, "newest": self.newest.to_json()}
@@ -336,12 +336,12 @@ class Selector:
             log_failure(log, error, text, location.uri, error, level=logging.WARNING)
             return {*near}, True
 
-    async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[Run], bool]:
+    async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[RunDirectory], bool]:
         """Return the runs in and under ``places``, by URI, and whether the search covered all directories.
 
         Breadth first, at most ``look_max`` directories. Unreadable directories are skipped with a log line.
         """
-        found: dict[Location, Run] = {}
+        found: dict[Location, RunDirectory] = {}
         looked = 0
         while places and looked < look_max:
             now, places = places[:AT_ONCE], places[AT_ONCE:]
@@ -352,13 +352,15 @@ class Selector:
                     found[run.location] = run.joined(found.get(run.location))
         return sorted(found.values(), key=lambda run: run.location.uri), not places
 
-    async def _run_at(self, location: Location) -> tuple[Run | None, list[Location]]:
+    async def _run_at(self, location: Location) -> tuple[RunDirectory | None, list[Location]]:
         """Return the run at ``location``, or the run of the checkpoint there, and the directories to search next. If
         the newest directory is a checkpoint, others with a step number count as checkpoints without a look."""
         if location.scheme == "file" and Path(location.path).is_relative_to(self.settings.local_root):
             return None, []
 
-        async def newest_in(names: Collection[str]) -> tuple[tuple[set[str], Location, catalog.Row | None], set[str]]:
+        async def newest_in(
+            names: Collection[str],
+        ) -> tuple[tuple[set[str], Location, catalog.CheckpointRow | None], set[str]]:
             ordered = _newest_first({*names})
             place = location.child(ordered[0]) if ordered else location
             if BRANCHES_DIR in names and (found := await self._look(location, None, windows=False)) is not None:
@@ -378,7 +380,9 @@ class Selector:
         if newest is None:
             return None, [location.child(name) for name in sorted(names - {BRANCHES_DIR})]
         others = sorted(name for name in names - {place.name, BRANCHES_DIR} if step_of(name) is None)
-        return Run(place.parent, max(1, len(names) - len(others)), newest), [location.child(name) for name in others]
+        return RunDirectory(place.parent, max(1, len(names) - len(others)), newest), [
+            location.child(name) for name in others
+        ]
 
     async def _names_near(self, location: Location, is_again: bool = False) -> list[str]:
         """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""

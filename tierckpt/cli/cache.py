@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..cache.pool import Pool, Row
+from ..cache.pool import CacheRow, Pool
 from ..cache.prefetch import FileFilter
 from ..cache.space import shrink_cache
 from ..errors import ConfigError, IntegrityError, ObjectNotFoundError
@@ -153,8 +153,8 @@ def unpinned(locations: Sequence[Location], local_root: Path | None) -> Report:
 
 
 def evicted(locations: Sequence[Location], local_root: Path | None) -> Report:
-    went: list[Row] = []
-    stayed: list[Row] = []
+    went: list[CacheRow] = []
+    stayed: list[CacheRow] = []
     with open_client(local_root) as client:
         for location in locations:
             gone, left = client.mover.node_cache.evict(location)
@@ -163,7 +163,7 @@ def evicted(locations: Sequence[Location], local_root: Path | None) -> Report:
     return _eviction(went, stayed)
 
 
-def _eviction(went: Sequence[Row], stayed: Sequence[Row]) -> Report:
+def _eviction(went: Sequence[CacheRow], stayed: Sequence[CacheRow]) -> Report:
     freed = sum(row.reserved_bytes for row in went)
     document: Json = {
         "evicted": [{"uri": row.uri, "version": row.version, "size_bytes": row.size_bytes} for row in went],

@@ -61,7 +61,7 @@ OptionalUri = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Finding:
     """One finding: ``ok``, ``warn`` (works, not as well as it could) or ``fail`` (will not work)."""
 
     name: str
@@ -93,21 +93,21 @@ def _major_minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def _software() -> Iterator[Check]:
-    yield Check("python", OK, platform.python_version())
+def _software() -> Iterator[Finding]:
+    yield Finding("python", OK, platform.python_version())
     found = _installed("torch")
     if found is None:
-        yield Check("torch", OK, "not installed: this node can move checkpoints and models, not save or load them")
+        yield Finding("torch", OK, "not installed: this node can move checkpoints and models, not save or load them")
     elif _major_minor(found) < TORCH_FLOOR:
-        yield Check("torch", FAIL, f"{found} is older than {'.'.join(map(str, TORCH_FLOOR))}")
+        yield Finding("torch", FAIL, f"{found} is older than {'.'.join(map(str, TORCH_FLOOR))}")
     elif _major_minor(found) > _major_minor(CHECKED_VERSIONS[-1]):
-        yield Check("torch", WARN, f"{found} is newer than {CHECKED_VERSIONS[-1]}, the newest that was checked")
+        yield Finding("torch", WARN, f"{found} is newer than {CHECKED_VERSIONS[-1]}, the newest that was checked")
     else:
-        yield Check("torch", OK, found)
+        yield Finding("torch", OK, found)
     present = [extra for extra, package in EXTRAS.items() if _installed(package)]
     absent = [extra for extra in EXTRAS if extra not in present]
     detail = f"installed: {', '.join(present) or 'none'}"
-    yield Check("extras", OK, f"{detail}; not installed: {', '.join(absent)}" if absent else detail)
+    yield Finding("extras", OK, f"{detail}; not installed: {', '.join(absent)}" if absent else detail)
 
 
 def _installed(package: str) -> str | None:
@@ -117,37 +117,39 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _variables() -> Iterator[Check]:
-    yield from (Check("environment", WARN, problem) for problem in unknown_variables().values())
+def _variables() -> Iterator[Finding]:
+    yield from (Finding("environment", WARN, problem) for problem in unknown_variables().values())
 
 
 # --- this node --------------------------------------------------------------------------------------------------
 
 
-def _local_root(settings: Settings) -> Iterator[Check]:
+def _local_root(settings: Settings) -> Iterator[Finding]:
     root = settings.local_root
     base = nearest_existing(root)
     if not base.is_dir():
-        yield Check("local_root", FAIL, f"{base} is not a directory")
+        yield Finding("local_root", FAIL, f"{base} is not a directory")
         return
     try:
         direct, fsync_seconds = _probe_disk(base)
     except OSError as error:
         hint = "set TIERCKPT_LOCAL_ROOT to a directory on node-local SSD"
-        yield Check("local_root", FAIL, f"{base} cannot be written: {error.strerror or error}; {hint}")
+        yield Finding("local_root", FAIL, f"{base} cannot be written: {error.strerror or error}; {hint}")
         return
-    yield Check("local_root", OK, str(root) if base == root else f"{root} will be made: {base} can be written")
+    yield Finding("local_root", OK, str(root) if base == root else f"{root} will be made: {base} can be written")
     yield _filesystem(base)
     free = shutil.disk_usage(base).free
-    yield Check("free space", WARN if free < FREE_BYTES_WARN else OK, human_bytes(free))
-    yield Check("O_DIRECT", OK if direct else WARN, "works" if direct else "refused: shards go through the page cache")
+    yield Finding("free space", WARN if free < FREE_BYTES_WARN else OK, human_bytes(free))
+    yield Finding(
+        "O_DIRECT", OK if direct else WARN, "works" if direct else "refused: shards go through the page cache"
+    )
     slow = fsync_seconds > FSYNC_SECONDS_WARN
     yield _reads("reads", base, settings, WAYS)
     yield _reads("model files", base, settings, MODEL_WAYS)
-    yield Check("fsync", WARN if slow else OK, f"{fsync_seconds * 1000:.1f} ms (median of {FSYNC_ROUNDS})")
+    yield Finding("fsync", WARN if slow else OK, f"{fsync_seconds * 1000:.1f} ms (median of {FSYNC_ROUNDS})")
 
 
-def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]) -> Check:
+def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]) -> Finding:
     """How files there are read: what the first large load has found out."""
     tuner = read_tuner_for(settings, ways)
     file = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
@@ -158,18 +160,18 @@ def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]
     way = tuner.way(device)
     rates = recorded(tuner.path).get(device, {}).get("bytes_per_second", {})
     found = ", ".join(f"{tried} {human_bytes(rate)}/s" for tried, rate in rates.items())
-    return Check(name, OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")
+    return Finding(name, OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")
 
 
-def _filesystem(base: Path) -> Check:
+def _filesystem(base: Path) -> Finding:
     kind = filesystem_type(base)
     if kind in MEMORY_FILESYSTEMS:
-        return Check("file system", WARN, f"{kind}: checkpoints there take memory and do not survive the node")
+        return Finding("file system", WARN, f"{kind}: checkpoints there take memory and do not survive the node")
     if kind == "overlay":
-        return Check("file system", WARN, "overlay: it goes with the container; mount a disk of the node")
+        return Finding("file system", WARN, "overlay: it goes with the container; mount a disk of the node")
     if kind.startswith(NOT_NODE_LOCAL):
-        return Check("file system", WARN, f"{kind}: the local tier belongs on a disk of this node")
-    return Check("file system", OK, kind or "unknown")
+        return Finding("file system", WARN, f"{kind}: the local tier belongs on a disk of this node")
+    return Finding("file system", OK, kind or "unknown")
 
 
 def _probe_disk(directory: Path) -> tuple[bool, float]:
@@ -202,10 +204,10 @@ def _timed_write(file: int, block: mmap.mmap) -> float:
         os.close(file)
 
 
-def _journal(settings: Settings) -> Check:
+def _journal(settings: Settings) -> Finding:
     entries = Journal(settings.local_root).entries()
     if not entries:
-        return Check("journal", OK, "empty")
+        return Finding("journal", OK, "empty")
     oldest = human_seconds(max(0.0, time.time() - entries[-1].created_unix_seconds))
     detail = (
         f"{len(entries)} entries to drain, {human_bytes(sum(entry.size_bytes for entry in entries))}, oldest {oldest}"
@@ -215,31 +217,31 @@ def _journal(settings: Settings) -> Check:
         for row in node_document(settings)["stores"]
     ]
     told = f"waiting for {'; '.join(stores)}" if stores else "`tierckpt drain --wait`"
-    return Check("journal", WARN, f"{detail}; {told}")
+    return Finding("journal", WARN, f"{detail}; {told}")
 
 
-def huge_pages() -> Iterator[Check]:
+def huge_pages() -> Iterator[Finding]:
     found = pages.advice(collapses=memory.collapses())
     if not found:
-        yield Check("huge pages", OK, "for private and for shared staging memory")
+        yield Finding("huge pages", OK, "for private and for shared staging memory")
     for sentence in found:
-        yield Check("huge pages", WARN, sentence)
+        yield Finding("huge pages", WARN, sentence)
 
 
 # --- shared storage ---------------------------------------------------------------------------------------------
 
 
-async def _store(mover: Mover, location: Location) -> list[Check]:
+async def _store(mover: Mover, location: Location) -> list[Finding]:
     """Put, read, put again and remove one small object. The first failure ends it; the object never stays."""
     try:
         store = mover.store(location)
     except TierckptError as error:
-        return [Check("store", FAIL, str(error))]
+        return [Finding("store", FAIL, str(error))]
     made = nearest_existing(Path(location.path)) if location.scheme == "file" else None
     probe = _StoreProbe(store)
     try:
         checks = await probe.run()
-        return [Check("store configuration", OK, said), *checks] if (said := _configuration(store)) else checks
+        return [Finding("store configuration", OK, said), *checks] if (said := _configuration(store)) else checks
     finally:
         await probe.clean()
         if made is not None:
@@ -259,7 +261,7 @@ class _StoreProbe:
         self._key = f".tierckpt-doctor-{secrets.token_hex(6)}"
         self._data = secrets.token_bytes(1024)
 
-    async def run(self) -> list[Check]:
+    async def run(self) -> list[Finding]:
         steps: dict[str, Callable[[], Awaitable[str]]] = {
             "store reachable": self._reach,
             "store put": self._put,
@@ -270,9 +272,9 @@ class _StoreProbe:
         checks = []
         for name, step in steps.items():
             try:
-                checks.append(Check(name, OK, await step()))
+                checks.append(Finding(name, OK, await step()))
             except TierckptError as error:
-                checks.append(Check(name, FAIL, str(error)))
+                checks.append(Finding(name, FAIL, str(error)))
                 break
         return checks
 

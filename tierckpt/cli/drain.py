@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Entry, Journal
+from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Journal, JournalEntry
 from ..drain.rate_limiter import UNCHANGED, Unchanged, change_control
 from ..errors import (
     CheckpointNotFoundError,
@@ -150,10 +150,10 @@ def _rate_of(text: str | None) -> int | str | Unchanged | None:
 class _Work:
     """What was in the journal, what became of it, and what is left."""
 
-    seen: dict[str, Entry] = field(default_factory=dict)
+    seen: dict[str, JournalEntry] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     errors: list[TierckptError] = field(default_factory=list)
-    left: dict[str, Entry] = field(default_factory=dict)
+    left: dict[str, JournalEntry] = field(default_factory=dict)
 
     @property
     def drained(self) -> int:
@@ -162,7 +162,7 @@ class _Work:
     def rows(self) -> list[Json]:
         return [self._row(entry) for entry in self.seen.values()]
 
-    def _row(self, entry: Entry) -> Json:
+    def _row(self, entry: JournalEntry) -> Json:
         now = self.left.get(entry.token)
         outcome = self.outcomes.get(entry.token, "committed") if now is None else _outcome_of(now)
         return {
@@ -190,7 +190,7 @@ class _Work:
         return next((error for error in self.errors if not error.retryable), self.errors[0]).exit_code
 
 
-def _outcome_of(left: Entry) -> str:
+def _outcome_of(left: JournalEntry) -> str:
     if left.state in ASIDE:
         return SET_ASIDE
     return "failed" if left.error else "held"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..checkpoint.catalog import Row
+from ..checkpoint.catalog import CheckpointRow
 from ..checkpoint.description import describe_run
-from ..checkpoint.select import LOOK_MAX, Run
+from ..checkpoint.select import LOOK_MAX, RunDirectory
 from ..errors import CheckpointNotFoundError, PartialTransferError
 from ..format.layout import Location
 from ..mover import Mover
@@ -47,7 +47,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     return Report(document, view, PartialTransferError.exit_code if is_partial else 0)
 
 
-async def _look(mover: Mover, location: Location) -> tuple[list[Row], list[Run], bool]:
+async def _look(mover: Mover, location: Location) -> tuple[list[CheckpointRow], list[RunDirectory], bool]:
     """The checkpoints, the runs further down, and whether those are all. Beside checkpoints few directories are looked
     into: mostly they are logs."""
     try:

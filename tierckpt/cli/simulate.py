@@ -24,7 +24,7 @@ from .ui.planning_options import PlanningOptions, taking_options
 from .ui.session import JsonOption
 
 if TYPE_CHECKING:
-    from ..planning.simulator import Run
+    from ..planning.simulator import SimulationResult
 
 Days = Annotated[float, typer.Option("--days", help="Simulated days.")]
 Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same run.")]
@@ -147,7 +147,7 @@ def simulate(
     return Report(document, [facts(summary), table(compared, rows), table(spent, rows)])
 
 
-def _warn_of_no_failure(runs: list[Run], days: float, mtbf_seconds: float) -> None:
+def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds: float) -> None:
     """Warn once of runs that tell nothing about failures, and name a horizon that has some."""
     calm = [one for one in runs if not sum(one.failures.values())]
     if not calm:

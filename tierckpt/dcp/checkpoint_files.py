@@ -17,7 +17,7 @@ from ..format.layout import Location
 from ..format.manifest import FileEntry
 from ..peer.membership import Member
 from ..read import block_digests
-from ..read.file_copies import Copy, LocalCopy, RemoteCopy
+from ..read.file_copies import FileCopy, LocalCopy, RemoteCopy
 from ..read.range_sources import PEERS_TRIED_MAX
 from ..read.replicated_file import ReplicatedFile
 from ..types import ByteRange, Tier
@@ -77,14 +77,14 @@ class CheckpointFiles:
         known = None
         if entry.path in self._blocks:
             kept, start = self._blocks[entry.path]
-            known = block_digests.BlockDigests(entry, self.chunk_size_bytes, start, self._copies(kept))
+            known = block_digests.ShardBlockDigests(entry, self.chunk_size_bytes, start, self._copies(kept))
         return ReplicatedFile(entry, self.chunk_size_bytes, self._copies(entry), known)
 
-    def _copies(self, entry: FileEntry) -> list[Copy]:
+    def _copies(self, entry: FileEntry) -> list[FileCopy]:
         """The copies of a file, nearest first."""
         checkpoint, location, tuner = self.checkpoint, self.checkpoint.location, read_tuner_for(self._settings)
         local = checkpoint.local_path(entry) if checkpoint.manifest is not None else None
-        copies: list[Copy] = [LocalCopy(local, tuner=tuner)] if local is not None else self._on_peers(entry)
+        copies: list[FileCopy] = [LocalCopy(local, tuner=tuner)] if local is not None else self._on_peers(entry)
         if location.scheme == "file":
             return [*copies, LocalCopy(Path(location.path, entry.key), Tier.SHARED, tuner)]
 
@@ -93,12 +93,12 @@ class CheckpointFiles:
 
         return [*copies, RemoteCopy(f"{location.uri}/{entry.key}", get_range)]
 
-    def _on_peers(self, entry: FileEntry) -> list[Copy]:
+    def _on_peers(self, entry: FileEntry) -> list[FileCopy]:
         elsewhere, chunk = self.checkpoint.elsewhere, self.chunk_size_bytes
         if elsewhere is None:
             return []
 
-        def copy(member: Member) -> Copy:
+        def copy(member: Member) -> FileCopy:
             return RemoteCopy(
                 f"{member.name} ({member.address})",
                 lambda at: self._client.run(elsewhere.chunk(member, entry, at.start // chunk)),

@@ -9,11 +9,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..client import latest
 from ..config import Settings
-from ..planning.training_state import Model, State, Tensor, take_stock
+from ..planning.training_state import Model, Tensor, TrainingState, take_stock
 from .reader import TierStorageReader
 
 
-def take_stock_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, State]:
+def take_stock_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, TrainingState]:
     """Return the model and state that the checkpoint at ``uri`` holds; of a run, its newest usable checkpoint.
 
     Raises:

@@ -72,7 +72,7 @@ def encode_plan(metadata: Metadata) -> bytes:
 def encode_anew(metadata: Metadata) -> bytes:
     """As ``encode``, whatever was encoded before."""
     stream = io.BytesIO()
-    _Pickler(stream, pickle.DEFAULT_PROTOCOL).dump(metadata)
+    _MetadataPickler(stream, pickle.DEFAULT_PROTOCOL).dump(metadata)
     return stream.getvalue()
 
 
@@ -157,7 +157,7 @@ _CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
 }
 
 
-class _Pickler(pickle.Pickler):
+class _MetadataPickler(pickle.Pickler):
     """Exactly these classes are written as calls. A subclass, or the class of a later torch, may have more fields."""
 
     dispatch_table = {

@@ -89,7 +89,7 @@ class _Ticket:
 
 
 @dataclass(eq=False)
-class _Memory:
+class _PlanMemory:
     """A rank's memory of one structure."""
 
     key: Hashable
@@ -125,13 +125,13 @@ class PlanCache:
     def start_anew(self) -> None:
         """Remember nothing, as another coordinator: ranks that were forked from one process are not one."""
         self.coordinator = secrets.token_hex(8)
-        self._memories: list[_Memory] = []
+        self._memories: list[_PlanMemory] = []
         self._generations: OrderedDict[str, _Generation] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(
         self, key: Hashable, state_dict: Mapping[str, Any], *, with_addresses: bool = False
-    ) -> tuple[_Memory, list[Any], list[int] | None] | None:
+    ) -> tuple[_PlanMemory, list[Any], list[int] | None] | None:
         """Return the memory that fits, marked as in use, and what its outline returns; None when there is none.
 
         One that is in use already belongs to a save that never got its answer: forgotten, so that a save that failed
@@ -150,7 +150,7 @@ class PlanCache:
                 return memory, *found
         return None
 
-    def keep(self, memory: _Memory, alive: frozenset[str], replaced: _Memory | None) -> None:
+    def keep(self, memory: _PlanMemory, alive: frozenset[str], replaced: _PlanMemory | None) -> None:
         """Put ``memory`` first, in place of ``replaced``; drop what its coordinator has forgotten."""
         with self._lock:
             if replaced is not None:
@@ -163,7 +163,7 @@ class PlanCache:
             ]
             self._memories = [memory, *kept][:MEMORIES_MAX]
 
-    def used(self, memory: _Memory) -> None:
+    def used(self, memory: _PlanMemory) -> None:
         """The answer for ``memory`` has come: it is good for another save, and the newest."""
         with self._lock:
             memory.in_use = False
@@ -194,7 +194,7 @@ class PlanCache:
             for name in self._generations.keys() - alive:
                 del self._generations[name]
 
-    def _forget(self, memory: _Memory) -> None:
+    def _forget(self, memory: _PlanMemory) -> None:
         self._memories = [other for other in self._memories if other is not memory]
 
 
@@ -206,12 +206,12 @@ os.register_at_fork(after_in_child=cache.start_anew)
 
 
 @dataclass
-class _Turn:
+class _PlanProgress:
     """What one save of this planner has found so far."""
 
     key: Hashable = None
     original: Mapping[str, Any] | None = None
-    memory: _Memory | None = None
+    memory: _PlanMemory | None = None
     outline: Outline | None = None
     local: SavePlan | None = None
     generation: _Generation | None = None
@@ -267,7 +267,7 @@ class TierSavePlanner(DefaultSavePlanner):
         )
         self._remembers = enable_plan_caching and flatten_state_dict and flatten_sharded_tensors
         self._cache_key = cache_key
-        self._turn = _Turn()
+        self._turn = _PlanProgress()
         self.is_repeated = False
         """The plan is that of an earlier save, which state dict and items were compared with."""
         self.with_addresses = False
@@ -279,7 +279,7 @@ class TierSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take ``state_dict``, and find the remembered plan that fits it. DCP calls this first, on every rank."""
-        self._turn, self.is_repeated, self.addresses = _Turn(self._key(is_coordinator), state_dict), False, None
+        self._turn, self.is_repeated, self.addresses = _PlanProgress(self._key(is_coordinator), state_dict), False, None
         key, wanted = self._turn.key, self.with_addresses
         found = cache.find(key, state_dict, with_addresses=wanted) if self._remembers else None
         if found is None:
@@ -359,7 +359,7 @@ class TierSavePlanner(DefaultSavePlanner):
         else:
             plan = SavePlan(new_plan.items, new_plan.storage_data, self.mappings)
             self._remember(plan, ticket)
-        self._turn = _Turn()
+        self._turn = _PlanProgress()
         return super().finish_plan(plan)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -368,7 +368,7 @@ class TierSavePlanner(DefaultSavePlanner):
         return {name: value for name, value in vars(self).items() if name not in of_a_save} | {"mappings": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _turn=_Turn(), addresses=None)
+        vars(self).update(state, _turn=_PlanProgress(), addresses=None)
 
     def _key(self, is_coordinator: bool) -> Hashable:
         """Planners and ranks that must not share plans, though their state dicts look the same."""
@@ -410,7 +410,7 @@ class TierSavePlanner(DefaultSavePlanner):
             cache.keep(dataclasses.replace(old, final=plan, ticket=ticket, in_use=False), alive, old)
         elif turn.outline is not None and turn.local is not None:
             names = list(self.state_dict)
-            memory = _Memory(turn.key, turn.outline, names, self.mappings, turn.local, plan, ticket)
+            memory = _PlanMemory(turn.key, turn.outline, names, self.mappings, turn.local, plan, ticket)
             cache.keep(memory, alive, None)
 
 

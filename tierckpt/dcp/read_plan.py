@@ -76,7 +76,7 @@ class Shapes:
         return item.lengths[0] * size[1:].numel() * dtype.itemsize
 
 
-def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.Frame | None:
+def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
     """The frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
     if dtype in _QUANTIZED:  # saved by stock DCP
         return None
@@ -142,7 +142,7 @@ class RawRead:
     item: ReadItem
     path: str
     offset: int
-    frame: item_format.Frame
+    frame: item_format.ItemFrame
     dtype: torch.dtype
     size: torch.Size
     target: torch.Tensor
@@ -253,7 +253,7 @@ class GroupRead:
     path: str
     start: int
     stop: int
-    members: list[tuple[ReadItem, int, item_format.Frame, torch.Tensor]]
+    members: list[tuple[ReadItem, int, item_format.ItemFrame, torch.Tensor]]
     _data: bytearray = field(default_factory=bytearray)
 
     @property
@@ -309,7 +309,7 @@ class SmallTensorGrouper:
         self._dtype: torch.dtype | None = None
         self._size: torch.Size | None = None
         self._length = 0
-        self._frame: item_format.Frame | None = None
+        self._frame: item_format.ItemFrame | None = None
         """Of what has this dtype, size and length."""
         self._first: Any = None
         """Offsets that are all 0: most items share them."""
@@ -358,7 +358,7 @@ class SmallTensorGrouper:
         return group
 
 
-def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.Frame | None:
+def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
     """The frame of a tensor that is not empty, and small enough for a group."""
     frame = frame_of(dtype, size, length)
     return frame if frame is not None and 0 < frame.size_bytes <= SMALL_BYTES else None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..arena.memory import Memory
-from ..arena.shared_buffer import Process, Window, reserve
+from ..arena.shared_buffer import Process, SharedWindow, reserve
 from ..checkpoint.catalog import Checkpoint
 from ..config import Settings
 from ..disk.processes import boot_id, pid_namespace
@@ -122,10 +122,10 @@ class ReadSharing:
     def _open(self, plan: SharedReadPlan, spans_of: Spans) -> SharedRead | None:
         try:
             if plan.me == 0 and self._memory is not None:
-                window = Window(self._memory, plan.members, plan.me, plan.unit_bytes)
+                window = SharedWindow(self._memory, plan.members, plan.me, plan.unit_bytes)
             else:
                 self._memory = None
-                window = Window.open(plan.window, plan.members, plan.me, plan.unit_bytes)
+                window = SharedWindow.open(plan.window, plan.members, plan.me, plan.unit_bytes)
         except ConfigError as error:
             log.warning("this rank reads alone what other ranks of its node read too: %s", error)
             return None

@@ -30,7 +30,7 @@ from ..arena.slots import Lease
 from ..checkpoint import branches, in_flight, local_commit, local_only, marks, shared_commit
 from ..checkpoint import epoch as epochs
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Entry, Journal
+from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Journal, JournalEntry
 from ..client import Client, get_client
 from ..config import Settings
 from ..disk import read_lease
@@ -166,7 +166,7 @@ class SaveSession:
         is_open: the save owns a journal entry; not before ``prepare``, nor after ``hand_over`` or ``abort``.
     """
 
-    entry: Entry
+    entry: JournalEntry
     delivery: ShardDelivery
     is_open = False
 
@@ -295,7 +295,7 @@ class SaveSession:
             self._hold(dataclasses.replace(entry, manifest=None), stack)
         return True
 
-    def _hold(self, entry: Entry, stack: contextlib.ExitStack) -> None:
+    def _hold(self, entry: JournalEntry, stack: contextlib.ExitStack) -> None:
         self.entry, self._lock, self.is_open = entry, stack.pop_all(), True
         self.delivery = ShardDelivery(
             self.client, self.settings, self.location, entry, self.directory, self.description

@@ -24,7 +24,7 @@ from .. import torch_internals
 from ..arena.slots import write_buffers
 from ..cache import space
 from ..checkpoint import shared_commit
-from ..checkpoint.journal import Entry
+from ..checkpoint.journal import JournalEntry
 from ..client import Client
 from ..config import Settings
 from ..disk.cpu_throttle import BACKGROUND_CPU_SHARE, CpuThrottle
@@ -39,7 +39,7 @@ from ..quantities import round_up
 from ..read import block_digests
 from ..save import direct_put
 from ..save.flush import flush
-from ..save.shard_plan import Record, Shard
+from ..save.shard_plan import Shard, ShardRecord
 from ..telemetry import logger
 from ..torch_internals import StorageWriterTransforms
 from . import split
@@ -62,7 +62,7 @@ class ShardDelivery:
     client: Client
     settings: Settings
     location: Location
-    entry: Entry
+    entry: JournalEntry
     """The save's journal entry: token, chunk size, and the time of its beginning."""
     directory: Path
     """Of the checkpoint on the local tier."""
@@ -210,7 +210,7 @@ def _streamed_shards(
     names: Iterator[str],
     items: Sequence[WriteItem],
     planner: ItemSource,
-) -> Iterator[tuple[str, Record, list[WriteResult]]]:
+) -> Iterator[tuple[str, ShardRecord, list[WriteResult]]]:
     """Yield name, bytes and DCP's results of each shard of ``items``, whose bytes only torch can make.
 
     Tensor subclasses, and all items where ``transforms`` has extensions. Cost: that of stock DCP; one shard of
@@ -221,10 +221,10 @@ def _streamed_shards(
         data = _data(item, planner)
         results.append(torch_internals.write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
         if stream.tell() >= STREAMED_BYTES:
-            yield name, Record(0, stream.getbuffer()), results
+            yield name, ShardRecord(0, stream.getbuffer()), results
             name, stream, results = next(names), io.BytesIO(), []
     if results:
-        yield name, Record(0, stream.getbuffer()), results
+        yield name, ShardRecord(0, stream.getbuffer()), results
 
 
 def _data(item: WriteItem, planner: ItemSource) -> Any:

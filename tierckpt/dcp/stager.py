@@ -42,7 +42,7 @@ from .items.torch_save import resolve_object
 from .plan_outline import LOCAL_PART, is_local_part
 from .planner import TierSavePlanner
 from .staging_copy import Copies
-from .staging_layout import Layout, Placed, RepeatedSave
+from .staging_layout import Placed, RepeatedSave, StagingLayout
 
 Mode = Literal["eager", "lazy"]
 
@@ -121,7 +121,7 @@ class TierStager:
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._fences: list[Any] = []
         self._pending: Copies | None = None
-        self._layout: Layout | None = None
+        self._layout: StagingLayout | None = None
         self._repeated: RepeatedSave | None = None
         self.watch(optimizers)
 
@@ -279,14 +279,14 @@ class TierStager:
         ahead = write_ahead.prepare(self.settings, lease, layout) if at_once else None
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
 
-    def _layout_of(self, leaves: Sequence[torch.Tensor]) -> Layout:
+    def _layout_of(self, leaves: Sequence[torch.Tensor]) -> StagingLayout:
         """Return where each tensor goes in the arena: that of the last save, if its tensors were the same."""
         facts = [(leaf.dtype, leaf.shape) for leaf in leaves]
         if self._layout is None or self._layout.facts != facts:
-            self._layout = Layout.of(facts, self.settings)
+            self._layout = StagingLayout.of(facts, self.settings)
         return self._layout
 
-    def _base(self, lease: Lease, layout: Layout) -> torch.Tensor:
+    def _base(self, lease: Lease, layout: StagingLayout) -> torch.Tensor:
         lease.tensors = layout.tensors_with_data
         pin(lease.memory)
         return base_of(lease, layout.size_bytes, torch_shares=self._shared)

@@ -18,9 +18,9 @@ from ..config import Settings
 from ..disk.file_io import copy_small
 from ..quantities import round_up
 from ..save import write_ahead
-from ..save.shard_plan import Record
+from ..save.shard_plan import ShardRecord
 from .items import item_format, shard_layout
-from .items.item_format import Frame
+from .items.item_format import ItemFrame
 from .items.torch_save import Texts
 from .staging_copy import Pair
 
@@ -32,11 +32,11 @@ Facts = tuple[torch.dtype, torch.Size]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StagingLayout:
     """The place of each tensor in staging memory: that which it has in the files. Holds no tensor."""
 
     facts: list[Facts]
-    frames: list[Frame]
+    frames: list[ItemFrame]
     shards: list[list[shard_layout.Placed]]
     offsets: list[int]
     """Of each tensor's data."""
@@ -49,7 +49,7 @@ class Layout:
     """The largest size of a shard, and the unit, of ``shards``."""
 
     @classmethod
-    def of(cls, facts: list[Facts], settings: Settings) -> Layout:
+    def of(cls, facts: list[Facts], settings: Settings) -> StagingLayout:
         frames = [item_format.frame(dtype, tuple(shape)) for dtype, shape in facts]
         size_max, unit = settings.shard_size_bytes_max, shard_layout.unit_bytes(settings.chunk_size_bytes)
         shards = shard_layout.arrange(frames, shard_bytes_max=size_max, unit=unit)
@@ -109,7 +109,7 @@ class Layout:
         return spans
 
 
-def _in_arena(frames: Sequence[Frame], shards: Sequence[Sequence[shard_layout.Placed]]) -> tuple[list[int], int]:
+def _in_arena(frames: Sequence[ItemFrame], shards: Sequence[Sequence[shard_layout.Placed]]) -> tuple[list[int], int]:
     """Return the offset of each frame's data in the memory that holds the images of all shards, and its size."""
     offsets = [0] * len(frames)
     start = 0
@@ -138,7 +138,7 @@ class RepeatedSave:
     """
 
     def __init__(
-        self, items: Sequence[WriteItem], tensors: Sequence[WriteItem], known: Mapping[str, Any], layout: Layout
+        self, items: Sequence[WriteItem], tensors: Sequence[WriteItem], known: Mapping[str, Any], layout: StagingLayout
     ) -> None:
         self.items, self.layout = items, layout
         self.objects = [item for item in items if item.type is WriteItemType.BYTE_IO]
@@ -162,7 +162,7 @@ class RepeatedSave:
         items: Sequence[WriteItem],
         found: Sequence[tuple[WriteItem, torch.Tensor]],
         known: Mapping[str, Any],
-        layout: Layout,
+        layout: StagingLayout,
     ) -> RepeatedSave | None:
         """``found``: the tensors of ``items``, in the order of ``layout``. ``known``: the state dict of the planner."""
         is_simple = all(
@@ -208,16 +208,16 @@ class Placed:
         indexes = [item.index for item in self.repeated.of_tensors]
         return dict(zip(indexes, self.repeated.layout.views(self.base), strict=True))
 
-    def records(self) -> list[Record] | None:
+    def records(self) -> list[ShardRecord] | None:
         """Return the records to write, in layout order and in their places in the files of the layout; None when
         ``base`` is another mapping of the memory."""
         start, layout, base, lease = self.lease.memory.address, self.repeated.layout, self.base, self.lease
         if base.data_ptr() != start:
             return None
         return [
-            Record(at, frame.head, frame, start + offset, base, None, item, lease)
+            ShardRecord(at, frame.head, frame, start + offset, base, None, item, lease)
             if frame.size_bytes
-            else Record(at, frame.head, frame, 0, base, None, item)
+            else ShardRecord(at, frame.head, frame, 0, base, None, item)
             for item, frame, offset, at in zip(
                 self.repeated.of_tensors, layout.frames, layout.offsets, layout.file_offsets, strict=True
             )

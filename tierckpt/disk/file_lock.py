@@ -43,7 +43,7 @@ _files: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class LockAttempt:
     """Result of a lock attempt: true while the lock is held."""
 
     is_held: bool
@@ -57,8 +57,8 @@ class Hold:
 @contextmanager
 def try_lock(
     path: Path, *, remove: bool = False, is_shared: bool = False, inherited: int | None = None
-) -> Iterator[Hold]:
-    """Yield a true ``Hold`` while holding ``path``, or a false one at once if another holder has it.
+) -> Iterator[LockAttempt]:
+    """Yield a true ``LockAttempt`` while holding ``path``, or a false one at once if another holder has it.
 
     Its directory must exist. ``is_shared``: with any number of other holders; with ``remove`` the last of them
     removes the file. ``inherited``: the descriptor of a holder that may be dead (K4); closed at the end.
@@ -81,7 +81,7 @@ def try_lock(
                 tier=Tier.LOCAL,
                 errno=error.errno,
             ) from error
-        yield Hold(held, file)
+        yield LockAttempt(held, file)
     finally:
         if os.getpid() == pid:  # K5
             try:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
-from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal, set_aside_error
+from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Journal, JournalEntry, set_aside_error
 from ..checkpoint.prune import finish_local
 from ..checkpoint.select import place_of
 from ..config import Settings
@@ -89,7 +89,7 @@ class BackgroundDrains:
         await asyncio.gather(*self._drains.values(), return_exceptions=True)
         await self._drainer.close()
 
-    async def send_linked(self, entry: Entry) -> bool:
+    async def send_linked(self, entry: JournalEntry) -> bool:
         """Link the files of ``entry`` into the shared tier; return False if copies are needed."""
         store = self._drainer.store(entry.location)
         if not entry.files or not await store.link(
@@ -99,7 +99,7 @@ class BackgroundDrains:
         await self._drainer.send_files(entry)
         return True
 
-    async def is_named(self, entry: Entry) -> bool:
+    async def is_named(self, entry: JournalEntry) -> bool:
         """Return whether a manifest on the shared tier, also a pending one, names the files."""
         return await self._drainer.is_named(entry)
 
@@ -123,7 +123,7 @@ class BackgroundDrains:
         """Whether this process neither drains an entry nor will retry one."""
         return not (self._drains or self._retries)
 
-    def submit_due(self, entries: Sequence[Entry]) -> None:
+    def submit_due(self, entries: Sequence[JournalEntry]) -> None:
         """Start draining ``entries``, except failed ones that are in a pause."""
         ready = [entry.token for entry in entries if entry.state in TO_DRAIN]
         self._retries = {token: self._retries[token] for token in ready if token in self._retries}
@@ -192,7 +192,7 @@ class BackgroundDrains:
         if len(self._logged) > NOTED_MAX:
             del self._logged[next(iter(self._logged))]
 
-    async def promote_newest(self, run: Location | None = None) -> list[Entry]:
+    async def promote_newest(self, run: Location | None = None) -> list[JournalEntry]:
         """Start draining the newest local-only checkpoint of each run (local_only.py). Returns its entries."""
         return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
 
@@ -233,7 +233,7 @@ class BackgroundDrains:
         self._drainer.limiter.newest_first()
         self._retries.clear()
 
-    async def idle(self, timeout_seconds: float) -> list[Entry]:
+    async def idle(self, timeout_seconds: float) -> list[JournalEntry]:
         """Wait up to ``timeout_seconds`` until no drain of this process runs. Return the entries of running ones.
 
         An entry that has sent its files and only waits for other ranks gets ``OTHER_RANKS_SECONDS``: if a rank of the
@@ -300,7 +300,7 @@ class BackgroundDrains:
             last_error=next((entry.error for entry in entries if entry.error), None),
         )
 
-    def _unsettled(self, location: Location) -> list[Entry]:
+    def _unsettled(self, location: Location) -> list[JournalEntry]:
         found = []
         for entry in self.journal.entries():
             if entry.uri != location.uri or entry.state in ASIDE:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from ..checkpoint import branches, commit_times, local_commit, local_only, marks, prune, shared_commit
-from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Entry, Journal
+from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Journal, JournalEntry
 from ..checkpoint.retention import Policy
 from ..config import Settings
 from ..disk import read_lease
@@ -198,7 +198,11 @@ class Drainer:
             return await self._drained(entry, outcome, begun)
 
     async def _attempt(
-        self, work: Callable[[Entry, bool], Awaitable[str]], entry: Entry, active: ActiveDrain, patient: bool
+        self,
+        work: Callable[[JournalEntry, bool], Awaitable[str]],
+        entry: JournalEntry,
+        active: ActiveDrain,
+        patient: bool,
     ) -> str:
         """Return the outcome of one attempt, "" if another one may succeed later."""
         tried_at = time.monotonic()
@@ -209,7 +213,7 @@ class Drainer:
                 raise
         return ""
 
-    async def _pause(self, entry: Entry, active: ActiveDrain, seconds: float) -> None:
+    async def _pause(self, entry: JournalEntry, active: ActiveDrain, seconds: float) -> None:
         """Sleep before the next attempt, less if a store recovers or a note is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTE_SECONDS):
@@ -217,7 +221,7 @@ class Drainer:
                     active.next_try_at = time.monotonic() + seconds
                     await asyncio.sleep(seconds)
 
-    async def _may_retry(self, entry: Entry, active: ActiveDrain, error: TierckptError, tried_at: float) -> bool:
+    async def _may_retry(self, entry: JournalEntry, active: ActiveDrain, error: TierckptError, tried_at: float) -> bool:
         """Note that ``entry`` waits for its store; return False after ``PASSING_SECONDS``."""
         RETRIES.emit(1, operation="drain")
         breaker = self.breaker(entry.location)
@@ -247,7 +251,7 @@ class Drainer:
                 return DrainResult(token, entry.uri, "waiting")
             return await self._drained(entry, outcome, begun)
 
-    async def _drained(self, entry: Entry, outcome: str, begun: float) -> DrainResult:
+    async def _drained(self, entry: JournalEntry, outcome: str, begun: float) -> DrainResult:
         # Before the entry is removed: a crash in between leaves an entry that repeats this. The note stays until the
         # run is pruned, and pruning skips runs with journal entries.
         await asyncio.to_thread(self._note_due, entry, None, is_shared=entry.rank == 0)
@@ -261,7 +265,7 @@ class Drainer:
         log.info("drained %s (rank %d): %s", entry.uri, entry.rank, outcome, extra={**facts, "outcome": outcome})
         return DrainResult(entry.token, entry.uri, outcome, entry.size_bytes)
 
-    def _note_due(self, entry: Entry, manifest: Manifest | None, *, is_shared: bool) -> None:
+    def _note_due(self, entry: JournalEntry, manifest: Manifest | None, *, is_shared: bool) -> None:
         """Note that a run must be pruned, if its checkpoint (None: the local one) has a rule."""
         if entry.state != READY:
             return
@@ -272,7 +276,7 @@ class Drainer:
                     self.settings.local_root, branches.run_of(entry.location), entry.token, is_shared=is_shared
                 )
 
-    async def _note_failure(self, entry: Entry, error: TierckptError, patient: bool) -> None:
+    async def _note_failure(self, entry: JournalEntry, error: TierckptError, patient: bool) -> None:
         """Note ``error`` in the journal; set aside and log an entry that fails for too long.
 
         The limit is ``PASSING_SECONDS`` for errors that may end by themselves (store unreachable or full, expired
@@ -300,7 +304,7 @@ class Drainer:
             )
             error.is_logged = True
 
-    async def _drain(self, entry: Entry, patient: bool) -> str:
+    async def _drain(self, entry: JournalEntry, patient: bool) -> str:
         # Convert OSErrors, so that they are kept in the journal and reported to waiting callers.
         with translated(self.directory(entry.location), is_above=True):
             try:
@@ -317,7 +321,7 @@ class Drainer:
                     raise
                 return await self._forget(entry)
 
-    async def _await_commit(self, entry: Entry, timeout_seconds: float) -> str:
+    async def _await_commit(self, entry: JournalEntry, timeout_seconds: float) -> str:
         active = self.active[entry.token]
         active.enter(COMMITTING)
         async for _ in Poll(timeout_seconds, SHARED):
@@ -333,7 +337,7 @@ class Drainer:
             waited_seconds=timeout_seconds or None,
         )
 
-    def _is_replaced(self, entry: Entry) -> bool:
+    def _is_replaced(self, entry: JournalEntry) -> bool:
         """Return whether no commit of this node can name this entry's files any more.
 
         The coordinator's entry is in the journal shortly before its local commit: after a crash in between, or a later
@@ -352,7 +356,7 @@ class Drainer:
             return False
         return not all((directory / file.key).exists() for file in entry.files)
 
-    async def _forget(self, entry: Entry) -> str:
+    async def _forget(self, entry: JournalEntry) -> str:
         """Clean up a replaced entry. Return ``superseded``, or ``committed`` if it was committed before.
 
         Objects on the shared tier are removed only while no manifest there names them: once a pending manifest names
@@ -369,18 +373,18 @@ class Drainer:
             await self._delete_sent(entry, store)
         return "superseded"
 
-    async def _delete_sent(self, entry: Entry, store: Store) -> None:
+    async def _delete_sent(self, entry: JournalEntry, store: Store) -> None:
         await store.delete(part(entry.token))
         for file in entry.files:
             await store.delete(file.key)
 
-    def _forget_local(self, directory: Path, entry: Entry) -> None:
+    def _forget_local(self, directory: Path, entry: JournalEntry) -> None:
         local_commit.discard_attempt(directory, entry.token, entry.manifest)
         with read_lease.removing(self.settings.local_root, directory) as free:
             if free:
                 local_commit.remove_empty(directory)
 
-    async def send_files(self, entry: Entry) -> None:
+    async def send_files(self, entry: JournalEntry) -> None:
         """Send this rank's files, then its part record, and the pending manifest if any."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         flow = self.limiter.flow(entry.created_unix_seconds)
@@ -416,13 +420,13 @@ class Drainer:
             await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
         await store.put(part(entry.token), b"{}")
 
-    def note_progress(self, entry: Entry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
+    def note_progress(self, entry: JournalEntry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
         """Note progress: ``done_bytes`` sent in this attempt, and the ``files`` in flight."""
         if (active := self.active.get(entry.token)) is not None:
             active.moved(done_bytes)
         self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes, files=files))
 
-    async def try_commit(self, entry: Entry) -> str | None:
+    async def try_commit(self, entry: JournalEntry) -> str | None:
         """Commit if all parts are there. Return ``committed``, ``superseded``, or None if a part is missing.
 
         One mover of a node at a time, so that the newer of two attempts at one id on this node is committed last.
@@ -437,7 +441,7 @@ class Drainer:
                 return await self._forget(entry)
             return await self._try_commit(entry)
 
-    async def _try_commit(self, entry: Entry) -> str | None:
+    async def _try_commit(self, entry: JournalEntry) -> str | None:
         store, directory = self.store(entry.location), self.directory(entry.location)
         current = await shared_commit.read_shared_manifest(store)
         if current is not None and is_commit_of(current, entry):
@@ -466,7 +470,7 @@ class Drainer:
         await self._after_commit(entry, manifest, committed_at)
         return "committed"
 
-    async def _if_part_is_gone(self, entry: Entry, store: Store) -> str | None:
+    async def _if_part_is_gone(self, entry: JournalEntry, store: Store) -> str | None:
         """Return why our part record is missing: the outcome of the commit that removed it."""
         try:
             await store.head(part(entry.token))
@@ -481,7 +485,7 @@ class Drainer:
             return "committed"
         return None
 
-    async def _was_cleaned_up(self, entry: Entry) -> bool:
+    async def _was_cleaned_up(self, entry: JournalEntry) -> bool:
         """Return whether another mover of this node committed, and no cleanup is left.
 
         Removes the part record too, as the committer may have been killed during its cleanup. The coordinator's mover
@@ -494,7 +498,7 @@ class Drainer:
         await self.store(entry.location).delete(part(entry.token))
         return True
 
-    def _was_seen_committed(self, entry: Entry) -> bool:
+    def _was_seen_committed(self, entry: JournalEntry) -> bool:
         """Whether a commit by another mover of this node is known without a request."""
         directory = self.directory(entry.location)
         try:
@@ -503,14 +507,14 @@ class Drainer:
             return False
         return local is not None and is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
 
-    async def _manifest(self, entry: Entry, store: Store) -> Manifest | None:
+    async def _manifest(self, entry: JournalEntry, store: Store) -> Manifest | None:
         if entry.is_fragment:
             return await self._merged(entry, store)
         if entry.manifest is not None:
             return entry.manifest
         return await self._pending_manifest(entry, store)
 
-    async def _pending_manifest(self, entry: Entry, store: Store) -> Manifest | None:
+    async def _pending_manifest(self, entry: JournalEntry, store: Store) -> Manifest | None:
         """Return the pending manifest that names this entry's files, if there is one."""
         # A listing may be stale or incomplete. The next round looks for missing names, and listed ones are read. So a
         # listing can delay a commit, but decides nothing.
@@ -523,7 +527,7 @@ class Drainer:
                 return candidate
         return None
 
-    async def is_named(self, entry: Entry) -> bool:
+    async def is_named(self, entry: JournalEntry) -> bool:
         """Whether a committed or pending manifest on the shared tier names this entry's files."""
         store = self.store(entry.location)
         current = await shared_commit.read_shared_manifest(store)
@@ -531,7 +535,7 @@ class Drainer:
             await self._pending_manifest(entry, store) is not None
         )
 
-    async def remove_unnamed(self, entry: Entry) -> None:
+    async def remove_unnamed(self, entry: JournalEntry) -> None:
         """Delete the shards of ``entry`` from the shared tier, unless a manifest there names them."""
         if await self.is_named(entry):
             return
@@ -542,7 +546,7 @@ class Drainer:
             ):
                 await store.delete(info.key)
 
-    async def _merged(self, entry: Entry, store: Store) -> Manifest | None:
+    async def _merged(self, entry: JournalEntry, store: Store) -> Manifest | None:
         own = entry.manifest
         if own is None:
             return None
@@ -554,7 +558,7 @@ class Drainer:
                 return None
         return manifests.merge(fragments)
 
-    async def all_parts(self, manifest: Manifest, entry: Entry, store: Store) -> bool:
+    async def all_parts(self, manifest: Manifest, entry: JournalEntry, store: Store) -> bool:
         if entry.is_fragment:
             return True  # merging read every part
         for token in manifest.tokens - {entry.token}:
@@ -570,7 +574,7 @@ class Drainer:
         replaced = await shared_commit.replaced_by_claim(store)
         return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
-    async def _after_commit(self, entry: Entry, manifest: Manifest, committed_at: float | None = None) -> None:
+    async def _after_commit(self, entry: JournalEntry, manifest: Manifest, committed_at: float | None = None) -> None:
         """Record a commit on this node, and allow eviction.
 
         Args:
@@ -619,12 +623,12 @@ async def _read_manifest(store: Store, key: str) -> Manifest:
     return await verified(store, read)
 
 
-def _is_elsewhere(directory: Path, entry: Entry, manifest: Manifest) -> bool:
+def _is_elsewhere(directory: Path, entry: JournalEntry, manifest: Manifest) -> bool:
     shards = [file for file in manifest.files if file.path.endswith(SHARD_SUFFIX)]
     had = any(file.path.endswith(SHARD_SUFFIX) for file in entry.files)
     return had and not any((directory / file.key).exists() for file in shards)
 
 
-def is_commit_of(manifest: Manifest, entry: Entry) -> bool:
+def is_commit_of(manifest: Manifest, entry: JournalEntry) -> bool:
     """Whether ``manifest`` commits ``entry``. A coordinator that wrote no shard is matched by the attempt."""
     return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)

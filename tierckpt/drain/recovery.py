@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from ..checkpoint import local_commit
-from ..checkpoint.journal import ASIDE, AWAITING_COMMIT, LOCAL_ONLY, READY, TO_DRAIN, Entry
+from ..checkpoint.journal import ASIDE, AWAITING_COMMIT, LOCAL_ONLY, READY, TO_DRAIN, JournalEntry
 from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
@@ -22,7 +22,7 @@ LOOK_SECONDS_MAX = 10.0
 """Recovery blocks a save, so its requests to an unreachable store time out after this."""
 
 
-async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
+async def recover_entry(entry: JournalEntry, drainer: Drainer) -> bool:
     """Return whether ``entry`` must be drained.
 
     Removes the shards and the entry of a save that never finished. Skips entries with an unknown outcome, and
@@ -39,7 +39,7 @@ async def recover_entry(entry: Entry, drainer: Drainer) -> bool:
         return False
 
 
-async def _take_up_written(entry: Entry, drainer: Drainer) -> bool:
+async def _take_up_written(entry: JournalEntry, drainer: Drainer) -> bool:
     """Determine the outcome of a save whose rank ended before it learned of the commit.
 
     A commit is known by a manifest that names the entry: this node's, or the one that the coordinator's mover put on
@@ -73,7 +73,7 @@ def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
     return coordinators is not None and coordinators.state == LOCAL_ONLY
 
 
-async def _give_up(entry: Entry, drainer: Drainer) -> bool:
+async def _give_up(entry: JournalEntry, drainer: Drainer) -> bool:
     """Remove a save that never finished. Without shards on this node it may have used direct put."""
     directory = drainer.directory(entry.location)
     had_shards = await asyncio.to_thread(lambda: bool(matching(directory, f"*-{entry.token}{SHARD_SUFFIX}")))
@@ -91,7 +91,7 @@ async def _give_up(entry: Entry, drainer: Drainer) -> bool:
     return False
 
 
-def _put_away(entry: Entry, drainer: Drainer) -> bool:
+def _put_away(entry: JournalEntry, drainer: Drainer) -> bool:
     """Remove a save that never finished. Return True, and keep it, if a commit names it."""
     journal, directory = drainer.journal, drainer.directory(entry.location)
     with journal.own(entry.token) as dead:

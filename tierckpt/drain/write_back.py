@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.journal import ASIDE, FILE, Entry, Journal, is_uri
+from ..checkpoint.journal import ASIDE, FILE, Journal, JournalEntry, is_uri
 from ..checkpoint.namespace import root_of
 from ..checkpoint.prune import remove_empty
 from ..config import Settings
@@ -106,7 +106,7 @@ def _cancel(journal: Journal, tokens: list[str]) -> None:
                     journal.drop(entry)
 
 
-def _waits_for_its_file(entry: Entry) -> bool:
+def _waits_for_its_file(entry: JournalEntry) -> bool:
     """Whether a removal still lets its file reach the shared tier (W6)."""
     return entry.after_uri == entry.uri
 
@@ -115,11 +115,11 @@ def _lock_of(place: Path) -> Path:
     return place.with_name(f"{place.name}.lock")
 
 
-def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> Entry:
-    return Entry(token, location.uri, 0, FILE, time.time(), chunk_size_bytes, files)
+def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> JournalEntry:
+    return JournalEntry(token, location.uri, 0, FILE, time.time(), chunk_size_bytes, files)
 
 
-async def drain(drainer: Drainer, entry: Entry, patient: bool) -> str:
+async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
     """Send or remove one file, after the turns of all files closed before it there (W2)."""
     root, place = drainer.settings.local_root, written_file(drainer.settings.local_root, entry.token)
     with translated(place):
@@ -175,14 +175,14 @@ async def drain(drainer: Drainer, entry: Entry, patient: bool) -> str:
     return "committed" if is_last else "superseded"
 
 
-def _remove_empty(entry: Entry) -> None:
+def _remove_empty(entry: JournalEntry) -> None:
     place = entry.location.parent
     while entry.after_uri and place.uri.startswith(f"{entry.after_uri.rstrip('/')}/"):
         remove_empty(place)
         place = place.parent
 
 
-def _before(journal: Journal, entry: Entry) -> list[Entry]:
+def _before(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
     """Return the entries closed before ``entry`` in its directory (W5: next to it) or under it.
 
     The predecessors of a removal (W5) may have been removed undrained since, and others replaced them. So it waits for
@@ -204,12 +204,12 @@ def _before(journal: Journal, entry: Entry) -> list[Entry]:
     return found[:place] + later
 
 
-def _above(entry: Entry) -> set[str]:
+def _above(entry: JournalEntry) -> set[str]:
     names = entry.uri.split("/")
     return {"/".join(names[:count]) for count in range(1, len(names))}
 
 
-async def _await_shards(drainer: Drainer, entry: Entry, place: Path, wait_seconds: float) -> None:
+async def _await_shards(drainer: Drainer, entry: JournalEntry, place: Path, wait_seconds: float) -> None:
     """Wait until the shared tier has the shards that a ``.metadata`` names (W2)."""
     if entry.location.name != METADATA:
         return
@@ -229,7 +229,7 @@ async def _await_shards(drainer: Drainer, entry: Entry, place: Path, wait_second
     raise _waited(entry, f"{len(missing)} shards of other nodes", wait_seconds)
 
 
-def _waited(entry: Entry, what: str, seconds: float) -> CommitAbandonedError:
+def _waited(entry: JournalEntry, what: str, seconds: float) -> CommitAbandonedError:
     return CommitAbandonedError(
         f"{entry.uri} stays on this node: {what} is not on the shared tier yet",
         hint="`tierckpt drain --wait` on each node retries",

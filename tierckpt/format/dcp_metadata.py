@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UnsafeCheckpointError
 from ..types import Json
-from .pickle_machine import Class, Function, Record, Refused, run
+from .pickle_machine import Class, Function, InertObject, RefusedPickle, run
 
 METADATA_BYTES_MAX = 32 << 20
 DIMENSIONS_MAX = 64
@@ -67,19 +67,19 @@ def tensors_in(data: bytes, where: str) -> list[TensorRow]:
         objects = _object_sizes(state.get("storage_data"))
         entries = _mapping(state["state_dict_metadata"])
         return sorted((_row(name, entry, objects) for name, entry in entries.items()), key=lambda row: row.name)
-    except (Refused, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (RefusedPickle, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UnsafeCheckpointError(f"the tensors of {where} cannot be listed: {error}", file=where) from None
 
 
 def _row(name: Any, entry: Any, objects: Mapping[str, int]) -> TensorRow:
     if type(name) is not str:
-        raise Refused("a name that is no text")
-    if type(entry) is Record and entry.kind is _BYTES:
+        raise RefusedPickle("a name that is no text")
+    if type(entry) is InertObject and entry.kind is _BYTES:
         return TensorRow(name, OBJECT, (), objects.get(name, 0))
     properties, size = entry if type(entry) is tuple else map(_fields(entry).get, ("properties", "size"))
     dtype = _fields(properties, "dtype")[0]
     if type(size) is not tuple or len(size) > DIMENSIONS_MAX:
-        raise Refused(f"the shape of {name:.200} is none")
+        raise RefusedPickle(f"the shape of {name:.200} is none")
     return TensorRow(name, dtype, size, math.prod(size) * BITS[dtype] // 8)
 
 
@@ -96,7 +96,7 @@ def _object_sizes(storage: Any) -> dict[str, int]:
 
 def _fields(record: Any, *names: str) -> Any:
     """The state of ``record``: its fields by name, or in order where it was pickled as a tuple (``names``)."""
-    state = record.state if type(record) is Record else None
+    state = record.state if type(record) is InertObject else None
     if names and type(state) is tuple:
         return state
     found = _mapping(state)
@@ -105,13 +105,13 @@ def _fields(record: Any, *names: str) -> Any:
 
 def _mapping(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise Refused(f"a {type(value).__name__} where fields belong")
+        raise RefusedPickle(f"a {type(value).__name__} where fields belong")
     return value
 
 
 def _size(numbers: Any) -> tuple[int, ...]:
     if type(numbers) not in (tuple, list) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise Refused("a size is not made of numbers from 0")
+        raise RefusedPickle("a size is not made of numbers from 0")
     return tuple(numbers)
 
 

@@ -29,7 +29,7 @@ CALL = bytes((MEMOIZE, REDUCE, MEMOIZE))
 PROTOCOLS = range(2, 6)
 
 
-class Refused(Exception):
+class RefusedPickle(Exception):
     """The data asks for something that is not given.
 
     ``wanted`` is the global that is unknown, if that is the reason. ``is_hostile``: no writer writes this; only damage
@@ -61,10 +61,10 @@ class Class(Function):
         self.name = name
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise Refused(f"it calls Class {self.name}")
+        raise RefusedPickle(f"it calls Class {self.name}")
 
 
-class Record:
+class InertObject:
     """An instance as data: the name of its class, and its state (None: no state)."""
 
     __slots__ = ("kind", "state")
@@ -76,7 +76,7 @@ class Record:
 
 Globals = Mapping[tuple[str, str], Any]
 
-KEYS = frozenset({str, int, Record})
+KEYS = frozenset({str, int, InertObject})
 _unpack_double = struct.Struct(">d").unpack_from
 _unpack_int = struct.Struct("<i").unpack_from
 _unpack_unsigned = struct.Struct("<I").unpack_from
@@ -95,12 +95,12 @@ def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
     """
     try:
         return PickleMachine(data, known, keys).run()
-    except Refused:
+    except RefusedPickle:
         raise
     except (IndexError, struct.error):
-        raise Refused("it is truncated, or uses a value that was never stored") from None
+        raise RefusedPickle("it is truncated, or uses a value that was never stored") from None
     except Exception as error:
-        raise Refused(f"{type(error).__name__}: {error}") from error
+        raise RefusedPickle(f"{type(error).__name__}: {error}") from error
 
 
 class PickleMachine:
@@ -213,25 +213,25 @@ class PickleMachine:
             else:
                 rare = _RARE.get(op)
                 if rare is None:
-                    raise Refused(f"opcode {bytes([op])!r} at byte {at - 1} is not one that DCP writes")
+                    raise RefusedPickle(f"opcode {bytes([op])!r} at byte {at - 1} is not one that DCP writes")
                 at = rare(self, stack, at)
 
     def _header(self) -> int:
         if self.data[0] != PROTO or self.data[1] not in PROTOCOLS:
-            raise Refused("it is no pickle of protocol 2 to 5")
+            raise RefusedPickle("it is no pickle of protocol 2 to 5")
         return 2
 
     def result(self, stack: list[Any], outer: list[list[Any]], at: int) -> Any:
         if len(stack) != 1 or outer:
-            raise Refused(f"it ends at byte {at}, where something else is missing or left over")
+            raise RefusedPickle(f"it ends at byte {at}, where something else is missing or left over")
         if at != len(self.data):
-            raise Refused(f"it goes on after its end, at byte {at}")
+            raise RefusedPickle(f"it goes on after its end, at byte {at}")
         return stack[0]
 
     def take(self, at: int, count: int) -> bytes:
         taken = self.data[at : at + count]
         if len(taken) != count:
-            raise Refused(f"a length of {count} at byte {at} is longer than the file")
+            raise RefusedPickle(f"a length of {count} at byte {at} is longer than the file")
         return taken
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
@@ -239,7 +239,7 @@ class PickleMachine:
         if type(target) is not dict or len(items) % 2:
             _misused("puts items into", target)
         if not KEYS.issuperset(set(map(type, keys)) - self.keys):
-            raise Refused("a key of a dict is neither a string nor an integer nor an index")
+            raise RefusedPickle("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
 
     # --- opcodes met once in a while: each pushes, and returns where to go on --------------------------------------
@@ -256,7 +256,7 @@ class PickleMachine:
         """Accept at most 64 bits: sizes need no more, and wider integers could all be made to share one hash."""
         count = self.data[at]
         if count > 8:
-            raise Refused(f"an integer of {count} bytes at byte {at}")
+            raise RefusedPickle(f"an integer of {count} bytes at byte {at}")
         stack.append(int.from_bytes(self.take(at + 1, count), "little", signed=True))
         return at + 1 + count
 
@@ -285,7 +285,7 @@ class PickleMachine:
         """A hint for stream readers."""
         count = _unpack_long(self.data, at)[0]
         if count > len(self.data) - at - 8:
-            raise Refused(f"a frame of {count} bytes at byte {at} is longer than the file")
+            raise RefusedPickle(f"a frame of {count} bytes at byte {at} is longer than the file")
         return at + 8
 
     def _put(self, stack: list[Any], at: int) -> int:
@@ -297,7 +297,7 @@ class PickleMachine:
     def put_at(self, stack: list[Any], index: int, at: int) -> int:
         """Picklers number memo entries consecutively. Another index would only make the memo large."""
         if index != len(self.memo):
-            raise Refused(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
+            raise RefusedPickle(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
         self.memo.append(stack[-1])
         return at
 
@@ -314,10 +314,12 @@ class PickleMachine:
 
     def lookup(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
-            raise Refused("the name of a global is not a string")
+            raise RefusedPickle("the name of a global is not a string")
         if (module, name) not in self.known:
             wanted = f"{module}.{name}"[:200]
-            raise Refused(f"it refers to {wanted!r}, which is not part of any known checkpoint's metadata", wanted)
+            raise RefusedPickle(
+                f"it refers to {wanted!r}, which is not part of any known checkpoint's metadata", wanted
+            )
         return self.known[module, name]
 
 
@@ -343,14 +345,14 @@ def _call(function: Any, arguments: Any) -> Any:
     return function.call(*arguments)
 
 
-def _new(kind: Any, arguments: Any) -> Record:
+def _new(kind: Any, arguments: Any) -> InertObject:
     if type(kind) is not Class or arguments != ():
         _misused("makes an instance of", kind)
-    return Record(kind)
+    return InertObject(kind)
 
 
 def _build(record: Any, state: Any) -> None:
-    if type(record) is not Record or record.state is not None:
+    if type(record) is not InertObject or record.state is not None:
         _misused("sets the state of", record)
     record.state = state
 
@@ -362,4 +364,4 @@ def _append(target: Any, items: Sequence[Any]) -> None:
 
 
 def _misused(what: str, target: Any) -> NoReturn:
-    raise Refused(f"it {what} {type(target).__name__} {getattr(target, 'name', '')}".rstrip())
+    raise RefusedPickle(f"it {what} {type(target).__name__} {getattr(target, 'name', '')}".rstrip())

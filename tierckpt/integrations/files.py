@@ -16,7 +16,7 @@ from typing import Any
 
 from ..cache import space
 from ..checkpoint.catalog import Checkpoint
-from ..checkpoint.journal import Entry
+from ..checkpoint.journal import JournalEntry
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import Settings
@@ -27,7 +27,7 @@ from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedErro
 from ..format.layout import Location, written_file
 from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
-from ..read.file_copies import Copy, LocalCopy, RemoteCopy
+from ..read.file_copies import FileCopy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
 from ..save.spool import PIECE_BYTES, Spool, spooled
 from ..stores.schemes import check_target
@@ -91,7 +91,7 @@ class _LocalFile(VerifiedFile):
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
         self._settings, self._thing = settings, thing
         self._farther: _CachedFile | None = None
-        copies: list[Copy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_farther)]
+        copies: list[FileCopy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_farther)]
         super().__init__(ReplicatedFile(entry, chunk, copies))
 
     def _read_farther(self, byte_range: ByteRange) -> Buffer:
@@ -111,7 +111,7 @@ class _LocalFile(VerifiedFile):
 class _WrittenFile(RangeFile):
     """A file that is not drained yet, every chunk verified. It stays while this is open, drained or not."""
 
-    def __init__(self, entry: Entry, settings: Settings) -> None:
+    def __init__(self, entry: JournalEntry, settings: Settings) -> None:
         (self._file,) = entry.files
         super().__init__(self._file.size_bytes)
         self._chunk_size_bytes = entry.chunk_size_bytes

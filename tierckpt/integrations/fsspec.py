@@ -21,7 +21,7 @@ from fsspec import AbstractFileSystem
 from fsspec.compression import compr
 from fsspec.core import get_compression
 
-from ..checkpoint.journal import ASIDE, Entry, Journal, set_aside_error
+from ..checkpoint.journal import ASIDE, Journal, JournalEntry, set_aside_error
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import Settings
@@ -346,7 +346,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Return True if the store has this node's writes and removals at ``path`` and under it."""
         return not self._undrained(path)
 
-    def _undrained(self, path: str) -> list[Entry]:
+    def _undrained(self, path: str) -> list[JournalEntry]:
         above = f"{self._location(path).uri.rstrip('/')}/"
         return [entry for entry in Journal(self.settings.local_root).files() if f"{entry.uri}/".startswith(above)]
 

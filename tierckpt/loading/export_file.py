@@ -55,7 +55,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TensorSlice:
     """A contiguous stretch of a tensor: its place in the tensor, and where its bytes begin in the file."""
 
     item: Item
@@ -152,14 +152,14 @@ def write_file(
 # --- cutting -------------------------------------------------------------------------------------------------------
 
 
-def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[Block]:
+def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[TensorSlice]:
     """Cut ``items``, which lie one after the other from ``start``, into blocks that fit."""
     for item in items:
         unit = item.written.itemsize + (item.dtype.itemsize if item.dtype != item.written else 0)
         shape = tuple(item.stored.size)
         position = start
         for offsets, sizes in _stretches(shape, max(1, size_bytes_max // unit)):
-            block = Block(item, offsets, sizes, position)
+            block = TensorSlice(item, offsets, sizes, position)
             position = block.stop
             if block.numel:
                 yield block
@@ -184,7 +184,7 @@ def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[i
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def _read(reader: TierStorageReader, window: list[Block], view: memoryview, begin: int) -> None:
+def _read(reader: TierStorageReader, window: list[TensorSlice], view: memoryview, begin: int) -> None:
     """Read the blocks of ``window`` to where they are in ``view``, which is the file from ``begin``."""
     placed: list[Tensor] = []
     targets: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -204,7 +204,7 @@ def _read(reader: TierStorageReader, window: list[Block], view: memoryview, begi
             place.copy_(target)
 
 
-def _reads(block: Block) -> list[ReadItem]:
+def _reads(block: TensorSlice) -> list[ReadItem]:
     chunk = ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(block.sizes))
     found = create_read_items_for_chunk_list(block.item.key, block.item.stored, [chunk])
     if sum(math.prod(item.lengths) for item in found) != block.numel:  # memory of an earlier window

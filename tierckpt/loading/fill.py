@@ -31,13 +31,13 @@ from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
-from ..read.file_copies import Copy, LocalCopy
+from ..read.file_copies import FileCopy, LocalCopy
 from ..read.read_benchmark import opened_disk, tried
 from ..read.read_threads import ReadThreads, Worker
 from ..telemetry import BYTES
 from ..types import ByteRange
-from .header import Entry, of_entry
-from .model_files import ModelFile, Place
+from .header import TensorEntry, of_entry
+from .model_files import ModelDirectory, ModelFile
 from .tensor_parts import Bounds, Parts
 
 READ_BYTES = 8 << 20
@@ -80,13 +80,13 @@ class Want:
 
     name: str
     file: ModelFile
-    entry: Entry
+    entry: TensorEntry
     dtype: torch.dtype
     stored: tuple[int, ...]
     bounds: Bounds
 
     @classmethod
-    def of(cls, name: str, file: ModelFile, entry: Entry, parts: Parts) -> Want:
+    def of(cls, name: str, file: ModelFile, entry: TensorEntry, parts: Parts) -> Want:
         """Raises ConfigError, StateMismatchError: see ``Parts`` and ``of_entry``."""
         dtype, stored = of_entry(entry)
         return cls(name, file, entry, dtype, stored, parts.of(name, stored))
@@ -99,11 +99,11 @@ class Want:
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def is_plain(self, run: Run) -> bool:
+    def is_plain(self, run: RowRun) -> bool:
         """True when the run is the tensor. (A file may put numbers where no number of torch's may begin.)"""
         return run.bounds is None and run.start % self.dtype.itemsize == 0
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[RowRun]:
         """The bytes that hold it, in order."""
         if not self.size_bytes:
             return iter(())
@@ -113,7 +113,7 @@ class Want:
 
 
 @dataclass(slots=True)
-class Run:
+class RowRun:
     """``rows`` consecutive rows of the file, with ``bounds`` as the wanted part of each (None: all of it).
 
     Attributes:
@@ -136,12 +136,12 @@ class Run:
     def stop(self) -> int:
         return self.start + self.rows * self.row_bytes
 
-    def parts(self, size_bytes: int) -> Iterator[Run]:
+    def parts(self, size_bytes: int) -> Iterator[RowRun]:
         """Cut it into runs of at most ``size_bytes``, or a row."""
         out_bytes = self.row_bytes if self.bounds is None else _size(self.bounds)
         step = max(1, size_bytes // self.row_bytes)
         for row in range(0, self.rows, step):
-            yield Run(
+            yield RowRun(
                 self.start + row * self.row_bytes,
                 min(step, self.rows - row),
                 self.shape,
@@ -175,13 +175,13 @@ def _size(bounds: Bounds) -> int:
     return math.prod(stop - start for start, stop in bounds)
 
 
-def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iterator[Run]:
+def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iterator[RowRun]:
     row_bytes, (first, last) = math.prod(shape[1:]), bounds[0]
     if all(bound == (0, size) for bound, size in zip(bounds[1:], shape[1:], strict=True)):
         size_bytes = (last - first) * row_bytes
-        yield Run(start + first * row_bytes, size_bytes, (1,), None, into)
+        yield RowRun(start + first * row_bytes, size_bytes, (1,), None, into)
     elif row_bytes < RUN_BYTES_MIN and last - first > 1:
-        yield Run(start + first * row_bytes, last - first, shape[1:], bounds[1:], into)
+        yield RowRun(start + first * row_bytes, last - first, shape[1:], bounds[1:], into)
     else:
         for row in range(first, last):
             at = into + (row - first) * _size(bounds[1:])
@@ -198,12 +198,12 @@ class Job:
     ``start`` is a multiple of the block of O_DIRECT, or the request could not be one.
     """
 
-    copy: Copy
+    copy: FileCopy
     start: int
     stop: int
     name: str
     into: memoryview | None = None
-    puts: list[tuple[Run, Tensor]] = field(default_factory=list)
+    puts: list[tuple[RowRun, Tensor]] = field(default_factory=list)
     memory: Memory | None = None
     """What ``into`` is a part of, which has no pages yet."""
     pieces: tuple[int, int] | None = None
@@ -235,8 +235,8 @@ class FileFill:
         self.tensors: dict[str, Tensor] = {}
         self.jobs: list[Job] = []
         self._memory: Memory | None = None
-        self._direct: list[tuple[Want, Run]] = []
-        self._other: list[tuple[Want, list[Run]]] = []
+        self._direct: list[tuple[Want, RowRun]] = []
+        self._other: list[tuple[Want, list[RowRun]]] = []
         for want in sorted(wants, key=lambda want: want.entry.start):
             runs = list(want.runs())
             if device.type == "cpu" and len(runs) == 1 and want.is_plain(runs[0]):
@@ -245,9 +245,9 @@ class FileFill:
                 self._other.append((want, runs))
         self._extents = self._lay_out()
 
-    def _lay_out(self) -> list[list[tuple[Want, Run]]]:
+    def _lay_out(self) -> list[list[tuple[Want, RowRun]]]:
         """Find the extents to read straight into place; the others go through buffers."""
-        extents: list[list[tuple[Want, Run]]] = []
+        extents: list[list[tuple[Want, RowRun]]] = []
         for want, run in self._direct:
             if extents and extents[-1][-1][1].stop == run.start:
                 extents[-1].append((want, run))
@@ -287,7 +287,7 @@ class FileFill:
             self._memory.keep_on_fork()
             self._memory.allow_huge_pages()  # the kernel may still make them of small ones
 
-    def _place(self, extent: list[tuple[Want, Run]], at: int) -> int:
+    def _place(self, extent: list[tuple[Want, RowRun]], at: int) -> int:
         """Put an extent at ``at`` of the memory; return where the next may begin."""
         begin, end = _block(extent[0][1].start), extent[-1][1].stop
         view = self._view()[at : at + round_up(end) - begin]
@@ -310,7 +310,7 @@ class FileFill:
         self.tensors[want.name] = tensor
         return tensor.view(-1).view(torch.uint8)
 
-    def _gather(self, pieces: Sequence[tuple[Run, str, Tensor]]) -> None:
+    def _gather(self, pieces: Sequence[tuple[RowRun, str, Tensor]]) -> None:
         """Make jobs of pieces that lie close together, none larger than a buffer."""
         job: Job | None = None
         for run, name, target in pieces:
@@ -328,12 +328,12 @@ class FileFill:
                 job.stop = max(job.stop, part.stop)
                 job.puts.append((part, target))
 
-    def _gather_pieces(self, run: Run, name: str, target: Tensor) -> None:
+    def _gather_pieces(self, run: RowRun, name: str, target: Tensor) -> None:
         start, stop = run.piece
         for part in run.parts(READ_BYTES):
             first, size = part.start + start, stop - start
             last = part.stop - run.row_bytes + stop
-            put = Run(first, part.rows * size, (1,), None, part.into), target
+            put = RowRun(first, part.rows * size, (1,), None, part.into), target
             self.jobs.append(Job(self.copy, first, last, name, puts=[put], pieces=(size, run.row_bytes)))
 
     def _view(self) -> memoryview:
@@ -390,7 +390,7 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
     return tensors
 
 
-def _read(jobs: list[Job], place: Place, device: torch.device, stop: threading.Event | None) -> None:
+def _read(jobs: list[Job], place: ModelDirectory, device: torch.device, stop: threading.Event | None) -> None:
     def run(some: list[Job], threads: int) -> None:
         _Reading(some, device, stop or threading.Event(), threads).run()
 

@@ -74,7 +74,7 @@ DTYPE_BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: bytes ``start`` to ``stop`` of it."""
 
     name: str
@@ -92,7 +92,7 @@ class Entry:
 class Header:
     """The contents of a file: its tensors in the order of their bytes, and its metadata."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
 
 
@@ -167,7 +167,7 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
     fields = _json(text)
     if not isinstance(fields, _Object):
         raise Malformed("its header is no JSON object")
-    found = [_Fields.of(name, said) for name, said in fields if name != _METADATA]
+    found = [_TensorFields.of(name, said) for name, said in fields if name != _METADATA]
     metadata = _metadata([said for name, said in fields if name == _METADATA])
     begin = LENGTH_BYTES + len(text)
     last = {one.name: one for one in found}
@@ -241,7 +241,7 @@ def _metadata(found: list[Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class _TensorFields:
     """The fields of a tensor, with types that they may have."""
 
     name: str
@@ -250,7 +250,7 @@ class _Fields:
     offsets: list[int]
 
     @classmethod
-    def of(cls, name: str, said: Any) -> _Fields:
+    def of(cls, name: str, said: Any) -> _TensorFields:
         if isinstance(said, _Object):
             known = [(field, value) for field, value in said if field in _FIELDS]
             found, values = dict(known), [value for field, value in said if field not in _FIELDS]
@@ -274,7 +274,7 @@ class _Fields:
         return cls(name, dtype, shape, offsets)
 
 
-def parse_entry(fields: _Fields, begin: int) -> Entry:
+def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
     """Return the tensor of ``fields``; checks that its data has the length of its dtype and shape."""
     name, dtype, shape, (start, stop) = fields.name, fields.dtype, fields.shape, fields.offsets
     bits = 1
@@ -284,7 +284,7 @@ def parse_entry(fields: _Fields, begin: int) -> Entry:
             raise Malformed(f"{_shown(name)} has more elements than can be counted", name)
     if start > stop or bits != (stop - start) * 8:
         raise Malformed(f"{_shown(name)} is {dtype} of shape {tuple(shape)} and has {stop - start} bytes", name)
-    return Entry(name, dtype, tuple(shape), begin + start, begin + stop)
+    return TensorEntry(name, dtype, tuple(shape), begin + start, begin + stop)
 
 
 def _are_counts(value: Any) -> bool:
@@ -303,7 +303,7 @@ def _depth(value: list[Any]) -> int:
     return deepest
 
 
-def check_cover(entries: list[Entry], begin: int, size_bytes: int) -> None:
+def check_cover(entries: list[TensorEntry], begin: int, size_bytes: int) -> None:
     """Check that every byte of the file belongs to exactly one tensor."""
     position = begin
     for entry in entries:
@@ -347,7 +347,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def of_entry(entry: Entry) -> tuple[torch.dtype, tuple[int, ...]]:
+def of_entry(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return dtype and shape that torch has for a tensor of a file.
 
     Raises:

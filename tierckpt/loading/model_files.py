@@ -32,10 +32,10 @@ from ..disk.io_tuner import MODEL_WAYS, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
 from ..quantities import round_up
-from ..read.file_copies import Copy, LocalCopy
+from ..read.file_copies import FileCopy, LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .header import HEADER_BYTES_MAX, Entry, read_header
+from .header import HEADER_BYTES_MAX, TensorEntry, read_header
 
 SUFFIX = ".safetensors"
 _FIRST = ("model", "diffusion_pytorch_model", "pytorch_model")
@@ -199,7 +199,7 @@ _HEAD_BYTES = 128 << 10
 """Read at once of each file: most headers are shorter."""
 
 
-class Place(Protocol):
+class ModelDirectory(Protocol):
     """Where the files of a model are: a directory of this node, or of the shared tier."""
 
     where: str
@@ -217,7 +217,7 @@ class Place(Protocol):
     def info(self, name: str) -> ObjectInfo | None:
         """Return size and version of a file; None when it is not there."""
 
-    def open(self, name: str) -> Copy:
+    def open(self, name: str) -> FileCopy:
         """Return a new reader; the caller closes it."""
 
     def begin(self, names: list[str]) -> None:
@@ -272,9 +272,9 @@ class Directory:
 class ModelFile:
     """One file of a model, as it was when its header was read."""
 
-    place: Place
+    place: ModelDirectory
     info: ObjectInfo
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -284,7 +284,7 @@ class ModelFile:
     def where(self) -> str:
         return f"{self.place.where}/{self.name}"
 
-    def open(self) -> Copy:
+    def open(self) -> FileCopy:
         return self.place.open(self.name)
 
     def check_unchanged(self) -> None:
@@ -296,15 +296,15 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelTensors:
     """The location of each tensor of a model, by name: in the order of the index, else of the files."""
 
     where: str
-    place: Place
-    tensors: dict[str, tuple[ModelFile, Entry]]
+    place: ModelDirectory
+    tensors: dict[str, tuple[ModelFile, TensorEntry]]
 
 
-def open_model(place: Place, name: str = "", *, variant: str = "", index: str = "") -> Model:
+def open_model(place: ModelDirectory, name: str = "", *, variant: str = "", index: str = "") -> ModelTensors:
     """Read and check the headers of the files at ``place``, or of the one file ``name`` there.
 
     Args:
@@ -316,7 +316,7 @@ def open_model(place: Place, name: str = "", *, variant: str = "", index: str = 
             describe its file, two files hold one name, or the index is none.
     """
     if name:
-        return Model(f"{place.where}/{name}", place, _merged(place, _opened(place, [name])))
+        return ModelTensors(f"{place.where}/{name}", place, _merged(place, _opened(place, [name])))
     names = place.files()
     try:
         weights = choose(place.where, names, variant=variant, index=index)
@@ -338,10 +338,10 @@ def open_model(place: Place, name: str = "", *, variant: str = "", index: str = 
             weights.index or ", ".join(weights.files[:SHOWN]),
             ", ".join(skipped[:SHOWN]) + (f" and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""),
         )
-    return Model(place.where, place, tensors)
+    return ModelTensors(place.where, place, tensors)
 
 
-def _opened(place: Place, names: Iterable[str]) -> list[ModelFile]:
+def _opened(place: ModelDirectory, names: Iterable[str]) -> list[ModelFile]:
     """Read the headers of files. None stays open: a model may have more files than a process may have open."""
     files = []
     for name in names:
@@ -359,7 +359,7 @@ def _opened(place: Place, names: Iterable[str]) -> list[ModelFile]:
 class _Head:
     """Reads the beginning of a file past the page cache: its readahead would read far more than a header."""
 
-    def __init__(self, copy: Copy, size_bytes: int) -> None:
+    def __init__(self, copy: FileCopy, size_bytes: int) -> None:
         self._copy, self._size_bytes = copy, size_bytes
         self._bytes = memoryview(b"")
 
@@ -371,8 +371,8 @@ class _Head:
         return self._bytes[byte_range.start : byte_range.stop]
 
 
-def _merged(place: Place, files: list[ModelFile]) -> dict[str, tuple[ModelFile, Entry]]:
-    tensors: dict[str, tuple[ModelFile, Entry]] = {}
+def _merged(place: ModelDirectory, files: list[ModelFile]) -> dict[str, tuple[ModelFile, TensorEntry]]:
+    tensors: dict[str, tuple[ModelFile, TensorEntry]] = {}
     for file in files:
         for name, entry in file.entries.items():
             if name in tensors:
@@ -386,7 +386,7 @@ def _merged(place: Place, files: list[ModelFile]) -> dict[str, tuple[ModelFile, 
     return tensors
 
 
-def _indexed(place: Place, index: str) -> dict[str, tuple[ModelFile, Entry]]:
+def _indexed(place: ModelDirectory, index: str) -> dict[str, tuple[ModelFile, TensorEntry]]:
     weight_map = _weight_map(place, index)
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if place.info(name) is None]
@@ -401,7 +401,7 @@ def _indexed(place: Place, index: str) -> dict[str, tuple[ModelFile, Entry]]:
     for file in files.values():
         for tensor in file.entries:
             holders.setdefault(tensor, []).append(file)
-    tensors: dict[str, tuple[ModelFile, Entry]] = {}
+    tensors: dict[str, tuple[ModelFile, TensorEntry]] = {}
     others = []
     for tensor in (*(one for one in weight_map if one in holders), *(one for one in holders if one not in weight_map)):
         named, found = files.get(weight_map.get(tensor, "")), holders[tensor]
@@ -429,7 +429,7 @@ def _some(names: Collection[str]) -> str:
     return f"{first} and {len(names) - SHOWN} more" if len(names) > SHOWN else first
 
 
-def _weight_map(place: Place, index: str) -> dict[str, str]:
+def _weight_map(place: ModelDirectory, index: str) -> dict[str, str]:
     where, info = f"{place.where}/{index}", place.info(index)
     size_bytes = info.size_bytes if info is not None else 0
     if size_bytes > HEADER_BYTES_MAX:
@@ -445,14 +445,14 @@ def _weight_map(place: Place, index: str) -> dict[str, str]:
     return cast(dict[str, str], weight_map)
 
 
-def _whole(place: Place, name: str, size_bytes: int) -> bytes:
+def _whole(place: ModelDirectory, name: str, size_bytes: int) -> bytes:
     with contextlib.closing(place.open(name)) as copy:
         return bytes(copy.read(ByteRange(0, size_bytes)))
 
 
-def in_file_order(model: Model) -> Iterator[tuple[str, ModelFile, Entry]]:
+def in_file_order(model: ModelTensors) -> Iterator[tuple[str, ModelFile, TensorEntry]]:
     """Every tensor, file by file, in the order of their bytes."""
-    files: dict[int, list[tuple[str, ModelFile, Entry]]] = {}
+    files: dict[int, list[tuple[str, ModelFile, TensorEntry]]] = {}
     for name, (file, entry) in model.tensors.items():
         files.setdefault(id(file), []).append((name, file, entry))
     for tensors in sorted(files.values(), key=lambda tensors: tensors[0][1].name):

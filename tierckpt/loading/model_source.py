@@ -15,17 +15,17 @@ from ..errors import CheckpointNotFoundError, ConfigError, TierckptError
 from ..format.layout import parse_uri
 from ..format.manifest import is_safe_path
 from ..format.uris import scheme_of, text_of
-from ..read.file_copies import Copy, LocalCopy
+from ..read.file_copies import FileCopy, LocalCopy
 from ..read.parallel_read import REQUESTS_MAX
 from ..stores.schemes import check_location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .cached_view import CachedView, open_cached
-from .model_files import SUFFIX, Model, Place, open_model
+from .model_files import SUFFIX, ModelDirectory, ModelTensors, open_model
 from .prefetched import open_directory
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WeightChoice:
     """Which weights of a directory are meant, where there are several; "" for those that are found first."""
 
     variant: str = ""
@@ -33,15 +33,15 @@ class Choice:
     index: str = ""
 
 
-USUAL = Choice()
+USUAL = WeightChoice()
 
 
 def find_model(
     uri_or_dir: str | os.PathLike[str],
     settings: Settings,
     ways: tuple[ReadMode, ...] = MODEL_WAYS,
-    choice: Choice = USUAL,
-) -> Model:
+    choice: WeightChoice = USUAL,
+) -> ModelTensors:
     """Return the model at a path or URI, its headers checked. Close its place after use.
 
     Args:
@@ -71,7 +71,9 @@ def _below(uri_or_dir: str | os.PathLike[str], subfolder: str) -> str:
     return f"{text_of(uri_or_dir, 'a model').rstrip('/')}/{subfolder.strip('/')}"
 
 
-def _place_of(uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]) -> tuple[Place, str]:
+def _place_of(
+    uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]
+) -> tuple[ModelDirectory, str]:
     """Return a place, and the name of the one file there that is meant, or ''."""
     if scheme_of(text_of(uri_or_dir, "a model")):
         location = check_location(parse_uri(uri_or_dir))
@@ -110,7 +112,7 @@ class CachedPlace:
         found = self._view.files.get(name)
         return ObjectInfo(name, found.size_bytes, found.etag) if found is not None else None
 
-    def open(self, name: str) -> Copy:
+    def open(self, name: str) -> FileCopy:
         return _CachedCopy(self._view, name, self.where, read_tuner_for(self._settings, self._ways))
 
     def begin(self, names: list[str]) -> None:

@@ -22,8 +22,8 @@ from ..resources import ThreadPool
 from ..tracebacks import short_traceback
 from .deferred import Deferral
 from .fill import Want, fill
-from .model_files import Model, in_file_order
-from .model_source import USUAL, Choice, find_model
+from .model_files import ModelTensors, in_file_order
+from .model_source import USUAL, WeightChoice, find_model
 from .tensor_parts import Parts, Plan, Shard, check_device
 
 BYTES_IN_FLIGHT_MAX = 1 * GiB
@@ -128,7 +128,7 @@ def load_safetensors(
         >>> tierckpt.load_safetensors("model.safetensors", shard=(0, 2, 0))["layer.weight"].shape
         torch.Size([2, 2])
     """
-    choice, settings = Choice(variant, subfolder, index), Settings.load(settings, **overrides)
+    choice, settings = WeightChoice(variant, subfolder, index), Settings.load(settings, **overrides)
     wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
     if lazy:
         return LazyTensors(wanted)
@@ -181,7 +181,7 @@ def stream_safetensors(
     """
     if bytes_in_flight_max <= 0:
         raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")
-    choice, settings = Choice(variant, subfolder, index), Settings.load(settings, **overrides)
+    choice, settings = WeightChoice(variant, subfolder, index), Settings.load(settings, **overrides)
     wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
     wanted.begin()
     return wanted.stream(bytes_in_flight_max)
@@ -242,7 +242,7 @@ class WantedTensors:
         parts: Parts,
         settings: Settings,
         ways: tuple[ReadMode, ...] = MODEL_WAYS,
-        choice: Choice = USUAL,
+        choice: WeightChoice = USUAL,
     ) -> None:
         self.device = _device(device)
         self._is_all = names is None and not prefix
@@ -309,7 +309,7 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _select(model: Model, names: Names | None, prefix: str) -> list[str]:
+def _select(model: ModelTensors, names: Names | None, prefix: str) -> list[str]:
     chosen = [name for name in model.tensors if name.startswith(prefix)]
     if prefix and not chosen:
         raise StateMismatchError(f"{model.where} holds no tensor with the prefix {prefix!r}")

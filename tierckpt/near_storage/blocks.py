@@ -25,7 +25,7 @@ MASTER = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TrainerParameter:
     """A parameter of the trainer."""
 
     key: str
@@ -52,7 +52,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StateBlock:
     """Some parameters with all their state. The first bytes say which tensors are present."""
 
     index: int
@@ -63,11 +63,11 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """All blocks of an optimizer."""
 
     kind: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[StateBlock, ...]
     size_bytes: int
     """Size of one version of all blocks."""
 
@@ -78,16 +78,16 @@ class Layout:
 
 def layout_of(
     kind: type[torch.optim.Optimizer],
-    members: Sequence[Member],
+    members: Sequence[TrainerParameter],
     groups: Sequence[Mapping[str, Any]],
-) -> Layout:
+) -> BlockLayout:
     """Lay out the state of ``members``. A trial step of one element shows which tensors a step creates.
 
     Args:
         groups: hyperparameters of each group.
     """
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
-    runs: list[list[Member]] = []
+    runs: list[list[TrainerParameter]] = []
     held = BLOCK_BYTES
     for one in members:
         if one.group not in made:
@@ -97,7 +97,7 @@ def layout_of(
             held = 0
         runs[-1].append(one)
         held += math.prod(one.shape) * sum(kept.itemsize for kept, _ in made[one.group].values())
-    blocks: list[Block] = []
+    blocks: list[StateBlock] = []
     offset = 0
     for run in runs:
         places: list[TensorPlace] = []
@@ -108,17 +108,17 @@ def layout_of(
                 places.append(TensorPlace(one.key, name, dtype_name(kept), shape, at, len(places)))
                 at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
-        blocks.append(Block(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
+        blocks.append(StateBlock(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
         offset += size_bytes
-    return Layout(kind.__name__, tuple(blocks), offset)
+    return BlockLayout(kind.__name__, tuple(blocks), offset)
 
 
-def shared_bytes(members: Sequence[Member]) -> int:
+def shared_bytes(members: Sequence[TrainerParameter]) -> int:
     """Return the bytes of shared memory that the gradients of a step take."""
     return max(ALIGNMENT, sum(_shared_bytes(one) for one in members))
 
 
-def shared_tensors(members: Sequence[Member], memory: memoryview) -> dict[str, torch.Tensor]:
+def shared_tensors(members: Sequence[TrainerParameter], memory: memoryview) -> dict[str, torch.Tensor]:
     """Return the gradient tensor of each parameter in ``memory``, by key. Trainer and updater use the same layout."""
     found, at = {}, 0
     for one in members:
@@ -127,11 +127,11 @@ def shared_tensors(members: Sequence[Member], memory: memoryview) -> dict[str, t
     return found
 
 
-def _shared_bytes(one: Member) -> int:
+def _shared_bytes(one: TrainerParameter) -> int:
     return round_up(math.prod(one.shape) * DTYPES[one.dtype].itemsize, ALIGNMENT)
 
 
-def view_of(memory: memoryview, offset: int, one: Member | TensorPlace) -> torch.Tensor:
+def view_of(memory: memoryview, offset: int, one: TrainerParameter | TensorPlace) -> torch.Tensor:
     """Return a tensor at ``offset`` with the shape and type of ``one``."""
     dtype, count = DTYPES[one.dtype], math.prod(one.shape)
     if not count:

@@ -11,7 +11,7 @@ from ..disk.durable import fsync_file, translated
 from ..errors import IntegrityError
 from ..replay.frame import Frame, decode, encode
 from ..save import log_segments
-from ..save.log_segments import Place, SegmentFile
+from ..save.log_segments import FramePosition, SegmentFile
 from ..telemetry import logger
 
 log = logger("replay")
@@ -35,12 +35,12 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
             step = number
 
 
-def _places(directory: Path, step: int) -> Iterator[Place]:
+def _places(directory: Path, step: int) -> Iterator[FramePosition]:
     """Yield the frames of the newest segment that begins by ``step``, and of later ones."""
     found, ended = log_segments.segments_in(directory)
     first = next((one for one in reversed(found) if one.step <= step), None)
     for place in log_segments.walk_from(found, first, ended):
-        if isinstance(place, Place):
+        if isinstance(place, FramePosition):
             yield place
         elif place:
             log.warning("%s", place)

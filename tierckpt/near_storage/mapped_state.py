@@ -1,7 +1,7 @@
 """An optimizer's state as file-backed tensors, for saves and restores.
 
 A save is planned with tensors in version 0 of each block. The updater reports the current version of each block when
-it has recorded the step, and keeps it unchanged until the save has read it (``Hold``).
+it has recorded the step, and keeps it unchanged until the save has read it (``StateHold``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
 from ..replay.optimizers import Parameter, local, sharded
 from ..save.shard_plan import Fetch
-from .blocks import MASTER, Layout
+from .blocks import MASTER, BlockLayout
 from .state_file import StateFile, Tensors
 from .states import END_SECONDS, NewState, begin_state, current_state, directory_lock
 from .updater_process import UpdaterProcess
@@ -38,7 +38,7 @@ class MappedState:
         tensors: the trainer's parameters, by key.
     """
 
-    def __init__(self, directory: Path, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, directory: Path, layout: BlockLayout, tensors: Mapping[str, torch.Tensor]) -> None:
         self.stepped: set[str] = set()
         """Keys of parameters that have a state in addition to their values."""
         self.view: State | None = None
@@ -125,7 +125,7 @@ class MappedState:
         return StateFile(found, self._layout)
 
 
-class Hold:
+class StateHold:
     """The state of a step, kept unchanged by the updater until ``release``. A ``dcp.stager.Source``."""
 
     def __init__(self, file: StateFile, process: UpdaterProcess, answer: Future[dict[str, Any]]) -> None:

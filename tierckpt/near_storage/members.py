@@ -10,7 +10,7 @@ import torch
 from ..errors import ConfigError
 from ..replay.frame import dtype_name
 from ..replay.optimizers import local, parameters_of
-from .blocks import Member
+from .blocks import TrainerParameter
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -36,7 +36,7 @@ def build_optimizer(
     return cast(torch.optim.Optimizer, made)
 
 
-def check_parameter(member: Member, tensor: torch.Tensor) -> None:
+def check_parameter(member: TrainerParameter, tensor: torch.Tensor) -> None:
     """Raise ConfigError if a parameter cannot be stepped near storage."""
     if tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad"):
         raise ConfigError(
@@ -59,11 +59,11 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> list[Member]:
+def members_of(optimizer: torch.optim.Optimizer) -> list[TrainerParameter]:
     """Return the parameters by name, else by their number in ``state_dict``."""
     has_names = all(group.get("param_names") for group in optimizer.param_groups)
     return [
-        Member(
+        TrainerParameter(
             one.key,
             one.name if has_names else str(number),
             tuple(local(one.tensor).shape),

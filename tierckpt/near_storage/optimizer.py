@@ -20,8 +20,8 @@ from ..errors import CheckpointError, ConfigError, StateMismatchError, TierckptE
 from ..replay.capture import Step, hyperparameters_of
 from ..replay.frame import Frame, encode
 from ..replay.optimizers import base_of, check_replayable, local, parameters_of, writes_of
-from .blocks import MASTER, Layout, layout_of
-from .mapped_state import Hold, MappedState
+from .blocks import MASTER, BlockLayout, layout_of
+from .mapped_state import MappedState, StateHold
 from .members import build_optimizer, check_gradients, check_parameter, members_of
 from .state_file import Tensors
 from .states import directory_lock
@@ -103,7 +103,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         for one in self._members:
             check_parameter(one, self._tensors[one.key])
         self._kind = base_of(type(built))
-        self._layout: Layout = layout_of(self._kind, self._members, self._hyperparameters())
+        self._layout: BlockLayout = layout_of(self._kind, self._members, self._hyperparameters())
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.directory = Path(directory).absolute() / (f"rank-{dist.get_rank()}" if is_distributed else "")
         order = {
@@ -275,10 +275,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         """Whether ``tensor`` comes from the last ``mapped`` call."""
         return self._files.saved is not None and self._files.saved.owns(tensor)
 
-    def hold(self) -> Hold:
+    def hold(self) -> StateHold:
         """Hold the state of the last ``mapped`` call for a save. Cost: one message."""
         assert self._files.saved is not None
-        return Hold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
+        return StateHold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
 
     @contextmanager
     def mapped_anew(self) -> Iterator[None]:

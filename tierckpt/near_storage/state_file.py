@@ -19,7 +19,7 @@ from ..disk.file_io import address_of, allocate, libc, read_into
 from ..errors import IntegrityError, UpdaterLostError
 from ..save.shard_plan import Fetch
 from ..telemetry import logger
-from .blocks import Block, Layout, view_of
+from .blocks import BlockLayout, StateBlock, view_of
 
 log = logger("replay")
 
@@ -46,7 +46,7 @@ class StateFile:
         CapacityError: the disk has no room for both versions; detected before the first byte.
     """
 
-    def __init__(self, directory: Path, layout: Layout, *, create: bool = False) -> None:
+    def __init__(self, directory: Path, layout: BlockLayout, *, create: bool = False) -> None:
         self.directory, self.layout = directory, layout
         path = directory / STATE
         if create:
@@ -75,11 +75,11 @@ class StateFile:
         weakref.finalize(self, os.close, file)
         return file
 
-    def tensors(self, block: Block, version: int, *, all_of_them: bool = False) -> Tensors:
+    def tensors(self, block: StateBlock, version: int, *, all_of_them: bool = False) -> Tensors:
         """Return the present tensors of a block, by key and name. They share its memory."""
         return _tensors_in(self.bytes_of(block, version), block, all_of_them=all_of_them)
 
-    def present(self, block: Block, version: int) -> dict[str, set[str]]:
+    def present(self, block: StateBlock, version: int) -> dict[str, set[str]]:
         """Return the names of the present tensors, by key (N6)."""
         flags = bytearray(len(block.places))
         self._read(address_of(flags), len(flags), self._begin_of(block, version))
@@ -112,20 +112,20 @@ class StateFile:
         at += versions[block] * self.layout.size_bytes
         return lambda target, start, count: self._read(target, count, at + start)
 
-    def mark(self, block: Block, version: int, present: Mapping[str, Container[str]]) -> None:
+    def mark(self, block: StateBlock, version: int, present: Mapping[str, Container[str]]) -> None:
         """Record which tensors are present."""
         flags = bytes(place.name in present.get(place.key, {}) for place in block.places)
         with translated(self.directory / STATE):
             os.pwrite(self._file, flags, self._begin_of(block, version))
 
-    def bytes_of(self, block: Block, version: int) -> memoryview:
+    def bytes_of(self, block: StateBlock, version: int) -> memoryview:
         begin = self._begin_of(block, version)
         return self._view[begin : begin + block.size_bytes]
 
-    def _begin_of(self, block: Block, version: int) -> int:
+    def _begin_of(self, block: StateBlock, version: int) -> int:
         return version * self.layout.size_bytes + block.offset
 
-    def _read_block(self, block: Block, version: int) -> memoryview:
+    def _read_block(self, block: StateBlock, version: int) -> memoryview:
         data = bytearray(block.size_bytes)
         self._read(address_of(data), len(data), self._begin_of(block, version))
         return memoryview(data)
@@ -141,19 +141,19 @@ class StateFile:
         if problem:
             raise _unreadable(path, problem)
 
-    def copy(self, block: Block, source: int) -> int:
+    def copy(self, block: StateBlock, source: int) -> int:
         """Copy version ``source`` over the other one, and return the other's number."""
         into, of = (torch.frombuffer(self.bytes_of(block, one), dtype=torch.uint8) for one in (1 - source, source))
         into.copy_(of)
         return 1 - source
 
-    def digest(self, block: Block, version: int, *, is_trainers: bool = False) -> bytes:
+    def digest(self, block: StateBlock, version: int, *, is_trainers: bool = False) -> bytes:
         """Return the digest of a version of a block. ``is_trainers``: read with pread (N6)."""
         digest = xxhash.xxh3_128()
         digest.update(self._read_block(block, version) if is_trainers else self.bytes_of(block, version))
         return digest.digest()
 
-    def check(self, block: Block, version: int, digest: bytes) -> None:
+    def check(self, block: StateBlock, version: int, digest: bytes) -> None:
         """Raise UpdaterLostError if a version does not match ``digest`` (N7). Cost: one pass over it."""
         if self.digest(block, version) != digest:
             raise UpdaterLostError(
@@ -162,7 +162,7 @@ class StateFile:
                 path=self.directory / STATE,
             )
 
-    def record(self, block: Block, version: int, step: int, digest: bytes) -> None:
+    def record(self, block: StateBlock, version: int, step: int, digest: bytes) -> None:
         """Make a version of a block durable, then its record with ``step`` and ``digest`` (N1)."""
         with translated(self.directory / STATE):
             begin = self._address + self._begin_of(block, version)
@@ -174,7 +174,7 @@ class StateFile:
             os.pwrite(self._records, head + xxhash.xxh3_128_digest(head), self._record_at(block, version))
             os.fdatasync(self._records)
 
-    def newest(self, block: Block, last_step: int | None = None) -> tuple[int, int, bytes]:
+    def newest(self, block: StateBlock, last_step: int | None = None) -> tuple[int, int, bytes]:
         """Return the newest valid version of a block up to ``last_step``, its step and digest.
 
         Raises:
@@ -210,11 +210,11 @@ class StateFile:
                         os.pwrite(self._records, bytes(RECORD_BYTES), self._record_at(block, version))
             os.fdatasync(self._records)
 
-    def _record_at(self, block: Block, version: int) -> int:
+    def _record_at(self, block: StateBlock, version: int) -> int:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES
 
 
-def _tensors_in(view: memoryview, block: Block, *, all_of_them: bool = False) -> Tensors:
+def _tensors_in(view: memoryview, block: StateBlock, *, all_of_them: bool = False) -> Tensors:
     found: Tensors = {key: {} for key in block.keys}
     for place in block.places:
         if all_of_them or view[place.index]:

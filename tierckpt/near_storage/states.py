@@ -19,7 +19,7 @@ from ..errors import (
     StateMismatchError,
 )
 from ..poll import LOCAL, Poll
-from .blocks import Layout
+from .blocks import BlockLayout
 from .state_file import LOST, StateFile, Tensors
 
 LOCK, CURRENT = "lock", "current.json"
@@ -61,7 +61,7 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
     )
 
 
-def current_state(directory: Path, layout: Layout) -> Path | None:
+def current_state(directory: Path, layout: BlockLayout) -> Path | None:
     """Return the path of the current state of ``directory``, or None.
 
     Raises:
@@ -96,7 +96,7 @@ class NewState:
         CapacityError: the disk has no room for it.
     """
 
-    def __init__(self, directory: Path, layout: Layout) -> None:
+    def __init__(self, directory: Path, layout: BlockLayout) -> None:
         self._directory, self._token = directory, secrets.token_hex(8)
         try:
             self.file = StateFile(directory / self._token, layout, create=True)
@@ -122,7 +122,7 @@ class NewState:
         remove_tree(self._directory / self._token, ignore_errors=True)
 
 
-def begin_state(directory: Path, layout: Layout, values: Tensors, step: int) -> None:
+def begin_state(directory: Path, layout: BlockLayout, values: Tensors, step: int) -> None:
     """Replace the state of ``directory``, which the caller holds, by ``values``. Removed again on an error."""
     new = NewState(directory, layout)
     try:

@@ -12,7 +12,7 @@ import torch
 from ..arena.memory import Memory
 from ..errors import IntegrityError, UpdaterLostError
 from ..replay.optimizers import local
-from .blocks import Layout, Member, shared_bytes, shared_tensors
+from .blocks import BlockLayout, TrainerParameter, shared_bytes, shared_tensors
 from .updater_process import UpdaterProcess
 
 
@@ -38,8 +38,8 @@ class StepChannel:
 
     def __init__(
         self,
-        members: Sequence[Member],
-        layout: Layout,
+        members: Sequence[TrainerParameter],
+        layout: BlockLayout,
         tensors: Mapping[str, torch.Tensor],
         order: Mapping[str, Any],
         *,

@@ -39,7 +39,7 @@ from ..replay.frame import Frame, decode
 from ..replay.optimizers import BY_NAME
 from ..resources import ThreadPool
 from ..telemetry import log_to, logger
-from .blocks import MASTER, Block, Layout, Member, layout_of, shared_tensors
+from .blocks import MASTER, BlockLayout, StateBlock, TrainerParameter, layout_of, shared_tensors
 from .gradient_files import GradientFiles, read_frames
 from .messages import receive, send, to_message
 from .state_file import StateFile, Tensors
@@ -65,7 +65,9 @@ class _Begun:
 class LiveBlock:
     """A block, and the version of it that steps are applied to. Only its ``worker`` uses it."""
 
-    def __init__(self, file: StateFile, block: Block, kind: type[torch.optim.Optimizer], worker: ThreadPool) -> None:
+    def __init__(
+        self, file: StateFile, block: StateBlock, kind: type[torch.optim.Optimizer], worker: ThreadPool
+    ) -> None:
         self.block, self.worker = block, worker
         self._file, self._kind = file, kind
         self.counts, self.recorded, self._recorded_digest = file.newest(block)
@@ -147,7 +149,7 @@ class Updater:
         self._connection = connection
         self._sending = threading.Lock()
         self._persist_every = max(1, int(order["persist_every"]))
-        members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
+        members = [TrainerParameter(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
         self._kind = BY_NAME[order["kind"]]
         groups = _decoded(bytes.fromhex(order["groups"])).hyperparameters
         layout = layout_of(self._kind, members, groups)
@@ -166,7 +168,7 @@ class Updater:
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    def _open(self, directory: Path, layout: Layout, last_step: int | None) -> None:
+    def _open(self, directory: Path, layout: BlockLayout, last_step: int | None) -> None:
         found = current_state(directory, layout)
         if found is None:
             raise ObjectNotFoundError(f"{directory} has no optimizer state", path=directory)

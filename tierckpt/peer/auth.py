@@ -43,11 +43,11 @@ _FIELDS = re.compile(
 )
 
 
-class Refused(Exception):
+class RejectedRequest(Exception):
     """A request that is not answered. The reason is for our own log, never for who asked."""
 
 
-class OtherTime(Refused):
+class OtherTime(RejectedRequest):
     """A request of a member whose clock is another. ``nonce`` is that of this one, ``now`` the time here."""
 
     def __init__(self, nonce: str, now: float) -> None:
@@ -207,16 +207,16 @@ class Verifier:
         """
         match = _FIELDS.fullmatch(headers.get("authorization", ""))
         if match is None:
-            raise Refused("no proof")
+            raise RejectedRequest("no proof")
         name, to, expires, nonce = match["name"], match["to"], match["expires"], match["nonce"]
         if self._secret is None:
             return name, nonce
         signed = (method, target, headers.get("range", ""), headers.get(ME, ""), name, to, expires, nonce)
         expected = _mac(self._secret, "request", *signed)
         if not hmac.compare_digest(expected, match["mac"]):
-            raise Refused("a wrong proof")
+            raise RejectedRequest("a wrong proof")
         if to != self._name and (to or target != "/v1/members"):
-            raise Refused("a proof for another node")
+            raise RejectedRequest("a proof for another node")
         now = self.clock()
         if not now < int(expires) <= now + EXPIRY_SECONDS_MAX:
             raise OtherTime(nonce, now)
@@ -237,7 +237,7 @@ class Verifier:
             self._nonces, self._turned_at = {}, now
         self._turned_at = min(self._turned_at, now)  # a clock that went back begins a minute anew, and forgets nothing
         if nonce in self._nonces or nonce in self._older:
-            raise Refused("a proof that was used before")
+            raise RejectedRequest("a proof that was used before")
         if expires <= self._forgotten_until:
             raise OtherTime(nonce.hex(), now)
         if len(self._nonces) >= NONCES_MAX:

@@ -31,7 +31,7 @@ GOODBYES_MAX = 16
 GOODBYE_SECONDS = 0.5
 
 
-class Probe(Protocol):
+class MembersRequest(Protocol):
     """Request the members of the agent at an address, with this node's row: ``{"me": row, "members": [row, ...]}``."""
 
     def __call__(self, address: str, me: Json, /) -> Awaitable[Json]: ...
@@ -48,7 +48,7 @@ class Gossip:
     def __init__(
         self,
         table: MemberList,
-        probe: Probe,
+        probe: MembersRequest,
         look_up: Callable[[], Awaitable[Sequence[str]]],
         rng: random.Random | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ No torch, no files, no clock. The trainer, the mover and the simulator share the
 from .ettr import Level
 from .optimal_interval import Schedule, checkfreq_steps, daly, exact, plan, to_steps, two_level, young
 from .sizer import Site, Sizing, size
-from .training_state import Mesh, Model, State, from_config, from_number, from_shapes, measured_state, state_of
+from .training_state import Mesh, Model, TrainingState, from_config, from_number, from_shapes, measured_state, state_of
 from .transfer_times import Bandwidths
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "Schedule",
     "Site",
     "Sizing",
-    "State",
+    "TrainingState",
     "checkfreq_steps",
     "daly",
     "exact",

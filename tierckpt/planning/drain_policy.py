@@ -1,8 +1,8 @@
 """The drain policy: selects drains and their rate, evictions, and the next save's tier.
 
 A pure state machine. The mover (and the simulator) passes measurements (``observe``) and requests a decision
-(``decide``) whenever a checkpoint is committed, a drain ends, and every few seconds. It keeps the returned ``State``
-and executes the ``Decision``, which carries its numbers for the log.
+(``decide``) whenever a checkpoint is committed, a drain ends, and every few seconds. It keeps the returned
+``PolicyState`` and executes the ``Decision``, which carries its numbers for the log.
 
 Rules (tests cite them):
     D1  Newest first. A checkpoint older than the newest on the SSD, and not being sent, is superseded: never sent.
@@ -77,7 +77,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PolicyState:
     """State between two decisions. Throughputs are None until measured."""
 
     local_rate: float | None = None
@@ -123,7 +123,9 @@ class Decision:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def observe(state: State, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float) -> State:
+def observe(
+    state: PolicyState, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float
+) -> PolicyState:
     """Record a transfer of ``size_bytes`` to ``tier`` in ``seconds``. Zero bytes are valid too: an outage."""
     if seconds <= 0:
         return state
@@ -133,7 +135,7 @@ def observe(state: State, rules: Rules, tier: Literal["local", "shared"], size_b
     return replace(state, shared_rate=_mixed(state.shared_rate, rate, rules.weight))
 
 
-def decide(state: State, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[State, Decision]:
+def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[PolicyState, Decision]:
     """Return the new state and the decision. Pure.
 
     ``votes=False``: another decision at the same moment, which does not vote for a switch (D5).
@@ -170,7 +172,7 @@ def _superseded(pending: Sequence[Version], sent: int | None) -> tuple[int, ...]
     return tuple(one.number for one in pending if one.number < newest and one.number != sent)
 
 
-def _due(state: State, rules: Rules, now: Situation, pending: Sequence[Version]) -> tuple[bool, str]:
+def _due(state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Version]) -> tuple[bool, str]:
     """D3: return whether to send the newest now, and why."""
     if now.sending is not None:
         return False, f"checkpoint {now.sending} is being sent"
@@ -187,8 +189,8 @@ def _due(state: State, rules: Rules, now: Situation, pending: Sequence[Version])
 
 
 def _place(
-    state: State, rules: Rules, now: Situation, remove: tuple[int, ...], sent: int | None
-) -> tuple[State, Place]:
+    state: PolicyState, rules: Rules, now: Situation, remove: tuple[int, ...], sent: int | None
+) -> tuple[PolicyState, Place]:
     """D5: return the tier of the next save."""
     free = _free(rules, now, remove)
     remote = _seconds(_left(now, now.sending) + now.next_bytes, state.shared_rate)
@@ -202,7 +204,7 @@ def _place(
     return state, "shared" if state.direct and (is_due or not keeps_up) else "local"
 
 
-def vote(state: State, rules: Rules, now: Situation, local: float, remote: float) -> State:
+def vote(state: PolicyState, rules: Rules, now: Situation, local: float, remote: float) -> PolicyState:
     """Vote whether shared storage is as fast as the SSD, and takes each checkpoint before the next one is due."""
     if state.local_rate is None or state.shared_rate is None:
         return replace(state, direct=False, votes=0)
@@ -233,7 +235,7 @@ def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None)
     return tuple(removed)
 
 
-def _rate(state: State, rules: Rules, now: Situation, exposure: float, send: int | None) -> float | None:
+def _rate(state: PolicyState, rules: Rules, now: Situation, exposure: float, send: int | None) -> float | None:
     """D7: return what training leaves, at least a minimum and the bound's need."""
     if state.shared_rate is None or (now.training_bytes_per_second <= 0 and now.step_slowdown <= 0):
         return None
@@ -247,7 +249,9 @@ def _rate(state: State, rules: Rules, now: Situation, exposure: float, send: int
     return max(left, bytes_left / seconds_left)
 
 
-def _standing(state: State, rules: Rules, now: Situation, pending: Sequence[Version], exposure: float) -> Standing:
+def _standing(
+    state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Version], exposure: float
+) -> Standing:
     if exposure > rules.rpo_seconds:
         return "missed"
     left = _left(now, now.sending)

@@ -225,7 +225,7 @@ NODE_LOSS_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class JobProfile:
     """Measurements of this job, of the slowest rank. ``shared_seconds`` None: no finished drain.
 
     ``shared_stall_seconds``: the total slowdown of training by one drain."""
@@ -281,7 +281,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class IntervalChoice:
     """A checkpoint every ``steps``, each ``every``-th of them drained, and the reason."""
 
     steps: int
@@ -289,7 +289,7 @@ class Choice:
     reason: str
 
 
-def choose(profile: Profile, goal: Goal, *, drains: bool = True) -> Choice:
+def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> IntervalChoice:
     """Return the best interval for ``profile``. Deterministic.
 
     Without a failure rate: CheckFreq's, the shortest at which one checkpoint is durable before the next begins and
@@ -298,7 +298,7 @@ def choose(profile: Profile, goal: Goal, *, drains: bool = True) -> Choice:
     least = checkfreq_steps(profile.step_seconds, profile.blocked_seconds, profile.durable_seconds, goal.overhead_max)
     is_tiered = drains and profile.shared_seconds is not None
     if not goal.knows_failures:
-        return Choice(least, _keeps_up(profile, least) if is_tiered else 1, "as often as the bounds allow")
+        return IntervalChoice(least, _keeps_up(profile, least) if is_tiered else 1, "as often as the bounds allow")
     levels = [
         Level(
             "local",
@@ -319,9 +319,11 @@ def choose(profile: Profile, goal: Goal, *, drains: bool = True) -> Choice:
     try:
         schedule = plan(levels, profile.step_seconds)
     except ConfigError as error:
-        return Choice(least, _keeps_up(profile, least) if is_tiered else 1, f"as often as possible: {error.message}")
+        return IntervalChoice(
+            least, _keeps_up(profile, least) if is_tiered else 1, f"as often as possible: {error.message}"
+        )
     every = schedule.every[1] if is_tiered else 1
-    return Choice(schedule.steps, every, f"best for the failure rate, bound by {schedule.bound_by[0]}")
+    return IntervalChoice(schedule.steps, every, f"best for the failure rate, bound by {schedule.bound_by[0]}")
 
 
 def _rate_to_mtbf(*mtbfs: float | None) -> float:
@@ -329,7 +331,7 @@ def _rate_to_mtbf(*mtbfs: float | None) -> float:
     return 1 / rate if rate > 0 else math.inf
 
 
-def _keeps_up(profile: Profile, steps: int) -> int:
+def _keeps_up(profile: JobProfile, steps: int) -> int:
     """Return the smallest n with which shared storage keeps up, draining every n-th."""
     return max(1, math.ceil((profile.shared_seconds or 0.0) / (steps * profile.step_seconds) - 1e-9))
 
@@ -344,7 +346,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class MeasuredSpan:
     """Training between two saves: steps without load, during drains, during flushes."""
 
     plain: Steps = Steps()
@@ -386,7 +388,7 @@ class Pace:
     reason: str = ""
 
 
-def adapt(pace: Pace | None, choice: Choice, overhead_share: float, overhead_max: float) -> Pace:
+def adapt(pace: Pace | None, choice: IntervalChoice, overhead_share: float, overhead_max: float) -> Pace:
     """Return the next interval: longer by a quarter if too costly, shorter step by step if cheap.
 
     Never shorter than the chosen one. Multiplicative up, additive down: it reacts to overhead quickly, and probes for
@@ -407,10 +409,10 @@ def adapt(pace: Pace | None, choice: Choice, overhead_share: float, overhead_max
     return Pace(steps, choice.every, 0, f"overhead {overhead_share:.1%} in {CALM_WINDOWS} windows")
 
 
-def slowest(profiles: Sequence[Profile]) -> Profile:
+def slowest(profiles: Sequence[JobProfile]) -> JobProfile:
     """Return the profile of the job: ranks wait for each other, so the maximum of each value."""
     shared = [one.shared_seconds for one in profiles if one.shared_seconds is not None]
-    return Profile(
+    return JobProfile(
         max(one.step_seconds for one in profiles),
         max(one.blocked_seconds for one in profiles),
         max(one.durable_seconds for one in profiles),

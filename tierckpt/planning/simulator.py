@@ -39,7 +39,7 @@ Steps = Generator[simpy.Event, Any, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulationResult:
     """Result of one simulation. Seconds are of one job, averaged over all jobs.
 
     ``kept``, ``lost``, ``stalled``, ``restarting``, ``loading`` and ``waiting`` (for a node) add up to ``wall``.
@@ -79,7 +79,7 @@ def simulate(
     days: float,
     seed: int = 0,
     listener: ProgressListener = ignore_progress,
-) -> Run:
+) -> SimulationResult:
     """Run ``configuration`` on ``cluster`` for ``days``. The same arguments give the same result.
 
     ``listener`` is called with simulated seconds.
@@ -150,14 +150,14 @@ class _World:
             self.writes.set_capacity(rates.shared_write)
             self.reads.set_capacity(rates.shared_read)
 
-    def result(self, wall: float) -> Run:
+    def result(self, wall: float) -> SimulationResult:
         for job in self.jobs:
             job.close()
         count = len(self.jobs)
         spent = {what: sum(job.spent[what] for job in self.jobs) / count for what in self.jobs[0].spent}
         kept = sum(job.work for job in self.jobs) / count
         restores: Counter[str] = sum((job.restores for job in self.jobs), start=Counter())
-        return Run(
+        return SimulationResult(
             name=self.configuration.name,
             ettr=kept / wall,
             expected_ettr=self.configuration.expected_ettr,
@@ -210,7 +210,7 @@ class _Job:
         self.restores: Counter[str] = Counter()
         self.checkpoints = self.drains = 0
         self.exposure_max = self.replaying = 0.0
-        self.policy = drain_policy.State()
+        self.policy = drain_policy.PolicyState()
         self.place: drain_policy.Place = "local"
         self.versions: list[_Version] = []
         self.wiped: dict[int, float] = {}

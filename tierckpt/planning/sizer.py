@@ -14,7 +14,7 @@ from . import ettr, optimal_interval, transfer_times
 from .checked_numbers import not_negative, positive, share, whole
 from .ettr import DAY_SECONDS, Level
 from .optimal_interval import Schedule
-from .training_state import Mesh, Model, State
+from .training_state import Mesh, Model, TrainingState
 from .transfer_times import Bandwidths, Mode
 
 STALL_BUDGETS_SECONDS = (1.0, 5.0, 10.0, 60.0, 120.0)
@@ -191,7 +191,7 @@ class Sizing:
         return self.site.restart_seconds + next(row.seconds for row in self.restores if row.name == "local")
 
 
-def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
+def size(model: Model, state: TrainingState, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
     """Size the checkpoints of a job. Raises an error for impossible input.
 
     Raises:
@@ -200,7 +200,7 @@ def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None
     """
     mesh, site = mesh or Mesh(), site or Site()
     mesh.check(model)
-    job = _Job(model, state, mesh, site)
+    job = _Quantities(model, state, mesh, site)
     restores = job.restores()
     fastest = min(row.seconds for row in restores) + site.restart_seconds
     if job.mtbf <= fastest:
@@ -241,8 +241,8 @@ def size(model: Model, state: State, mesh: Mesh | None = None, site: Site | None
     )
 
 
-class _Job:
-    def __init__(self, model: Model, state: State, mesh: Mesh, site: Site) -> None:
+class _Quantities:
+    def __init__(self, model: Model, state: TrainingState, mesh: Mesh, site: Site) -> None:
         self.model, self.state, self.mesh, self.site = model, state, mesh, site
         self.model_bytes = model.parameters * state.weight_bytes
         self.checkpoint_bytes = model.parameters * state.saved_bytes

@@ -206,7 +206,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class TrainingState:
     """All components of one training job."""
 
     components: tuple[Component, ...]
@@ -228,7 +228,7 @@ class State:
 
 def state_of(
     optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None, gradients: str | None = None
-) -> State:
+) -> TrainingState:
     """Return the state per parameter of training with ``optimizer``.
 
     Args:
@@ -249,10 +249,10 @@ def state_of(
         parts.append(Component("master", 4.0, "optimizer"))
     parts += [Component(name, value, "optimizer") for name, value in moments.items()]
     parts.append(Component("gradients", _dtype_bytes(gradients or weights, "gradients dtype"), "gradients"))
-    return State(tuple(parts))
+    return TrainingState(tuple(parts))
 
 
-def measured_state(component_bytes: Mapping[str, float], parameters: int) -> State:
+def measured_state(component_bytes: Mapping[str, float], parameters: int) -> TrainingState:
     """Return the state in an existing checkpoint: bytes by component, ``weights`` among them.
 
     Raises:
@@ -268,7 +268,7 @@ def measured_state(component_bytes: Mapping[str, float], parameters: int) -> Sta
         for name, size_bytes in component_bytes.items()
     ]
     weights = next(part for part in parts if part.name == "weights")
-    return State((*parts, replace(weights, name="gradients", kind="gradients")))
+    return TrainingState((*parts, replace(weights, name="gradients", kind="gradients")))
 
 
 def _dtype_bytes(name: str, what: str) -> float:
@@ -351,15 +351,15 @@ class Mesh:
             expert /= self.replicas // self.ep
         return part.bytes_per_parameter * (dense + expert)
 
-    def held_bytes(self, model: Model, state: State) -> float:
+    def held_bytes(self, model: Model, state: TrainingState) -> float:
         """Saved bytes that one rank holds and restores."""
         return sum(self.rank_bytes(model, part) for part in state.saved)
 
-    def held_by_node_bytes(self, model: Model, state: State) -> float:
+    def held_by_node_bytes(self, model: Model, state: TrainingState) -> float:
         """Saved bytes that the ranks of one node hold, each byte once."""
         return min(self.ranks_per_node * self.held_bytes(model, state), model.parameters * state.saved_bytes)
 
-    def written_bytes(self, model: Model, state: State, *, split: bool) -> float:
+    def written_bytes(self, model: Model, state: TrainingState, *, split: bool) -> float:
         """Bytes that a writing rank writes.
 
         ``split`` divides replicated bytes among all their holders; otherwise one replica writes them all.
@@ -368,7 +368,7 @@ class Mesh:
             return model.parameters * state.saved_bytes / self.gpus
         return self.held_bytes(model, state)
 
-    def writing_nodes(self, state: State, *, split: bool) -> int:
+    def writing_nodes(self, state: TrainingState, *, split: bool) -> int:
         """Nodes that write. Without ``split``, or if nothing is sharded, those of one replica."""
         if split or any(part.is_sharded(self.stage) for part in state.saved):
             return self.nodes
@@ -407,7 +407,7 @@ def component_of(tensor: Tensor) -> str:
     return OTHER if is_state or not tensor.is_floating else "weights"
 
 
-def take_stock(tensors: Iterable[Tensor], name: str = "") -> tuple[Model, State]:
+def take_stock(tensors: Iterable[Tensor], name: str = "") -> tuple[Model, TrainingState]:
     """Count the tensors. Weights with ``.experts.`` in their name are experts.
 
     Raises:

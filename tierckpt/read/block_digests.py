@@ -31,7 +31,7 @@ from ..format.manifest import (
 )
 from ..telemetry import BYTES, logger
 from ..types import ByteRange
-from .file_copies import Copy
+from .file_copies import FileCopy
 
 log = logger("restore")
 
@@ -63,13 +63,13 @@ def places(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
     return {path: place for path, place in found.items() if at[place[0].token] == place[0].size_bytes}
 
 
-class BlockDigests:
+class ShardBlockDigests:
     """The block digests of one shard, read from the copies of their file. Thread-safe.
 
     Cost: one read for all chunks between the first and the last of ``expect``, 512 bytes for each 8 MiB.
     """
 
-    def __init__(self, shard: FileEntry, chunk_size_bytes: int, start: int, copies: Sequence[Copy]) -> None:
+    def __init__(self, shard: FileEntry, chunk_size_bytes: int, start: int, copies: Sequence[FileCopy]) -> None:
         self._shard = shard
         self._chunk_size_bytes = chunk_size_bytes
         self._start = start

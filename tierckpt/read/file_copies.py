@@ -25,7 +25,7 @@ from ..types import Buffer, ByteRange, Tier
 log = logger("restore")
 
 
-class Copy(Protocol):
+class FileCopy(Protocol):
     """One copy of a file. ``read`` returns a range of it or raises a TierckptError. Thread-safe.
 
     ``into``: page-aligned memory of whole blocks, which the range may be read into instead of new memory.

@@ -90,7 +90,7 @@ class Pull(Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
+class _ChunkJob:
     copies: ReplicatedFile
     index: int
     pieces: list[Piece] = field(default_factory=list)
@@ -150,14 +150,14 @@ class _Job:
 
 
 class _Read(NamedTuple):
-    job: _Job
+    job: _ChunkJob
     parts: Iterable[ByteRange]
     """The reads of the chunk."""
     first: int = 0
     """The first piece that may overlap them."""
 
 
-def _reads(jobs: Iterable[_Job]) -> Iterator[_Read]:
+def _reads(jobs: Iterable[_ChunkJob]) -> Iterator[_Read]:
     """Split chunks of a disk that are wanted whole into parts, so that the disk is read in order.
 
     One thread reads any other chunk: the digests for a part of it may have to be fetched, and other threads should not
@@ -191,8 +191,8 @@ def pull(
     Cost: each block that a piece overlaps (each chunk, if the file has no block digests) is read, digested and copied
         from once; a page or two for unverified pieces.
     """
-    local: list[_Job] = []
-    remote: list[_Job] = []
+    local: list[_ChunkJob] = []
+    remote: list[_ChunkJob] = []
     for copies, pieces in wanted:
         (remote if copies.is_remote else local).extend(_jobs(copies, pieces))
     disk = opened_disk(local)
@@ -221,13 +221,13 @@ def _threads(disk: LocalCopy | None) -> int:
     return min(liked, max(THREADS_MIN, THREADS_A_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 
-def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_Job]:
-    jobs: dict[int, _Job] = {}
+def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_ChunkJob]:
+    jobs: dict[int, _ChunkJob] = {}
     size = copies.chunk_size_bytes
     for piece in pieces:
         for index in range(piece.start // size, -(-piece.stop // size)):
             if index not in jobs:
-                jobs[index] = _Job(copies, index)
+                jobs[index] = _ChunkJob(copies, index)
             jobs[index].pieces.append(piece)
     for job in jobs.values():
         job.runs = _runs(job)
@@ -237,7 +237,7 @@ def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_Job]:
     return [jobs[index] for index in sorted(jobs)]
 
 
-def _runs(job: _Job) -> list[ByteRange]:
+def _runs(job: _ChunkJob) -> list[ByteRange]:
     chunk, grain, is_remote = job.copies.chunk_range(job.index), job.copies.verify_block_bytes, job.copies.is_remote
     near = NEAR_BYTES if is_remote else NEAR_LOCAL_BYTES
     runs: list[tuple[int, int, bool]] = []
@@ -293,11 +293,11 @@ class _Turn:
 class _Pull(ReadThreads):
     def __init__(
         self,
-        local: Sequence[_Job],
+        local: Sequence[_ChunkJob],
         threads: int,
         buffers: BounceBufferPool,
         on_error: OnError,
-        remote: Sequence[_Job] = (),
+        remote: Sequence[_ChunkJob] = (),
     ) -> None:
         buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
         count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
@@ -331,7 +331,7 @@ def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
     return buffer if buffer is not None and round_up(part.size_bytes) <= len(buffer) else None
 
 
-def _read_unverified(piece: Piece, job: _Job, buffer: memoryview | None) -> None:
+def _read_unverified(piece: Piece, job: _ChunkJob, buffer: memoryview | None) -> None:
     start, stop = max(piece.start, job.chunk.start), min(piece.stop, job.chunk.stop)
     if any(run.start <= start and stop <= run.stop for run in job.runs):
         return

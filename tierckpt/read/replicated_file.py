@@ -15,8 +15,8 @@ from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, FileEntry,
 from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
-from .block_digests import BlockDigests
-from .file_copies import Copy, LocalCopy, RemoteCopy
+from .block_digests import ShardBlockDigests
+from .file_copies import FileCopy, LocalCopy, RemoteCopy
 
 log = logger("restore")
 
@@ -30,13 +30,17 @@ class ReplicatedFile:
     """
 
     def __init__(
-        self, entry: FileEntry, chunk_size_bytes: int, copies: Sequence[Copy], blocks: BlockDigests | None = None
+        self,
+        entry: FileEntry,
+        chunk_size_bytes: int,
+        copies: Sequence[FileCopy],
+        blocks: ShardBlockDigests | None = None,
     ) -> None:
         self.entry = entry
         self.chunk_size_bytes = chunk_size_bytes
         self._copies = list(copies)
         self._blocks = blocks
-        self._given_up: list[tuple[Copy, TierckptError]] = []
+        self._given_up: list[tuple[FileCopy, TierckptError]] = []
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -120,7 +124,7 @@ class ReplicatedFile:
             StoreUnavailableError, PermissionDeniedError: the shared tier, whose copy may be good, could not be read,
                 and no other copy is good.
         """
-        tried: list[tuple[Copy, TierckptError]] = []
+        tried: list[tuple[FileCopy, TierckptError]] = []
         while (copy := self._next_copy([copy for copy, _ in tried])) is not None:
             try:
                 data = copy.read(byte_range, into)
@@ -161,13 +165,13 @@ class ReplicatedFile:
         at = (byte_range.start - self.chunk_range(index).start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
         return known is not None and known[at : at + len(found)] == found
 
-    def _next_copy(self, tried: Sequence[Copy]) -> Copy | None:
+    def _next_copy(self, tried: Sequence[FileCopy]) -> FileCopy | None:
         """Return the next copy to read. Copies with damage elsewhere come last: this range may be good there."""
         with self._lock:
             damaged = [copy for copy, problem in self._given_up if isinstance(problem, IntegrityError)]
             return next((copy for copy in (*self._copies, *damaged) if copy not in tried), None)
 
-    def _give_up(self, copy: Copy, problem: TierckptError) -> None:
+    def _give_up(self, copy: FileCopy, problem: TierckptError) -> None:
         with self._lock:
             if copy not in self._copies:
                 return  # another thread has dropped it
@@ -177,7 +181,7 @@ class ReplicatedFile:
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)
 
-    def _loss(self, byte_range: ByteRange, tried: Sequence[tuple[Copy, TierckptError]]) -> TierckptError:
+    def _loss(self, byte_range: ByteRange, tried: Sequence[tuple[FileCopy, TierckptError]]) -> TierckptError:
         """Return the error of a range that no copy can provide."""
         known = [copy for copy, _ in tried]
         with self._lock:

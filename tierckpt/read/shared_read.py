@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ..arena.memory import Memory
-from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window
+from ..arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, SharedWindow
 from ..arena.slots import BounceBufferPool
 from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..poll import Pauses, Poll
@@ -232,7 +232,7 @@ class SharedRead:
         timeout_seconds: longest wait for the next unit from other ranks.
     """
 
-    def __init__(self, plan: SharedReadPlan, window: Window, timeout_seconds: float, spans_of: Spans) -> None:
+    def __init__(self, plan: SharedReadPlan, window: SharedWindow, timeout_seconds: float, spans_of: Spans) -> None:
         self.units = Units(plan)
         self._window, self._timeout_seconds, self._spans_of = window, timeout_seconds, spans_of
         self._alone = False
@@ -340,7 +340,7 @@ class UnitThreads(ReadThreads):
 
     def __init__(
         self,
-        window: Window,
+        window: SharedWindow,
         jobs: Mapping[int, _UnitJob],
         after: int,
         buffers: BounceBufferPool,

@@ -53,7 +53,7 @@ def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[byte
 
     Cost: one pass over the gradients. Waits for their copies to host memory.
     """
-    memory, views, steps = _Memory(), list[memoryview](), dict[str, Json]()
+    memory, views, steps = _JoinedViews(), list[memoryview](), dict[str, Json]()
     for name, step in frame.steps.items():
         described, gradients = describe(step)
         steps[name] = {"layout": frame.layouts[name], **described}
@@ -121,7 +121,7 @@ def step_of(described: Json, gradients: Iterable[torch.Tensor], device_of: Devic
     )
 
 
-class _Memory:
+class _JoinedViews:
     """Joins the bytes of adjacent tensors in host memory into few views.
 
     Tensors that share a storage cost one call into torch: each call may yield the interpreter to the training thread.

@@ -23,7 +23,7 @@ import torch
 
 from .. import poll, torch_internals
 from ..arena.pinning import pin
-from ..arena.slots import Arena, Policy
+from ..arena.slots import Arena, SlotPolicy
 from ..dcp.stager import base_of
 from ..dcp.staging_copy import Copies
 from ..errors import CapacityError, CheckpointError
@@ -47,7 +47,7 @@ _LOWER_HALVES = 0x0000FFFF_0000FFFF
 """Lower halves of two float32 values."""
 
 
-class Copy:
+class TensorCopy:
     """A copy of tensors to host memory. ``result`` is complete when ``done`` is.
 
     Args:
@@ -189,7 +189,7 @@ class CopiedGradients(Mapping[str, torch.Tensor]):
     Reading one waits for all of them. Raises OverwrittenError, or the error of the copy.
     """
 
-    def __init__(self, copy: Copy, keys: Sequence[str]) -> None:
+    def __init__(self, copy: TensorCopy, keys: Sequence[str]) -> None:
         self.copy = copy
         self._keys = keys
         self._found: dict[str, torch.Tensor] | None = None
@@ -213,7 +213,7 @@ class PinnedMemory:
     """Host memory for copies, mapped once and reused when no tensor refers to it; page-locked for copies from CUDA."""
 
     def __init__(self) -> None:
-        self._arena = Arena(slots_max=SLOTS_MAX, policy=Policy.SKIP)
+        self._arena = Arena(slots_max=SLOTS_MAX, policy=SlotPolicy.SKIP)
 
     def tensors(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return targets for ``sources``: contiguous tensors in one slot. Raises MemoryError if none is free."""
@@ -269,7 +269,7 @@ class Link:
         self._pinned = PinnedMemory()
         self._no_update = threading.Event()
         self._no_update.set()
-        self._waiting: list[tuple[int, int, Copy]] = []
+        self._waiting: list[tuple[int, int, TensorCopy]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -303,12 +303,12 @@ class Link:
             self._no_update.wait(UPDATE_SECONDS)
             self._no_update.set()  # a step that raised does not call update_ends
 
-    def wait(self, copy: Copy) -> bool:
+    def wait(self, copy: TensorCopy) -> bool:
         """Wait until the sources of ``copy`` may be overwritten. False when the link hangs: the copy is useless."""
         self.update_ends()
         return copy.fence() or poll.wait_while([copy.done], self.progress)
 
-    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> Copy:
+    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> TensorCopy:
         """Begin to copy ``sources``, which must not be overwritten before the copy is done, or ``wait`` returns.
 
         From a device: on a stream of this priority, after the work queued on the current stream.
@@ -318,7 +318,7 @@ class Link:
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
-        made = Copy(sources, self._pinned.tensors if priority == PARTS else None, gives_way=gives_way)
+        made = TensorCopy(sources, self._pinned.tensors if priority == PARTS else None, gives_way=gives_way)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
@@ -326,11 +326,11 @@ class Link:
             self._changed.notify()
         return made
 
-    def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> Copy:
+    def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> TensorCopy:
         """Does not wait for the device, so float32 gradients are not narrowed."""
         if self._is_closed:
             raise RuntimeError("the link is closed")
-        made = Copy(sources, self._pinned.tensors)
+        made = TensorCopy(sources, self._pinned.tensors)
         made.allocate()
         made.on_device = Copies(made.result, sources, priority=priority - PARTS)  # the lowest number goes first
         made.on_device.run_now(lambda one: not one.is_cuda)  # counters of steps, which torch keeps on the host
@@ -390,7 +390,7 @@ class Link:
             self._remove(made)
             made.end()
 
-    def _remove(self, made: Copy) -> None:
+    def _remove(self, made: TensorCopy) -> None:
         with self._changed:
             self._waiting = [one for one in self._waiting if one[2] is not made]
             heapq.heapify(self._waiting)

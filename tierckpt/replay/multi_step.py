@@ -49,9 +49,9 @@ from .link import (
     GRADIENTS,
     PARTS,
     CopiedGradients,
-    Copy,
     Link,
     OverwrittenError,
+    TensorCopy,
     halves_without_loss,
     host_memory,
 )
@@ -71,12 +71,12 @@ Take = Callable[[], Any]
 class _Part:
     keys: list[str]
     version: int = -1
-    copy: Copy | None = None
+    copy: TensorCopy | None = None
     replay: Replay | None = None
 
 
 @dataclass
-class _Window:
+class _OpenWindow:
     take: Take
     parts: list[_Part]
     steps_left: int
@@ -84,7 +84,7 @@ class _Window:
     result: SnapshotFuture
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[TensorCopy] = field(default_factory=list)
     work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     """Steps to replay later, with gradients in host memory."""
@@ -107,7 +107,7 @@ class _Window:
 class _Follower(Capture):
     """Records the steps of a window, with gradients of copied parts. ``waits``: each step waits for their copy."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, window: _Window, link: Link, *, waits: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, window: _OpenWindow, link: Link, *, waits: bool) -> None:
         super().__init__(optimizer)
         self._window, self._link, self._waits = window, link, waits
 
@@ -199,7 +199,7 @@ class MultiStepStager:
         """CPU clocks of the background threads."""
         self._replays = ThreadPool(1, "tierckpt-replay", self._note_clock)
         self._hashes = ThreadPool(1, "tierckpt-fingerprint", self._note_clock)
-        self._window: _Window | None = None
+        self._window: _OpenWindow | None = None
         self.link.logged[id(optimizer)] = None
         self.waited_seconds = 0.0
         """Seconds that steps have waited for parts, in all windows."""
@@ -265,7 +265,7 @@ class MultiStepStager:
         traffic = self._traffic(sum(sizes.values()))
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, weights_of(traffic.falling_share(steps), steps))]
-        window = self._window = _Window(take, parts, steps, falls_back, SnapshotFuture(self.end_of_step))
+        window = self._window = _OpenWindow(take, parts, steps, falls_back, SnapshotFuture(self.end_of_step))
         self._capture = _Follower(self.optimizer, window, self.link, waits=self._waits_for_gradients)
         self.end_of_step()
         return window.result
@@ -351,7 +351,7 @@ class MultiStepStager:
         found = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
         return [local(one) for one in found]
 
-    def _begin_part(self, window: _Window, part: _Part, version: int) -> None:
+    def _begin_part(self, window: _OpenWindow, part: _Part, version: int) -> None:
         keys = set(part.keys)
         parameters = [one for one in parameters_of(self.optimizer) if one.key in keys]
         part.version = version
@@ -402,7 +402,7 @@ class MultiStepStager:
         self._stepped_at = time.perf_counter()
         self.link.logged[id(self.optimizer)] = None
 
-    def _follow(self, window: _Window, step: Step) -> None:
+    def _follow(self, window: _OpenWindow, step: Step) -> None:
         """Replay ``step`` on the parts copied before it, in the background; or keep it for later."""
         behind = [part for part in window.parts if 0 <= part.version < step.version]
 
@@ -422,7 +422,7 @@ class MultiStepStager:
 
         window.work.append(self._replays.submit(replay))
 
-    def _seal(self, window: _Window, capture: Capture) -> None:
+    def _seal(self, window: _OpenWindow, capture: Capture) -> None:
         """End the window at the current version (W2, W3), while the last part is copied."""
         window.sealed = capture.version
         held, tree, rest = self._detach(window)
@@ -475,13 +475,13 @@ class MultiStepStager:
 
         window.result.sealed = self._replays.submit(end)
 
-    def _settle(self, window: _Window, snapshot: Snapshot) -> None:
+    def _settle(self, window: _OpenWindow, snapshot: Snapshot) -> None:
         if self._window is window:
             self._window = None
         if not window.result.done():
             window.result.set_result(snapshot)
 
-    def _copy_whole_or_fail(self, window: _Window) -> None:
+    def _copy_whole_or_fail(self, window: _OpenWindow) -> None:
         try:
             self._copy_whole(window)
         except MemoryError as error:
@@ -493,7 +493,7 @@ class MultiStepStager:
             failure.__cause__ = error
             window.result.set_exception(failure)
 
-    def _copy_whole(self, window: _Window) -> None:
+    def _copy_whole(self, window: _OpenWindow) -> None:
         log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
         held, tree, rest = self._detach(window)
         begun = time.perf_counter()
@@ -513,7 +513,7 @@ class MultiStepStager:
             for one in parameters_of(self.optimizer)
         }
 
-    def _detach(self, window: _Window) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
+    def _detach(self, window: _OpenWindow) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
         """Take the state, with gaps for the optimizer's tensors, and begin to copy all others."""
         held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
         tree, copy = detach(window.take(), held, self.link)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..errors import CheckpointError
-from .link import PARTS, Copy, Link
+from .link import PARTS, Link, TensorCopy
 from .optimizers import local
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -28,7 +28,7 @@ class _Other:
     number: int
 
 
-def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, Copy | None]:
+def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, TensorCopy | None]:
     """Return ``tree`` with a gap for each tensor of ``held``, and a copy of everything else in host memory.
 
     Tensors of ``held`` are recognised by their memory, as a state dict wraps them. Tensors on CUDA are copied by

@@ -135,7 +135,7 @@ async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent
     report.files, report.size_bytes = len(manifest.entries), manifest.size_bytes
     begun = time.monotonic()
     with _scratch(parent, manifest.size_bytes) as scratch:
-        job = _Job(mover, report, manifest, scratch)
+        job = _Drill(mover, report, manifest, scratch)
         try:
             async with asyncio.TaskGroup() as group:
                 for entry in manifest.entries:
@@ -148,7 +148,7 @@ async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent
     report.seconds = time.monotonic() - begun
 
 
-class _Job:
+class _Drill:
     def __init__(self, mover: Mover, report: DrillReport, manifest: Manifest, scratch: Path) -> None:
         self.report, self.manifest, self.scratch = report, manifest, scratch
         self.store, self.listener = mover.store(report.location), mover.listener

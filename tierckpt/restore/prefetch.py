@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cache.file_set import Receipt
 from ..cache.hub_layout import check_hub_cache, fill_hub_cache, hub_of
-from ..cache.node_cache import Check, ResolvedUri, retry_until_available
+from ..cache.node_cache import CacheCheck, ResolvedUri, retry_until_available
 from ..cache.prefetch import ALL_FILES, FileFilter, PrefetchResult, check_size, fill_directory
 from ..cache.reuse import Held
 from ..cache.space import AdmissionPlan, plan_prefetch
@@ -167,7 +167,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
     return result
 
 
-async def check(mover: Mover, request: PrefetchRequest) -> Check:
+async def check(mover: Mover, request: PrefetchRequest) -> CacheCheck:
     """Return the share of ``request`` on this node. Changes nothing. In a Hugging Face cache it reads every byte."""
     if request.hf_cache:
         resolved = await mover.node_cache.freeze(request.location, files=request.files)

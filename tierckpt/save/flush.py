@@ -43,7 +43,7 @@ from ..errors import OperationTimeoutError
 from ..format.manifest import DIGEST_BLOCK_BYTES, Flushed, block_digest, blocks_of, digest_of_blocks
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..resources import start_thread
-from .shard_plan import Record, Shard
+from .shard_plan import Shard, ShardRecord
 
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
@@ -338,7 +338,7 @@ class FlushJob:
             if last:
                 self._finish(file)
 
-    def assemble(self, file: ShardFile, records: Sequence[Record], place: _Place, end: int) -> None:
+    def assemble(self, file: ShardFile, records: Sequence[ShardRecord], place: _Place, end: int) -> None:
         """Assemble the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
         self._gather(records, place)
         start = place.start
@@ -354,7 +354,7 @@ class FlushJob:
                     raise file.ahead.error
             file.finish(self.durable)
 
-    def in_place(self, file: ShardFile, records: Sequence[Record], start: int, end: int) -> _Place | None:
+    def in_place(self, file: ShardFile, records: Sequence[ShardRecord], start: int, end: int) -> _Place | None:
         """Return the place of these bytes in the image; None if the image does not hold them contiguously."""
         image, padded = file.shard.image, round_up(end)
         if image is None or padded > image.size_bytes:
@@ -368,7 +368,7 @@ class FlushJob:
         position = image.address + start - image.memory.address
         return _Place(image.memory.view[position : position + padded - start], image.address + start, start, padded)
 
-    def _gather(self, records: Sequence[Record], place: _Place) -> None:
+    def _gather(self, records: Sequence[ShardRecord], place: _Place) -> None:
         """Gather the bytes of a segment. Tails come last: their CRC may depend on another worker."""
         cursor = place.start
         tails = []
@@ -400,7 +400,7 @@ class FlushJob:
         for record in tails:
             place.put(record.frame.tail_with(self._crc_of(record)), record.end - record.tail_bytes)
 
-    def _put_data(self, record: Record, place: _Place) -> None:
+    def _put_data(self, record: ShardRecord, place: _Place) -> None:
         """Copy the record's data in this segment, unless it is there already, and note its CRC."""
         first = max(record.data_offset, place.start)
         last = min(record.data_offset + record.size_bytes, place.end)
@@ -416,7 +416,7 @@ class FlushJob:
             record.know(first, last - first, crc)
             self.changed.notify_all()
 
-    def _bring(self, record: Record, target: int, start: int, count: int) -> None:
+    def _bring(self, record: ShardRecord, target: int, start: int, count: int) -> None:
         if record.fetch is not None:
             record.fetch(target, start, count)
             return
@@ -424,7 +424,7 @@ class FlushJob:
         if source != target:
             (copy_small if count < SMALL_BYTES else memmove)(target, source, count)
 
-    def _crc_of(self, record: Record) -> int:
+    def _crc_of(self, record: ShardRecord) -> int:
         with self.changed:
             while record.known_bytes < record.size_bytes:
                 if self.failure is not None:
@@ -504,14 +504,14 @@ def _in(slot: Memory, start: int, end: int) -> _Place:
 
 class _Segment(NamedTuple):
     file: ShardFile
-    records: Sequence[Record]
+    records: Sequence[ShardRecord]
     place: _Place
     end: int
     slot: Memory | None
     """The slot that ``place`` uses; None in the image."""
 
 
-def overlapping(records: Sequence[Record], start: int, end: int) -> Sequence[Record]:
+def overlapping(records: Sequence[ShardRecord], start: int, end: int) -> Sequence[ShardRecord]:
     """Return the records with a byte in [start, end)."""
     first = bisect_right(records, start, key=lambda record: record.end)
     return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]

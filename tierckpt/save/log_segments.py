@@ -132,7 +132,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FramePosition:
     """A frame in its file."""
 
     segment: Segment
@@ -193,7 +193,7 @@ def remove_before(directory: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def walk(directory: Path, base: str) -> Iterator[Place | str]:
+def walk(directory: Path, base: str) -> Iterator[FramePosition | str]:
     """Yield the frames after the checkpoint ``base``, without reading their data; then the reason for the end.
 
     The reason is '' at the end of the file.
@@ -202,7 +202,7 @@ def walk(directory: Path, base: str) -> Iterator[Place | str]:
     yield from walk_from(found, next((one for one in found if base in one.bases), None), ended)
 
 
-def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[Place | str]:
+def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[FramePosition | str]:
     """As ``walk``, from the segment ``here``. ``ended``: the reason to yield instead of ''."""
     while here is not None:
         file = open_file(here.path)
@@ -342,7 +342,7 @@ def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:
     return next((one for one in found if one.previous == digest), None)
 
 
-def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str) -> tuple[Place, int]:
+def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str) -> tuple[FramePosition, int]:
     def read(offset: int, count: int) -> memoryview:
         begin = min(at + offset, size_bytes)
         return memoryview(pread_all(file, ByteRange(begin, min(begin + count, size_bytes)), segment.path))
@@ -362,7 +362,7 @@ def _place(segment: Segment, file: int, at: int, size_bytes: int, previous: str)
         raise damaged(where, "it is cut short")
     if fields.get("previous") != previous:
         raise damaged(where, f"the frame of step {number} does not follow the previous one")
-    return Place(segment, number, layouts, fields, digest, head_bytes, read), length
+    return FramePosition(segment, number, layouts, fields, digest, head_bytes, read), length
 
 
 def segments_in(directory: Path) -> tuple[list[Segment], str]:

@@ -16,7 +16,7 @@ Fetch = Callable[[int, int, int], None]
 """``fetch(target_address, start, count)``: copy ``count`` bytes of the data, from ``start``, to an address."""
 
 
-class Record:
+class ShardRecord:
     """An item of a shard: ``head``, ``size_bytes`` of data at ``address``, and a tail made from the data's CRC."""
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Shard:
     """A file to be written. Records are in order of their offsets and do not overlap."""
 
     path: Path
-    records: Sequence[Record]
+    records: Sequence[ShardRecord]
     image: Image | None = None
     size_bytes: int = field(init=False)
 

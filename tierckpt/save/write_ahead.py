@@ -275,7 +275,7 @@ class WriteAhead:
                 file.fd = -1
 
 
-class Layout(Protocol):
+class StagedTensors(Protocol):
     """The staging layout of a save."""
 
     @property
@@ -289,7 +289,7 @@ class Layout(Protocol):
         """Return the files to write, with the staging memory at ``address``."""
 
 
-def prepare(settings: Settings, lease: Lease, layout: Layout) -> WriteAhead | None:
+def prepare(settings: Settings, lease: Lease, layout: StagedTensors) -> WriteAhead | None:
     """Return a ``WriteAhead`` for data to be staged in ``lease``, to be started after the copy. Usually None.
 
     Only if this process wrote its last save of this layout in its staged form, and if the disk has room without

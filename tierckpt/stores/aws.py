@@ -86,7 +86,7 @@ def s3_access(bucket: str) -> Access:
         ConfigError: a variable or profile holds a value that cannot work.
         MissingExtraError: the profile needs botocore.
     """
-    profile = Profile.load()
+    profile = AwsProfile.load()
     endpoint = _configured_endpoint(profile)
     region = variable("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region") or Found("us-east-1", "default")
     if not _REGION.fullmatch(region):
@@ -124,7 +124,7 @@ def s3_access(bucket: str) -> Access:
 # --- endpoint and region -----------------------------------------------------------------------------------------
 
 
-def _configured_endpoint(profile: Profile) -> Found:
+def _configured_endpoint(profile: AwsProfile) -> Found:
     """Return the endpoint of the variables or the profile, '' for AWS's own, in the order that AWS documents."""
     ignored = variable("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
     if ignored.is_true:
@@ -141,12 +141,12 @@ def _domain(region: str) -> str:
     return next((domain for start, domain in _DOMAINS.items() if region.startswith(start)), "amazonaws.com")
 
 
-def _is_virtual(profile: Profile) -> bool:
+def _is_virtual(profile: AwsProfile) -> bool:
     style = variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
     return style.is_true if style else profile.get("s3", "addressing_style") == "virtual"
 
 
-def _url(bucket: str, endpoint: str, region: str, profile: Profile) -> str:
+def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
     """Return the URL that the client takes: with the bucket's name in the host where addresses are virtual."""
     url = endpoint
     if not url:
@@ -204,7 +204,7 @@ def remember_region(bucket: str, access: Access, region: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class AwsProfile:
     """The profile that AWS_DEFAULT_PROFILE or AWS_PROFILE names, else ``default``, from both files."""
 
     name: Found
@@ -214,7 +214,7 @@ class Profile:
     files: tuple[str, str]
 
     @classmethod
-    def load(cls) -> Profile:
+    def load(cls) -> AwsProfile:
         """Raises ConfigError when a file of profiles cannot be parsed."""
         files = (
             str(path_of(variable("AWS_CONFIG_FILE") or "~/.aws/config")),
@@ -314,7 +314,7 @@ def _plain(key_id: Found, secret_key: Found, token: Found, source: str) -> _Cred
     return _Credentials(source, lambda: credential, digest(key_id, secret_key, token), bool(token))
 
 
-def _credentials(profile: Profile, uri: str, endpoint: str, region: str) -> _Credentials:
+def _credentials(profile: AwsProfile, uri: str, endpoint: str, region: str) -> _Credentials:
     if variable("AWS_SKIP_SIGNATURE").is_true:
         anonymous = Found("anonymous", "AWS_SKIP_SIGNATURE")
         return _plain(anonymous, anonymous, Found(), "none (AWS_SKIP_SIGNATURE)")
@@ -346,7 +346,7 @@ def _credentials(profile: Profile, uri: str, endpoint: str, region: str) -> _Cre
     return found
 
 
-def _by_botocore(session: Any, profile: Profile, uri: str, region: str) -> _Credentials | None:
+def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _Credentials | None:
     """Return what botocore finds in profiles, SSO, processes, containers and roles. It renews what expires."""
     from botocore.credentials import RefreshableCredentials  # type: ignore[import-untyped]
     from botocore.exceptions import (  # type: ignore[import-untyped]
@@ -391,7 +391,7 @@ def _by_botocore(session: Any, profile: Profile, uri: str, region: str) -> _Cred
     return _Credentials(source, provide)
 
 
-def _without_botocore(profile: Profile) -> _Credentials | None:
+def _without_botocore(profile: AwsProfile) -> _Credentials | None:
     role, token_file = variable("AWS_ROLE_ARN"), variable("AWS_WEB_IDENTITY_TOKEN_FILE")
     if role and token_file:
         options = {"role_arn": str(role), "web_identity_token_file": str(token_file)}

@@ -288,7 +288,7 @@ class _PacedAnswer(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Paced(self.fp.detach(), sock))
 
 
-class _Connection(http.client.HTTPConnection):
+class _HttpConnection(http.client.HTTPConnection):
     response_class = _PacedAnswer
 
 
@@ -298,7 +298,7 @@ class _TlsConnection(http.client.HTTPSConnection):
 
 class _Http(urllib.request.HTTPHandler):
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, request)
+        return self.do_open(_HttpConnection, request)
 
 
 class _Https(urllib.request.HTTPSHandler):

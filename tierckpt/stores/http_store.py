@@ -38,7 +38,7 @@ STRONG_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
-class _Version:
+class _FileVersion:
     """The result of a ``HEAD``: ``changed`` is ``Last-Modified``. ``is_strong``: it identifies one version."""
 
     url: str
@@ -62,7 +62,7 @@ class HttpStore(UniversalStore):
         super().__init__(*open_filesystem(location), location.uri)
         self.retries = retries or Retries(settings)
         self._reader = HttpReader(self.uri, settings, self.retries, self._probe)
-        self._versions: dict[tuple[str, str | None], _Version] = {}
+        self._versions: dict[tuple[str, str | None], _FileVersion] = {}
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{quote(check_key(key))}"
@@ -89,10 +89,10 @@ class HttpStore(UniversalStore):
             )
         own, changed = str(info.get("ETag") or ""), str(info.get("Last-Modified") or "")
         etag = own or changed or None
-        self._versions[key, etag] = _Version(str(info["url"]), info["size"], own, changed, _is_strong(changed))
+        self._versions[key, etag] = _FileVersion(str(info["url"]), info["size"], own, changed, _is_strong(changed))
         return ObjectInfo(key, info["size"], etag)
 
-    async def _version(self, key: str, if_match: str | None) -> _Version:
+    async def _version(self, key: str, if_match: str | None) -> _FileVersion:
         """The version that was listed with etag ``if_match``. Raises PreconditionFailedError: it is another now."""
         known = self._versions.get((key, if_match))
         if known is not None and if_match is not None:

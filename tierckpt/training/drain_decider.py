@@ -74,7 +74,7 @@ class DrainDecider:
         self.is_adaptive = settings.drain and settings.exposure_seconds_max is not None
         self._settings, self._errands = settings, Errands(settings.local_root)
         self._since_sent = math.inf
-        self._state = drain_policy.State()
+        self._state = drain_policy.PolicyState()
         self._observed: set[tuple[str, int]] = set()
         self._throttle: float | None = None
         self._slowdown = 0.0

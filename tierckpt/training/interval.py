@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from ..errors import ConfigError
 from ..planning import optimal_interval
-from ..planning.optimal_interval import OVERHEAD_MAX, Goal, Pace, Profile, Steps, Window
+from ..planning.optimal_interval import OVERHEAD_MAX, Goal, JobProfile, MeasuredSpan, Pace, Steps
 from ..telemetry import logger
 from .drain_decider import DrainDecider, RankView, SaveDirective
 from .rank_exchange import all_gather, broadcast
@@ -128,9 +128,9 @@ class IntervalController:
         self._blocked_seconds = 0.0
         self._since = 0
 
-    def _window(self) -> Window:
+    def _window(self) -> MeasuredSpan:
         plain, draining, flushing = (self._kinds[kind].steps() for kind in ("plain", "draining", "flushing"))
-        return Window(plain, draining, flushing, self._blocked_seconds)
+        return MeasuredSpan(plain, draining, flushing, self._blocked_seconds)
 
     @property
     def keeps_some(self) -> bool:
@@ -176,7 +176,7 @@ class IntervalController:
     def _decide(
         self,
         step: int,
-        measured: list[tuple[Profile | None, float, RankView]],
+        measured: list[tuple[JobProfile | None, float, RankView]],
         records: Sequence[SaveRecord],
         is_asked: bool,
     ) -> tuple[Pace | None, SaveDirective]:
@@ -189,7 +189,7 @@ class IntervalController:
         order = self._sending.decide(step, records, every, self._interval_seconds(), is_asked=is_asked, sight=sight)
         return self.pace, order
 
-    def _adapt(self, profiles: list[Profile], share: float) -> int:
+    def _adapt(self, profiles: list[JobProfile], share: float) -> int:
         """Choose the next pace. Returns n if every n-th checkpoint goes to shared storage."""
         profile = optimal_interval.slowest(profiles)
         choice = optimal_interval.choose(profile, self.goal, drains=self._sending.drains)
@@ -203,7 +203,7 @@ class IntervalController:
         steps = self.pace.steps if self.pace is not None else self.interval if isinstance(self.interval, int) else 1
         return steps * (self.step_seconds or 0.0)
 
-    def _explain(self, pace: Pace, profile: Profile, share: float) -> None:
+    def _explain(self, pace: Pace, profile: JobProfile, share: float) -> None:
         known = {"local": self.goal.local_mtbf_seconds, "shared": self.goal.shared_mtbf_seconds}
         facts = {
             "interval_steps": pace.steps,
@@ -233,7 +233,7 @@ class IntervalController:
             extra=facts,
         )
 
-    def _profile(self, window: Window, records: Sequence[SaveRecord]) -> Profile | None:
+    def _profile(self, window: MeasuredSpan, records: Sequence[SaveRecord]) -> JobProfile | None:
         """Return this rank's measurements; None until its step time and a durable save are known."""
         good = [record for record in records if not record.error]
         if not good or not self.step_seconds:
@@ -247,7 +247,7 @@ class IntervalController:
         sent = [one for one in usual if one.is_sent]
         shared = _lately([(one.drain_seconds, one.age_seconds) for one in sent]) if self._sending.drains else None
         slowdown = window.drain_slowdown(self.step_seconds)
-        return Profile(self.step_seconds, blocked, durable, shared, slowdown * (shared or 0.0))
+        return JobProfile(self.step_seconds, blocked, durable, shared, slowdown * (shared or 0.0))
 
 
 def _lately(times: Sequence[tuple[float | None, float]]) -> float | None:

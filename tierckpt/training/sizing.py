@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..planning.training_state import Model, State, Tensor, take_stock
+from ..planning.training_state import Model, Tensor, TrainingState, take_stock
 
 
-def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, State]:
+def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, TrainingState]:
     """Count the parameters of ``model``, and the bytes that it and ``optimizer`` keep for each, however sharded.
 
     An optimizer before its first step has no state and adds nothing.

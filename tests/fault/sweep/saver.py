@@ -17,7 +17,7 @@ from typing import Any
 from tierckpt.arena.slots import write_buffers
 from tierckpt.cache import space
 from tierckpt.checkpoint import local_commit
-from tierckpt.checkpoint.journal import READY, WRITING, Entry
+from tierckpt.checkpoint.journal import READY, WRITING, JournalEntry
 from tierckpt.checkpoint.shared_commit import discard
 from tierckpt.config import Settings
 from tierckpt.disk import durable
@@ -136,7 +136,7 @@ class _OneSave:
         self.attempt = secrets.token_hex(8)
         self.collected: list[FileEntry] = []
         self.lock = contextlib.ExitStack()
-        self.entry: Entry | None = None
+        self.entry: JournalEntry | None = None
         self.is_direct_put = False
 
     def begin(self, rank: int) -> None:
@@ -152,7 +152,7 @@ class _OneSave:
         shards = [
             shard_plan.Shard(
                 self.directory / layout.shard_name(f"__{rank}_", index, token),
-                [shard_plan.Record(0, content(self.label, rank, index))],
+                [shard_plan.ShardRecord(0, content(self.label, rank, index))],
             )
             for index in range(len(SHARD_BYTES))
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.agent.history import FIELDS, FILE, RINGS, RUNS_MAX, History, write
-from tierckpt.checkpoint.journal import READY, SET_ASIDE, Entry
+from tierckpt.checkpoint.journal import READY, SET_ASIDE, JournalEntry
 from tierckpt.format.layout import agent_dir
 from tierckpt.format.manifest import FileEntry
 
@@ -30,9 +30,9 @@ class Clock:
         return History(self)
 
 
-def waiting(uri: str, size_bytes: int, age_seconds: float, now: float, state: str = READY) -> Entry:
+def waiting(uri: str, size_bytes: int, age_seconds: float, now: float, state: str = READY) -> JournalEntry:
     files = (FileEntry("x.distcp", size_bytes, ()),)
-    return Entry("t", uri, 0, state, now - age_seconds, files=files)
+    return JournalEntry("t", uri, 0, state, now - age_seconds, files=files)
 
 
 def values(history: History, ring: str, run: str, now: float) -> dict[str, list[float]]:

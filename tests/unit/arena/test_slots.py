@@ -16,7 +16,7 @@ import pytest
 
 from tierckpt.arena import slots
 from tierckpt.arena.memory import Memory
-from tierckpt.arena.slots import Arena, BounceBufferPool, Lease, Policy, State
+from tierckpt.arena.slots import Arena, BounceBufferPool, Lease, SlotPolicy, SlotState
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 
@@ -52,11 +52,11 @@ def let_go(lease: Lease) -> None:
 
 def test_a_lease_is_staged_then_flushing_then_written(arena: Arena) -> None:
     lease = leased(arena)
-    assert lease.state is State.STAGED
+    assert lease.state is SlotState.STAGED
     lease.begin_flush()
-    assert lease.state is State.FLUSHING
+    assert lease.state is SlotState.FLUSHING
     lease.end_flush(written=True)
-    assert lease.state is State.WRITTEN
+    assert lease.state is SlotState.WRITTEN
 
 
 def test_a_flush_that_failed_may_be_tried_again_until_the_memory_is_needed() -> None:
@@ -65,7 +65,7 @@ def test_a_flush_that_failed_may_be_tried_again_until_the_memory_is_needed() -> 
     for _ in range(2):
         lease.begin_flush()
         lease.end_flush(written=False)
-        assert lease.state is State.FAILED
+        assert lease.state is SlotState.FAILED
     assert leased(arena).memory is lease.memory, "though an error that somebody keeps refers to it"
     with pytest.raises(CheckpointSkippedError):
         lease.begin_flush()
@@ -95,9 +95,9 @@ def test_two_flushes_hold_it_until_both_are_done(arena: Arena) -> None:
     lease.begin_flush()
     lease.begin_flush()
     lease.end_flush(written=True)
-    assert lease.state is State.FLUSHING and not lease.try_reclaim(drop=True)
+    assert lease.state is SlotState.FLUSHING and not lease.try_reclaim(drop=True)
     lease.end_flush(written=True)
-    assert lease.state is State.WRITTEN
+    assert lease.state is SlotState.WRITTEN
 
 
 def test_memory_that_was_given_away_cannot_be_flushed(arena: Arena) -> None:
@@ -107,13 +107,13 @@ def test_memory_that_was_given_away_cannot_be_flushed(arena: Arena) -> None:
     assert again.memory is lease.memory, "a slot that nobody refers to is used again before another is made"
     with pytest.raises(CheckpointSkippedError, match="newer checkpoint"):
         lease.begin_flush()
-    assert again.state is State.STAGED
+    assert again.state is SlotState.STAGED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 def test_memory_in_a_flush_is_never_taken(drop: bool) -> None:
-    policy = Policy.DROP_OLDEST_UNFLUSHED if drop else Policy.WAIT
+    policy = SlotPolicy.DROP_OLDEST_UNFLUSHED if drop else SlotPolicy.WAIT
     arena = Arena(slots_max=1, policy=policy, timeout_seconds=0.05)
     lease = leased(arena)
     lease.begin_flush()
@@ -132,7 +132,7 @@ def test_a_written_checkpoint_gives_its_place_though_somebody_still_has_its_tens
     written(second)
     third = leased(arena)
     assert third.memory is first.memory
-    assert (first.state, second.state) == (State.DROPPED, State.WRITTEN)
+    assert (first.state, second.state) == (SlotState.DROPPED, SlotState.WRITTEN)
     assert leased(arena).memory is second.memory
 
 
@@ -170,10 +170,10 @@ def test_wait_takes_the_first_that_comes_free() -> None:
 
 
 def test_skip_answers_at_once_and_takes_nothing() -> None:
-    arena = Arena(slots_max=1, policy=Policy.SKIP, timeout_seconds=20)
+    arena = Arena(slots_max=1, policy=SlotPolicy.SKIP, timeout_seconds=20)
     first = leased(arena)
     assert arena.lease(1) is None
-    assert first.state is State.STAGED
+    assert first.state is SlotState.STAGED
     written(first)
     assert arena.lease(1) is not None
     arena.close()
@@ -181,22 +181,22 @@ def test_skip_answers_at_once_and_takes_nothing() -> None:
 
 def test_the_newest_comes_first() -> None:
     """``drop_oldest_unflushed``: of those not yet begun the oldest goes; its save is told, the others are whole."""
-    arena = Arena(slots_max=3, policy=Policy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
+    arena = Arena(slots_max=3, policy=SlotPolicy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
     flushing, oldest, newest = leased(arena), leased(arena), leased(arena)
     flushing.begin_flush()
     taken = leased(arena)
     assert taken.memory is oldest.memory
-    assert (flushing.state, oldest.state, newest.state) == (State.FLUSHING, State.DROPPED, State.STAGED)
+    assert (flushing.state, oldest.state, newest.state) == (SlotState.FLUSHING, SlotState.DROPPED, SlotState.STAGED)
     with pytest.raises(CheckpointSkippedError):
         oldest.begin_flush()
     arena.close()
 
 
 def test_what_is_written_goes_before_what_is_not() -> None:
-    arena = Arena(slots_max=2, policy=Policy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
+    arena = Arena(slots_max=2, policy=SlotPolicy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
     staged, done = leased(arena), written(leased(arena))
     assert leased(arena).memory is done.memory
-    assert staged.state is State.STAGED
+    assert staged.state is SlotState.STAGED
     arena.close()
 
 
@@ -256,10 +256,10 @@ def test_full_by_bytes_is_full(arena: Arena) -> None:
 
 
 def test_full_by_bytes_drops_the_oldest_unflushed_too() -> None:
-    arena = Arena(slots_max=4, size_bytes_max=6 * MiB, policy=Policy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
+    arena = Arena(slots_max=4, size_bytes_max=6 * MiB, policy=SlotPolicy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
     first = leased(arena, 4 * MiB)
     second = leased(arena, 6 * MiB)
-    assert first.state is State.DROPPED and second.memory.size_bytes == 6 * MiB
+    assert first.state is SlotState.DROPPED and second.memory.size_bytes == 6 * MiB
     assert arena.size_bytes == 6 * MiB
     arena.close()
 
@@ -282,28 +282,28 @@ def test_memory_that_cannot_be_had_takes_no_slot(arena: Arena, monkeypatch: pyte
 def test_random_lives_keep_every_bound() -> None:
     """Any order of events: bounds hold, no two live checkpoints share memory, none in a flush is taken."""
     generator = random.Random(3)
-    for policy in Policy:
+    for policy in SlotPolicy:
         arena = Arena(slots_max=3, size_bytes_max=14 * MiB, policy=policy, timeout_seconds=0)
         live: list[Lease] = []
         for _ in range(150):
-            live = [lease for lease in live if lease.state is not State.DROPPED]
+            live = [lease for lease in live if lease.state is not SlotState.DROPPED]
             lease = generator.choice(live) if live else None
             event = generator.random()
             if event < 0.4 or lease is None:
-                flushing = [one for one in live if one.state is State.FLUSHING]
+                flushing = [one for one in live if one.state is SlotState.FLUSHING]
                 try:
                     new = arena.lease(generator.randrange(1, 7 * MiB))
                 except OperationTimeoutError:
                     new = None
-                assert all(one.state is State.FLUSHING for one in flushing)
+                assert all(one.state is SlotState.FLUSHING for one in flushing)
                 live += [new] if new is not None else []
-            elif lease.state is State.FLUSHING:
+            elif lease.state is SlotState.FLUSHING:
                 lease.end_flush(written=event < 0.8)
             elif event < 0.85:
                 lease.begin_flush()
             else:
                 let_go(lease)
-            held = [one.memory for one in live if one.state is not State.DROPPED]
+            held = [one.memory for one in live if one.state is not SlotState.DROPPED]
             assert len(held) == len(set(map(id, held))) <= 3
             assert arena.size_bytes <= 14 * MiB
         arena.close()

@@ -17,7 +17,7 @@ from tierckpt.cache import partial_entry
 from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
-from tierckpt.cache.pool import Pool, Row
+from tierckpt.cache.pool import CacheRow, Pool
 from tierckpt.cache.space import make_room, plan_prefetch, reserve, shrink_cache
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, ConfigError
@@ -337,7 +337,7 @@ def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
 # --- what the files tell ---------------------------------------------------------------------------------------------
 
 
-def everything(local_root: Path) -> list[Row]:
+def everything(local_root: Path) -> list[CacheRow]:
     return Pool(settings(local_root)).rows()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.format.test_manifest import checkpoint, entry
 from tierckpt.checkpoint import journal as journals
-from tierckpt.checkpoint.journal import FILE, READY, Entry, Journal
+from tierckpt.checkpoint.journal import FILE, READY, Journal, JournalEntry
 from tierckpt.errors import ManifestError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import local_dir, parse_uri
@@ -195,7 +195,7 @@ def test_an_entry_that_ends_while_the_journal_is_read_is_passed_over(
         journal.open(token, LOCATION, 0, 4096)
     read = journals.read_entry
 
-    def read_while_others_work(path: Path) -> journals.Entry:
+    def read_while_others_work(path: Path) -> journals.JournalEntry:
         if path.name == "aa.json":
             path.unlink(missing_ok=True)
         return read(path)
@@ -230,7 +230,7 @@ def test_files_are_in_the_order_of_their_entries_whatever_the_clock_says(
         offset = index % 2 * step_seconds * 10**9  # there and back
         token, earlier = Journal(tmp_path).next_file_token(name)
         assert earlier == (tokens[:1] if index == 2 else [])
-        journal.write(Entry(token, name, 0, FILE, time.time(), 1 << 20, ()))
+        journal.write(JournalEntry(token, name, 0, FILE, time.time(), 1 << 20, ()))
         tokens.append(token)
     assert [entry.token for entry in journal.files()] == tokens
     assert [entry.token for entry in journal.files(before=tokens[2])] == tokens[:2]
@@ -240,5 +240,5 @@ def test_an_adoption_whose_token_looks_like_a_file_does_not_count(tmp_path: Path
     journal = Journal(tmp_path)
     journal.open("file-a-" + "9" * 30, parse_uri("s3://bucket/run/step-1"), 0, 1 << 20)
     token, _ = journal.next_file_token("s3://bucket/data")
-    journal.write(Entry(token, "s3://bucket/data", 0, FILE, 1.0, 1 << 20, ()))
+    journal.write(JournalEntry(token, "s3://bucket/data", 0, FILE, 1.0, 1 << 20, ()))
     assert [entry.token for entry in journal.files()] == [token]

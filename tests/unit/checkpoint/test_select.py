@@ -150,7 +150,7 @@ def test_a_step_that_is_removed_before_it_is_listed_as_a_row(
     save(file_uri, tmp_path / "job", 1)
     described, saved = catalog.describe, [2, 3]
 
-    async def describe(location: Location, *args: Any) -> catalog.Row | None:
+    async def describe(location: Location, *args: Any) -> catalog.CheckpointRow | None:
         if saved and location.name.startswith("step-"):
             await asyncio.to_thread(save, file_uri, tmp_path / "job", saved.pop(0))
         return await described(location, *args)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tierckpt.checkpoint.journal import READY, Entry
+from tierckpt.checkpoint.journal import READY, JournalEntry
 from tierckpt.config import Settings
 from tierckpt.drain import background_drains
 from tierckpt.drain.background_drains import BackgroundDrains
@@ -28,7 +28,7 @@ class Node:
         self.tries = 0
         self.error: Exception | None = PermissionDeniedError("no permission", tier="shared")
         drainer = Drainer(Settings.load(local_root=local_root), ignore_progress)
-        self.entry = Entry("token", URI, 0, READY, 1.0, 4096, ())
+        self.entry = JournalEntry("token", URI, 0, READY, 1.0, 4096, ())
         drainer.journal.write(self.entry)
 
         async def drain(token: str, *, patient: bool = True) -> DrainResult:

@@ -33,9 +33,9 @@ from tierckpt.errors import (
 )
 from tierckpt.near_storage import optimizer as near_optimizer
 from tierckpt.near_storage import updater_process
-from tierckpt.near_storage.blocks import Member, layout_of
+from tierckpt.near_storage.blocks import TrainerParameter, layout_of
 from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
-from tierckpt.near_storage.mapped_state import Hold
+from tierckpt.near_storage.mapped_state import StateHold
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
 from tierckpt.near_storage.state_file import StateFile
 from tierckpt.near_storage.states import begin_state, current_state
@@ -464,7 +464,7 @@ class TestDamage:
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> StateFile:
-        layout = layout_of(torch.optim.AdamW, [Member("0.0", "weight", (3000,), "bfloat16")], [{"lr": 0.1}])
+        layout = layout_of(torch.optim.AdamW, [TrainerParameter("0.0", "weight", (3000,), "bfloat16")], [{"lr": 0.1}])
         begin_state(tmp_path, layout, {"0.0": {"": torch.ones(3000)}}, 0)
         found = current_state(tmp_path, layout)
         assert found is not None
@@ -553,7 +553,7 @@ class TestDamage:
         [state], [records] = directory.glob("*/state"), directory.glob("*/records")
         logs = log_segments.paths_in(state.parent)
         data, kept = bytearray(state.read_bytes()), bytearray(records.read_bytes())
-        members = [Member(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
+        members = [TrainerParameter(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
         layout = layout_of(torch.optim.AdamW, members, [{"lr": 0.1}, {"lr": 0.1}])
         blocks, half = layout.blocks, layout.size_bytes
         assert len(blocks) > 1
@@ -613,14 +613,14 @@ class TestDamage:
     ) -> None:
         """Between steps, and while a save reads. Where no version is left, step says which call goes on."""
         reference, trainer = Reference(KINDS["AdamW"]()), Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
-        wait, [path] = Hold.wait, list((tmp_path / "near").glob("*/state"))
+        wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))
 
         def counted() -> int:
             data = path.with_name("records").read_bytes()
             first, second = (struct.unpack_from("<q", data, at + 8)[0] for at in (0, len(data) // 2))
             return int(second > first)
 
-        def wait_and_flip(hold: Hold, seconds: float) -> None:
+        def wait_and_flip(hold: StateHold, seconds: float) -> None:
             wait(hold, seconds)
             flip(path, counted() * path.stat().st_size // 2 + 4096)
 
@@ -629,7 +629,7 @@ class TestDamage:
                 trainer.train(number)
                 reference.train(number)
             state = {"model": trainer.model, "optimizer": optimizer}
-            monkeypatch.setattr(Hold, "wait", wait_and_flip)
+            monkeypatch.setattr(StateHold, "wait", wait_and_flip)
             checkpointer.save(6, state)
             with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* does not match its digest"):
                 checkpointer.wait("local")

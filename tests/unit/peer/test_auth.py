@@ -17,7 +17,7 @@ from tierckpt.peer import auth
 from tierckpt.peer.auth import (
     Crowded,
     OtherTime,
-    Refused,
+    RejectedRequest,
     Signer,
     Verifier,
     check_listen,
@@ -64,7 +64,7 @@ def test_a_member_is_known_by_name() -> None:
     ],
 )
 def test_a_proof_is_of_one_request_only(what: str, method: str, target: str, extra: dict[str, str]) -> None:
-    with pytest.raises(Refused, match="wrong proof"):
+    with pytest.raises(RejectedRequest, match="wrong proof"):
         verifier().check(method, target, {**signed(), **extra})
 
 
@@ -77,7 +77,7 @@ def test_no_field_of_a_proof_can_be_changed(field: str) -> None:
     )
     changed = proof.replace(f"{field}={value}", f"{field}={other}")
     assert changed != proof
-    with pytest.raises(Refused):
+    with pytest.raises(RejectedRequest):
         verifier().check("GET", TARGET, {"authorization": changed})
 
 
@@ -85,19 +85,19 @@ def test_no_field_of_a_proof_can_be_changed(field: str) -> None:
     "header", ["", "Bearer x", "Tierckpt", "Tierckpt name=x; to=server; expires=1; nonce=1; mac=1"]
 )
 def test_what_is_no_proof_is_refused(header: str) -> None:
-    with pytest.raises(Refused, match="no proof"):
+    with pytest.raises(RejectedRequest, match="no proof"):
         verifier().check("GET", TARGET, {"authorization": header} if header else {})
 
 
 def test_another_secret_is_refused() -> None:
-    with pytest.raises(Refused, match="wrong proof"):
+    with pytest.raises(RejectedRequest, match="wrong proof"):
         verifier().check("GET", TARGET, signed(key=b"the secret of another job"))
 
 
 def test_a_proof_for_another_node_is_refused_and_one_for_nobody_is_good_for_the_list_of_members_only() -> None:
-    with pytest.raises(Refused, match="another node"):
+    with pytest.raises(RejectedRequest, match="another node"):
         verifier().check("GET", TARGET, signed(to="other"))
-    with pytest.raises(Refused, match="another node"):
+    with pytest.raises(RejectedRequest, match="another node"):
         verifier().check("GET", TARGET, signed(to=""))
     verifier().check("GET", "/v1/members", signed("/v1/members", to=""))
 
@@ -109,10 +109,10 @@ def test_a_proof_is_good_for_a_short_time() -> None:
     checks = verifier(clock)
     old = signed()
     clock.now += auth.LIFETIME_SECONDS + 1
-    with pytest.raises(Refused, match="another time"):
+    with pytest.raises(RejectedRequest, match="another time"):
         checks.check("GET", TARGET, old)
     clock.now -= 10 * auth.EXPIRY_SECONDS_MAX  # signed by a clock far ahead: it would be good for too long
-    with pytest.raises(Refused, match="another time"):
+    with pytest.raises(RejectedRequest, match="another time"):
         checks.check("GET", TARGET, signed())
 
 
@@ -126,7 +126,7 @@ def test_a_proof_is_good_once_for_as_long_as_it_is_good_at_all() -> None:
     checks.check("GET", TARGET, late)
     for _ in range(int(auth.LIFETIME_SECONDS) - 1):
         clock.now += 1
-        with pytest.raises(Refused, match="used before"):
+        with pytest.raises(RejectedRequest, match="used before"):
             checks.check("GET", TARGET, late)
 
 
@@ -137,7 +137,7 @@ def test_more_requests_than_can_be_remembered_are_put_off(monkeypatch: pytest.Mo
         checks.check("GET", TARGET, signed())
     with pytest.raises(Crowded, match="too many"):
         checks.check("GET", TARGET, signed())
-    with pytest.raises(Refused, match="wrong proof"):  # who is no member does not even learn that
+    with pytest.raises(RejectedRequest, match="wrong proof"):  # who is no member does not even learn that
         checks.check("GET", TARGET, signed(key=b"the secret of another job"))
 
 
@@ -259,7 +259,7 @@ def test_no_step_of_the_wall_clock_makes_a_proof_good_again(monkeypatch: pytest.
     for step in (200, -195, 3600, -7200, 86400):
         node.wall += step
         checks.check("GET", TARGET, _as_of(checks))
-        with pytest.raises(Refused):
+        with pytest.raises(RejectedRequest):
             checks.check("GET", TARGET, proof)
 
 
@@ -281,7 +281,7 @@ def test_even_by_a_clock_that_is_set_no_proof_is_good_twice() -> None:
     clock.now += 200
     checks.check("GET", TARGET, _signed_at(clock.now))
     clock.now -= 195
-    with pytest.raises(Refused):
+    with pytest.raises(RejectedRequest):
         checks.check("GET", TARGET, proof)
     checks.check("GET", TARGET, _signed_at(clock.now))
 
@@ -317,5 +317,5 @@ def test_property_fresh_requests_pass_and_replays_never(events: list[tuple[str, 
                     checks.check("GET", TARGET, sign := {"authorization": proof})
                 made.append(sign)
             elif made:
-                with pytest.raises(Refused):
+                with pytest.raises(RejectedRequest):
                     checks.check("GET", TARGET, made[value % len(made)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.drain_world import EVERY, INTERVAL, SIZE, Outcome, Trace, oracle, run
 from tierckpt.errors import ConfigError
 from tierckpt.planning import drain_policy
-from tierckpt.planning.drain_policy import Decision, Rules, Situation, State, Version
+from tierckpt.planning.drain_policy import Decision, PolicyState, Rules, Situation, Version
 
 HOURS_2 = 7200
 REGRET_MAX = 0.15
@@ -76,21 +76,21 @@ def test_no_outage_that_was_planned_for_breaks_the_bound(begin: int, length: int
 
 # --- wrong policies that the harness must find ----------------------------------------------------------------------
 
-Decide = Callable[[State, Rules, Situation], tuple[State, Decision]]
+Decide = Callable[[PolicyState, Rules, Situation], tuple[PolicyState, Decision]]
 
 
-def oldest_first(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
+def oldest_first(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
     state, decision = drain_policy.decide(state, rules, now)
     pending = [one for one in now.versions if one.on_local and not one.on_shared]
     idle = now.sending is None and pending
     return state, replace(decision, place="local", skip=(), send=pending[0].number if idle else None)
 
 
-def whatever_comes(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
+def whatever_comes(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
     return drain_policy.decide(state, replace(rules, every=1), now)
 
 
-def without_a_bound(state: State, rules: Rules, now: Situation) -> tuple[State, Decision]:
+def without_a_bound(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
     return drain_policy.decide(state, replace(rules, every=20, rpo_seconds=math.inf), now)
 
 
@@ -150,7 +150,7 @@ def version(number: int, **more: bool | float) -> Version:
     return Version(number, SIZE, number * INTERVAL, **more)  # type: ignore[arg-type]
 
 
-MEASURED = State(local_rate=10.0, shared_rate=2.0)
+MEASURED = PolicyState(local_rate=10.0, shared_rate=2.0)
 
 
 def test_d1_the_newest_goes_and_the_older_ones_are_skipped() -> None:
@@ -189,7 +189,7 @@ def test_d4_the_oldest_go_first_and_the_newest_two_never() -> None:
 
 
 def test_d5_a_change_of_mind_takes_three_votes_or_a_factor() -> None:
-    close, clear = State(local_rate=2.0, shared_rate=2.0), State(local_rate=1.0, shared_rate=2.0)
+    close, clear = PolicyState(local_rate=2.0, shared_rate=2.0), PolicyState(local_rate=1.0, shared_rate=2.0)
     rules = replace(RULES, every=1)
     look = situation(version(1, on_shared=True), now=70.0)
     state, places = close, []

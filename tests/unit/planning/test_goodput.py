@@ -14,7 +14,7 @@ from tierckpt.planning import Level, ettr, simulator
 from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.scenario import Cluster, Configuration
-from tierckpt.planning.simulator import Run, simulate
+from tierckpt.planning.simulator import SimulationResult, simulate
 
 
 def line(what: str, at: float, step: int | None = None, **more: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Witnessed(simulator._Job):  # private: what a job does is written down as 
 
 def recorded(
     cluster: Cluster, configuration: Configuration, *, days: float, seed: int
-) -> tuple[Run, list[list[dict[str, Any]]]]:
+) -> tuple[SimulationResult, list[list[dict[str, Any]]]]:
     jobs: list[Witnessed] = []
 
     def witnessed(world: Any) -> Witnessed:
@@ -167,7 +167,9 @@ def recorded(
     return run, jobs[0].records
 
 
-def measured(cluster: Cluster, configuration: Configuration, days: float, seed: int) -> tuple[Run, Goodput]:
+def measured(
+    cluster: Cluster, configuration: Configuration, days: float, seed: int
+) -> tuple[SimulationResult, Goodput]:
     run, records = recorded(cluster, configuration, days=days, seed=seed)
     return run, report(*records)
 

@@ -15,12 +15,12 @@ from tierckpt.planning import ettr, exact, to_steps
 from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.optimal_interval import (
     CALM_WINDOWS,
-    Choice,
     Goal,
+    IntervalChoice,
+    JobProfile,
+    MeasuredSpan,
     Pace,
-    Profile,
     Steps,
-    Window,
     adapt,
     choose,
     slowest,
@@ -43,12 +43,12 @@ STEP = 0.5
     ],
 )
 def test_without_a_failure_rate_it_is_checkfreqs(blocked: float, durable: float, steps: int, why: str) -> None:
-    assert choose(Profile(STEP, blocked, durable), Goal()).steps == steps, why
+    assert choose(JobProfile(STEP, blocked, durable), Goal()).steps == steps, why
 
 
 @pytest.mark.parametrize("mtbf", [600.0, 3600.0, 86400.0])
 def test_with_a_failure_rate_it_is_the_exact_optimum(mtbf: float) -> None:
-    profile = Profile(STEP, 0.4, 3.0)
+    profile = JobProfile(STEP, 0.4, 3.0)
     found = choose(profile, Goal(0.5, local_mtbf_seconds=mtbf)).steps
     assert found == to_steps(exact(0.4, mtbf), STEP, 0.4, mtbf)
     best = ettr.exact(found * STEP, 0.4, mtbf, 0.0)
@@ -56,13 +56,13 @@ def test_with_a_failure_rate_it_is_the_exact_optimum(mtbf: float) -> None:
 
 
 def test_the_bounds_hold_where_the_optimum_would_break_them() -> None:
-    eager = choose(Profile(STEP, 0.4, 3.0), Goal(0.035, local_mtbf_seconds=10.0))
+    eager = choose(JobProfile(STEP, 0.4, 3.0), Goal(0.035, local_mtbf_seconds=10.0))
     assert eager.steps * STEP * 0.035 >= 0.4
     assert "throughput" in eager.reason
 
 
 def test_two_levels_have_an_interval_each() -> None:
-    profile = Profile(STEP, 0.05, 1.0, shared_seconds=60.0, shared_stall_seconds=2.0)
+    profile = JobProfile(STEP, 0.05, 1.0, shared_seconds=60.0, shared_stall_seconds=2.0)
     found = choose(profile, Goal(0.035, 3600.0, 36000.0))
     local, shared = found.steps * STEP, found.steps * found.every * STEP
     assert local == pytest.approx(exact(0.05, 3600.0), rel=0.25)
@@ -71,12 +71,12 @@ def test_two_levels_have_an_interval_each() -> None:
 
 
 def test_shared_storage_is_sent_what_it_takes_where_no_failure_rate_is_known() -> None:
-    assert choose(Profile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal()).every == 10
-    assert choose(Profile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal(), drains=False).every == 1
+    assert choose(JobProfile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal()).every == 10
+    assert choose(JobProfile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal(), drains=False).every == 1
 
 
 def test_the_slowest_rank_counts() -> None:
-    assert slowest([Profile(1, 0.1, 5), Profile(2, 0.3, 1, 7)]) == Profile(2, 0.3, 5, 7)
+    assert slowest([JobProfile(1, 0.1, 5), JobProfile(2, 0.3, 1, 7)]) == JobProfile(2, 0.3, 5, 7)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_bad_input_gets_a_sentence(make: Any, says: str) -> None:
 
 
 def test_hopeless_failure_rates_do_not_stop_training() -> None:
-    found = choose(Profile(100.0, 50.0, 100.0), Goal(0.5, local_mtbf_seconds=0.5))
+    found = choose(JobProfile(100.0, 50.0, 100.0), Goal(0.5, local_mtbf_seconds=0.5))
     assert found.steps >= 1
     assert "as often as possible" in found.reason
 
@@ -109,7 +109,7 @@ def test_hopeless_failure_rates_do_not_stop_training() -> None:
 
 
 def test_too_dear_makes_it_longer_by_a_quarter_and_cheap_shorter_step_by_step() -> None:
-    choice = Choice(20, 1, "profile")
+    choice = IntervalChoice(20, 1, "profile")
     pace = adapt(None, choice, 0.0, 0.035)
     assert pace.steps == 20
     longer = adapt(pace, choice, 0.05, 0.035)
@@ -126,21 +126,23 @@ def test_too_dear_makes_it_longer_by_a_quarter_and_cheap_shorter_step_by_step() 
 def test_noise_does_not_end_checkpoints() -> None:
     pace: Pace | None = None
     for _ in range(100):
-        pace = adapt(pace, Choice(10, 1, ""), 9.0, 0.035)
+        pace = adapt(pace, IntervalChoice(10, 1, ""), 9.0, 0.035)
     assert pace is not None
     assert pace.steps == 160
 
 
 def test_a_profile_that_got_worse_is_followed_at_once() -> None:
-    assert adapt(Pace(10, 1), Choice(40, 4, ""), 0.0, 0.035) == Pace(40, 4)
+    assert adapt(Pace(10, 1), IntervalChoice(40, 4, ""), 0.0, 0.035) == Pace(40, 4)
 
 
 def test_overhead_is_what_saves_cost_beside_the_median_of_undisturbed_steps() -> None:
-    window = Window(Steps(80, 40.0, 0.5), Steps(), Steps(20, 12.0, 0.6), blocked_seconds=1.0)
+    window = MeasuredSpan(Steps(80, 40.0, 0.5), Steps(), Steps(20, 12.0, 0.6), blocked_seconds=1.0)
     assert window.baseline() == 0.5
     assert window.overhead(0.5) == pytest.approx((1.0 + 2.0) / 50)
-    assert Window().overhead(0.5) == 0.0
-    assert Window(flushing=Steps(3, 1.8, 0.6)).baseline(0.5) == 0.5, "all were disturbed: what was known before counts"
+    assert MeasuredSpan().overhead(0.5) == 0.0
+    assert MeasuredSpan(flushing=Steps(3, 1.8, 0.6)).baseline(0.5) == 0.5, (
+        "all were disturbed: what was known before counts"
+    )
 
 
 # --- one job, without a clock --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tierckpt.planning import Bandwidths, Level, Mesh, Site, ettr, exact, from_n
 from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.replica_placement import survival_probability
 from tierckpt.planning.scenario import Cluster, Configuration, FailureKind, configurations_of, failures_of
-from tierckpt.planning.simulator import Flow, Pipe, Run, simulate
+from tierckpt.planning.simulator import Flow, Pipe, SimulationResult, simulate
 
 GB, TB = 1e9, 1e12
 RATES = Bandwidths(
@@ -133,7 +133,7 @@ def test_each_tier_that_is_added_helps_and_agrees_with_the_sizer() -> None:
 # --- time, seeds, sharing -----------------------------------------------------------------------------------------
 
 
-def spent(run: Run) -> float:
+def spent(run: SimulationResult) -> float:
     return (
         run.kept_seconds + run.lost_seconds + run.stalled_seconds + run.restarting_seconds
         + run.loading_seconds + run.waiting_seconds

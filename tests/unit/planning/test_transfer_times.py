@@ -6,7 +6,7 @@ import pytest
 
 from tierckpt.planning import Bandwidths, Mesh, Site, Sizing, ettr, from_number, size, state_of
 from tierckpt.planning.scenario import Cluster, FailureKind, configuration_of
-from tierckpt.planning.simulator import Run, simulate
+from tierckpt.planning.simulator import SimulationResult, simulate
 from tierckpt.planning.transfer_times import Mode, modes
 
 LINK = 1e9
@@ -104,7 +104,7 @@ def test_the_best_interval_is_in_whole_steps_and_not_shorter_than_the_disks_take
 # --- the simulator ------------------------------------------------------------------------------------------------
 
 
-def simulated(mode: Mode, sizing: Sizing, interval: float, days: float, *, wipes: bool = False) -> Run:
+def simulated(mode: Mode, sizing: Sizing, interval: float, days: float, *, wipes: bool = False) -> SimulationResult:
     nodes = sizing.mesh.nodes
     cluster = Cluster(nodes, sizing.site.rates, (FailureKind("any", 86400 / 10800.0 / nodes, wipes=wipes),))
     return simulate(cluster, configuration_of(mode, sizing, interval), days=days, seed=2)

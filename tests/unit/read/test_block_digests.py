@@ -20,8 +20,8 @@ from tierckpt.format.manifest import DIGEST_BLOCK_BYTES as BLOCK
 from tierckpt.format.manifest import FileEntry, Flushed, Manifest, digest_of
 from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
-from tierckpt.read.block_digests import BlockDigests
-from tierckpt.read.file_copies import Copy, LocalCopy, RemoteCopy
+from tierckpt.read.block_digests import ShardBlockDigests
+from tierckpt.read.file_copies import FileCopy, LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
 from tierckpt.read.replicated_file import ReplicatedFile
 from tierckpt.types import ByteRange, Tier
@@ -161,9 +161,9 @@ class Place:
         self.kept_path = directory / blocks_file("aa")
         self.copy = Counted(self.path)
 
-    def copies(self, *more: Copy, known: list[Copy] | None = None) -> ReplicatedFile:
+    def copies(self, *more: FileCopy, known: list[FileCopy] | None = None) -> ReplicatedFile:
         sources = [LocalCopy(self.kept_path)] if known is None else known
-        return ReplicatedFile(self.entry, CHUNK, [self.copy, *more], BlockDigests(self.entry, CHUNK, 0, sources))
+        return ReplicatedFile(self.entry, CHUNK, [self.copy, *more], ShardBlockDigests(self.entry, CHUNK, 0, sources))
 
     def pulled(
         self, copies: ReplicatedFile, buffers: BounceBufferPool, *spans: tuple[int, int], peeks: tuple[int, ...] = ()
@@ -356,7 +356,7 @@ def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, b
         asked.append((byte_range.start, byte_range.stop))
         return memoryview(data)[byte_range.start : byte_range.stop]
 
-    known = BlockDigests(
+    known = ShardBlockDigests(
         entry_of(shard), chunk, 0, [RemoteCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
     )
     place = Place(tmp_path, data[:CHUNK])

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, Window, reserve
+from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, SharedWindow, reserve
 from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.processes import start_ticks
 from tierckpt.errors import ConfigError
@@ -129,16 +129,16 @@ def test_units_are_whole_chunks_and_a_window_has_several() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Window, Window]]:
+def pair() -> Iterator[tuple[SharedWindow, SharedWindow]]:
     """Two members' views of one window with slots of 512 KiB."""
     members = (Process.this(), Process.this())
     memory = reserve(4 * MiB)
     assert memory.name is not None
-    yield (Window(memory, members, 0, MiB // 2), Window.open(memory.name, members, 1, MiB // 2))
+    yield (SharedWindow(memory, members, 0, MiB // 2), SharedWindow.open(memory.name, members, 1, MiB // 2))
     memory.close()
 
 
-def test_a_unit_has_one_filler_until_it_is_there(pair: tuple[Window, Window]) -> None:
+def test_a_unit_has_one_filler_until_it_is_there(pair: tuple[SharedWindow, SharedWindow]) -> None:
     one, other = pair
     assert one.claim(3)
     assert not other.claim(3)
@@ -151,7 +151,7 @@ def test_a_unit_has_one_filler_until_it_is_there(pair: tuple[Window, Window]) ->
     assert bytes(one.slot(3)[:4]) == b"good"
 
 
-def test_a_slot_is_used_again_when_everybody_is_past_it(pair: tuple[Window, Window]) -> None:
+def test_a_slot_is_used_again_when_everybody_is_past_it(pair: tuple[SharedWindow, SharedWindow]) -> None:
     one, other = pair
     assert (one.join(), other.join()) == (True, True)
     assert one.has_slot(one.slots - 1)
@@ -163,7 +163,7 @@ def test_a_slot_is_used_again_when_everybody_is_past_it(pair: tuple[Window, Wind
 
 
 def test_who_has_not_joined_when_the_door_is_closed_stays_out_and_is_not_waited_for(
-    pair: tuple[Window, Window],
+    pair: tuple[SharedWindow, SharedWindow],
 ) -> None:
     one, other = pair
     assert one.join()
@@ -180,8 +180,8 @@ def test_the_last_to_leave_gives_the_pages_back() -> None:
     members = (Process.this(), Process.this())
     with reserve(4 * MiB) as memory:
         assert memory.name is not None
-        one = Window(memory, members, 0, MiB)
-        other = Window.open(memory.name, members, 1, MiB)
+        one = SharedWindow(memory, members, 0, MiB)
+        other = SharedWindow.open(memory.name, members, 1, MiB)
         one.slot(0)[:] = b"x" * MiB
         before = Path(f"/proc/self/fd/{memory.fd}").stat().st_blocks
         one.leave()
@@ -195,7 +195,7 @@ def test_a_window_whose_owner_has_closed_it_cannot_be_opened() -> None:
     name = memory.name
     memory.close()
     with pytest.raises(ConfigError):
-        Window.open(str(name), (Process.this(),), 0, MiB)
+        SharedWindow.open(str(name), (Process.this(),), 0, MiB)
 
 
 # --- processes --------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
     pipe.send(ReadInterest("node", Process.this(), str(memory.name), 8 * CHUNK, {"f": wanted}, CHUNK, 2 * CHUNK))
     plan: SharedReadPlan = pipe.recv()
     mine = (plan.members, plan.me, plan.unit_bytes)
-    window = Window(memory, *mine) if plan.me == 0 else Window.open(plan.window, *mine)
+    window = SharedWindow(memory, *mine) if plan.me == 0 else SharedWindow.open(plan.window, *mine)
     window.slots = SLOTS  # fewer than there would be room for
     together = SharedRead(plan, window, 20.0, lambda item: ("f", []))
     copy = Watched(path, die_at)

@@ -35,7 +35,7 @@ from tierckpt.format.manifest import Flushed, blocks_of, digest_of
 from tierckpt.quantities import round_up
 from tierckpt.save import flush as flush_module
 from tierckpt.save.flush import flush
-from tierckpt.save.shard_plan import Image, Record, Shard
+from tierckpt.save.shard_plan import Image, Shard, ShardRecord
 
 KiB, MiB = 1 << 10, 1 << 20
 THREADS_MAX = 8
@@ -100,7 +100,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("flush")
 
 
-def records_of(items: list[Item]) -> list[Record]:
+def records_of(items: list[Item]) -> list[ShardRecord]:
     """Each item's data in a buffer of its own, or behind a fetch."""
     records = []
     for item in items:
@@ -111,13 +111,13 @@ def records_of(items: list[Item]) -> list[Record]:
             ctypes.memmove(target, address + start, count)
 
         if item.fetched:
-            records.append(Record(item.offset, item.head, item.frame, owner=buffer, fetch=fetch))
+            records.append(ShardRecord(item.offset, item.head, item.frame, owner=buffer, fetch=fetch))
         else:
-            records.append(Record(item.offset, item.head, item.frame, address, owner=buffer))
+            records.append(ShardRecord(item.offset, item.head, item.frame, address, owner=buffer))
     return records
 
 
-def staged_in(arena: Memory, items: list[Item], at: int = 0) -> tuple[list[Record], Image]:
+def staged_in(arena: Memory, items: list[Item], at: int = 0) -> tuple[list[ShardRecord], Image]:
     """Each item's data where the file will have it, in memory that is stale everywhere else."""
     size_bytes = round_up(len(reference(items)))
     arena.view[at : at + size_bytes] = bytes([STALE]) * size_bytes
@@ -125,12 +125,12 @@ def staged_in(arena: Memory, items: list[Item], at: int = 0) -> tuple[list[Recor
     for item in items:
         start = at + item.offset + len(item.head)
         arena.view[start : start + len(item.data)] = item.data
-        records.append(Record(item.offset, item.head, item.frame, arena.address + start))
+        records.append(ShardRecord(item.offset, item.head, item.frame, arena.address + start))
     return records, Image(arena, arena.address + at, size_bytes)
 
 
 def run(
-    path: Path, records: list[Record], slots: list[Memory], *, image: Image | None = None, **options: Any
+    path: Path, records: list[ShardRecord], slots: list[Memory], *, image: Image | None = None, **options: Any
 ) -> Flushed:
     options = {"shape": IoShape(3, 8 * KiB), "chunk_size_bytes": 4096, "durable": False, **options}
     for slot in slots:
@@ -218,7 +218,7 @@ overlapping = flush_module.overlapping
 
 SEEDED: dict[str, tuple[str, Callable[..., Any]]] = {
     "gaps are left as they were": ("_Place.zero", lambda self, start, end: None),
-    "a CRC of some of the parts": ("Record.crc", lambda self: max(self.crcs.items())[1][0]),
+    "a CRC of some of the parts": ("ShardRecord.crc", lambda self: max(self.crcs.items())[1][0]),
     "the size is not cut": ("ShardFile.finish", lambda self, durable: None),
     "digests of something else": ("blocks_of", lambda data: blocks_of(bytes(len(data)))),
     "an item is overlooked": ("overlapping", lambda records, start, end: overlapping(records, start, end)[1:]),
@@ -283,7 +283,7 @@ def test_only_the_segment_that_does_not_fit_the_image_is_copied(
     """Objects follow the tensors: the file is longer than what was staged."""
     tensor, *_ = items = items_of([(0, 448, 60_000, 337, False), (0, 9000, 0, None, False)])
     records, image = staged_in(arena, [tensor])
-    records.append(Record(items[1].offset, items[1].head))
+    records.append(ShardRecord(items[1].offset, items[1].head))
     path = directory / "longer"
     check(run(path, records, slots[:1], image=image), items, 4096)
 
@@ -309,7 +309,7 @@ def test_a_tail_waits_only_for_what_is_taken_before_it(
         ctypes.memmove(target, ctypes.addressof(buffer) + start, count)
 
     path = directory / f"late-{threads}-{given}"
-    record = Record(0, item.head, item.frame, owner=buffer, fetch=slow_at_first)
+    record = ShardRecord(0, item.head, item.frame, owner=buffer, fetch=slow_at_first)
     check(run(path, [record], slots[:given], shape=IoShape(threads, 8 * KiB), timeout_seconds=60), [item], 4096)
 
 
@@ -531,7 +531,7 @@ def test_data_that_cannot_be_had(tmp_path: Path, slots: list[Memory]) -> None:
             raise RuntimeError("the device is gone")
 
     with pytest.raises(RuntimeError, match="device is gone"):
-        run(tmp_path / "shard", [Record(0, item.head, item.frame, fetch=fetch)], slots, timeout_seconds=60)
+        run(tmp_path / "shard", [ShardRecord(0, item.head, item.frame, fetch=fetch)], slots, timeout_seconds=60)
 
 
 def alive() -> list[threading.Thread]:
@@ -555,7 +555,7 @@ def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(tmp_path: Path, sl
 
     try:
         with pytest.raises(OperationTimeoutError, match="waited for"):
-            record = Record(0, item.head, item.frame, fetch=fetch)
+            record = ShardRecord(0, item.head, item.frame, fetch=fetch)
             run(tmp_path / "shard", [record], slots, nice=1, timeout_seconds=0.3)
         kept = open_files(tmp_path)
         assert list(kept.values()) == [str(tmp_path / "shard")]

@@ -23,7 +23,7 @@ from tierckpt.format.manifest import Flushed
 from tierckpt.quantities import round_up
 from tierckpt.save import write_ahead as ahead_module
 from tierckpt.save.flush import flush
-from tierckpt.save.shard_plan import Image, Record, Shard
+from tierckpt.save.shard_plan import Image, Shard, ShardRecord
 from tierckpt.save.write_ahead import Span, TempFile, WriteAhead
 
 UNIT = 8 * KiB
@@ -68,7 +68,7 @@ def until(what: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.001)
 
 
-def flushed(path: Path, records: list[Record], image: Image, slots: list[Memory], **options: Any) -> Flushed:
+def flushed(path: Path, records: list[ShardRecord], image: Image, slots: list[Memory], **options: Any) -> Flushed:
     options = {"shape": IoShape(3, UNIT), "chunk_size_bytes": UNIT, "durable": False, **options}
     (result,) = flush([Shard(path, records, image)], slots=slots, **options)
     return result

@@ -14,7 +14,7 @@ import typer
 from ...config import Settings
 from ...errors import ConfigError, MissingExtraError
 from ...format.uris import scheme_of
-from ...planning import Bandwidths, Mesh, Model, Site, Sizing, State, from_config, from_number, size, state_of
+from ...planning import Bandwidths, Mesh, Model, Site, Sizing, TrainingState, from_config, from_number, size, state_of
 from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive, whole
 from .output import Report
 from .session import closing_clients, load_settings, location_of, open_client
@@ -153,7 +153,7 @@ class PlanningOptions:
         sources = {"--params": self.params, "--config": self.config, "--checkpoint": self.checkpoint}
         return [name for name, value in sources.items() if value is not None]
 
-    def _model(self, mesh: Mesh) -> tuple[Model, State]:
+    def _model(self, mesh: Mesh) -> tuple[Model, TrainingState]:
         given = self._sources()
         if len(given) > 1 or (not given and self.gpus is None):
             raise ConfigError(
@@ -170,7 +170,7 @@ class PlanningOptions:
         return from_config(_read_config(self.config)), state
 
 
-def _largest_model(mesh: Mesh, state: State) -> Model:
+def _largest_model(mesh: Mesh, state: TrainingState) -> Model:
     """Return the model with GPU_STATE_BYTES of state on each GPU of ``mesh``, to two digits."""
     probe = Model(10**12)
     held_bytes = sum(mesh.rank_bytes(probe, part) for part in state.components)
@@ -208,7 +208,7 @@ def human_count(number: float) -> str:
     return f"{number:,.4g} T"
 
 
-def _measured(uri: str, settings: Settings) -> tuple[Model, State]:
+def _measured(uri: str, settings: Settings) -> tuple[Model, TrainingState]:
     try:
         from ...dcp.component_sizes import take_stock_of
     except ModuleNotFoundError as error:

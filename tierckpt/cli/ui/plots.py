@@ -14,7 +14,7 @@ from ...disk.durable import translated
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Sizing, ettr, size
 from ...planning.sizer import TierRow
-from ...planning.training_state import Component, State
+from ...planning.training_state import Component, TrainingState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
     from ...planning.goodput import Goodput
-    from ...planning.simulator import Run
+    from ...planning.simulator import SimulationResult
 
 SUFFIXES = (".svg", ".png", ".pdf")
 LEGEND_POINTS = 40
@@ -72,7 +72,7 @@ def plot_sizing(path: Path, sizing: Sizing) -> Figure:
     return figure
 
 
-def plot_runs(path: Path, runs: Sequence[Run]) -> Figure:
+def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
     """Draw where the time of each simulated configuration went, and the expectation of the formula.
 
     The axis begins where the worst configuration has lost more than it kept back: what all have in common says nothing.
@@ -107,9 +107,9 @@ def plot_runs(path: Path, runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def plot_modes(path: Path, sizing: Sizing, runs: Sequence[Run]) -> Figure:
+def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> Figure:
     """Draw stall, lost work and ETTR of each way to take checkpoints against its interval; dots are simulated."""
-    points: dict[str, list[Run]] = {}
+    points: dict[str, list[SimulationResult]] = {}
     for run in runs:
         points.setdefault(run.name, []).append(run)
     step = sizing.site.step_seconds
@@ -217,7 +217,7 @@ def _ettr_at(row: TierRow, interval_seconds: float) -> float:
 
 def _draw_restores(axis: Axes, sizing: Sizing) -> None:
     """The same model on more GPUs: more data-parallel replicas, as far as they fill whole nodes."""
-    state = State(tuple(_component(row) for row in sizing.components))
+    state = TrainingState(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
     job = sizing.mesh
     meshes = [

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Kind, Memory
 from ...format.manifest import FileEntry
-from ...save.shard_plan import Image, Record, Shard
+from ...save.shard_plan import Image, Shard, ShardRecord
 from ...stores.access import cloud_environment
 from ...torch_internals import StorageInfo
 from .. import split
@@ -35,7 +35,7 @@ _VALID, _REVOKED = b"\1", b"\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemorySpan:
     """Bytes of held memory: which, and from where on."""
 
     memory: str
@@ -62,9 +62,9 @@ class PendingShard:
     """Where the trainer has the bytes."""
     data: list[bytes]
     """Of objects, in order."""
-    image: tuple[Place, int] | None
+    image: tuple[MemorySpan, int] | None
 
-    def records(self, memories: Mapping[str, Memory]) -> Iterator[Record]:
+    def records(self, memories: Mapping[str, Memory]) -> Iterator[ShardRecord]:
         """As this process has to write them."""
         data = iter(self.data)
         frames: list[Any] = [item_format.frame(dtype, shape) for dtype, shape in self.kinds]
@@ -73,9 +73,11 @@ class PendingShard:
             self.offsets, self.kind_of, self.memory_of, self.addresses, strict=True
         ):
             if kind < 0:
-                yield Record(offset, next(data))
+                yield ShardRecord(offset, next(data))
             else:
-                yield Record(offset, frames[kind].head, frames[kind], address + shifts[memory] if memory >= 0 else 0)
+                yield ShardRecord(
+                    offset, frames[kind].head, frames[kind], address + shifts[memory] if memory >= 0 else 0
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
         image = None
         if shard.image is not None:
             memory = shard.image.memory
-            image = (Place(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
+            image = (MemorySpan(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
         found = _described(shard.path.name, shard.records, known, image)
         if found is None:
             return None
@@ -231,7 +233,7 @@ class _Known:
 
 
 def _described(
-    name: str, records: Sequence[Record], known: _Known, image: tuple[Place, int] | None
+    name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[MemorySpan, int] | None
 ) -> PendingShard | None:
     """Tell of the records of a shard, column by column; None when nobody could hold the bytes of one."""
     loose = [record for record in records if record.lease is None or record.fetch is not None]
@@ -266,5 +268,5 @@ def memory_name(memory: Memory) -> str:
     return f"{status.st_dev}-{status.st_ino}"
 
 
-def _address(place: Place, memories: Mapping[str, Memory]) -> int:
+def _address(place: MemorySpan, memories: Mapping[str, Memory]) -> int:
     return memories[place.memory].address + place.offset

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Memory
 from ...checkpoint import epoch, local_commit
-from ...checkpoint.journal import Entry, Journal
+from ...checkpoint.journal import Journal, JournalEntry
 from ...client import Client, get_client
 from ...config import Settings
 from ...errors import OperationTimeoutError
@@ -199,7 +199,7 @@ def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found:
         for rank, written in results.items():
             meeting.tell(rank, written)
         some = next((handoff for handoff in found if handoff.token), None)
-        if some is not None and not meeting.await_commit(Entry(some.token, some.uri, some.rank)):
+        if some is not None and not meeting.await_commit(JournalEntry(some.token, some.uri, some.rank)):
             raise OperationTimeoutError(
                 f"{some.uri}: the node of its coordinator has not committed it",
                 hint="Its agent may be gone, or a rank had not staged its part; the checkpoint before it stands",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...checkpoint import shared_commit
-from ...checkpoint.journal import Entry
+from ...checkpoint.journal import JournalEntry
 from ...client import Client
 from ...errors import ManifestError, ObjectNotFoundError, OperationTimeoutError, TierckptError
 from ...format import manifest as manifests
@@ -78,7 +78,7 @@ class ResultExchange:
             waited_seconds=self.wait_seconds,
         )
 
-    def await_commit(self, entry: Entry) -> bool:
+    def await_commit(self, entry: JournalEntry) -> bool:
         """Return whether a manifest on the shared tier, committed or to be, names the files of ``entry`` by then."""
         polls = Poll(self.wait_seconds, SHARED)
         return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)

@@ -47,7 +47,7 @@ _STORAGE_CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ItemFrame:
     """What goes around the raw bytes of a contiguous tensor of one dtype and shape."""
 
     head: bytes
@@ -78,7 +78,7 @@ class Frame:
 
 
 @lru_cache(maxsize=1 << 16)
-def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
     """Return head and tail for a contiguous, dense CPU tensor of ``dtype`` and ``shape``.
 
     Cost: 0.1 us when known, about 10 us when not, 100 us for dtypes and sizes that torch must be asked about. Never
@@ -94,7 +94,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 
 @lru_cache(maxsize=1 << 12)
-def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
     """Return what plain ``torch.save`` puts around such a tensor: items of stock DCP. Its tail differs in an id."""
     size_bytes = dtype.itemsize
     for length in shape:
@@ -110,7 +110,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 # --- packed by hand: the fewest records that torch.load needs ------------------------------------------------------
 
 
-def _packed(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> Frame:
+def _packed(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> ItemFrame:
     pickled = _pickle(dtype, shape)
     before = [(b"archive/data.pkl", pickled), (b"archive/byteorder", b"little")]
     version = (b"archive/version", b"3\n")
@@ -129,7 +129,7 @@ def _packed(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> Fram
     tail += _local_header(version[0]) + version[1] + _descriptor(zlib_ng.crc32(version[1]), len(version[1]))
     central_crc_at += len(tail)
     end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 4, 4, len(central), len(head) + size_bytes + len(tail), 0)
-    return Frame(head, tail + central + end, size_bytes, (_DESCRIPTOR_CRC_AT, central_crc_at), dtype, shape)
+    return ItemFrame(head, tail + central + end, size_bytes, (_DESCRIPTOR_CRC_AT, central_crc_at), dtype, shape)
 
 
 _DESCRIPTOR_CRC_AT = 4
@@ -217,7 +217,7 @@ class _Hole:
     def flush(self) -> None: ...
 
 
-def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> Frame:
+def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> ItemFrame:
     stream: Any = _Hole()
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched, so it costs address space only
     save = serialization_config.save
@@ -230,7 +230,7 @@ def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> 
         finally:
             save.storage_alignment, save.compute_crc32 = before
     if not size_bytes:
-        return Frame(b"".join(map(bytes, stream.parts)), b"", 0, (0, 0), dtype, shape)
+        return ItemFrame(b"".join(map(bytes, stream.parts)), b"", 0, (0, 0), dtype, shape)
     head, tail = map(bytes, stream.parts)
     name_at = tail.index(b"archive/data/0")
     crc_at = (_DESCRIPTOR_CRC_AT, tail.rindex(b"PK\1\2", 0, name_at) + _CENTRAL_CRC_AT)
@@ -239,4 +239,4 @@ def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> 
     blank = bytearray(tail)
     for at in crc_at:
         blank[at : at + 4] = bytes(4)
-    return Frame(head, bytes(blank), size_bytes, crc_at, dtype, shape)
+    return ItemFrame(head, bytes(blank), size_bytes, crc_at, dtype, shape)

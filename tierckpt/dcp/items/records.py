@@ -18,13 +18,13 @@ from ...arena import slots
 from ...arena.slots import Lease
 from ...errors import CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ...quantities import DISK_BLOCK_BYTES, round_up
-from ...save.shard_plan import Image, Record
+from ...save.shard_plan import Image, ShardRecord
 from ...telemetry import logger
 from ...torch_internals import storage_address_of
 from .. import split
 from ..sealed import Objects
 from ..stager import StagedItems, refuse_tensor
-from ..staging_layout import Layout
+from ..staging_layout import StagingLayout
 from . import item_format
 from . import shard_layout as image
 from .torch_save import resolve_object
@@ -36,11 +36,11 @@ log = logger("save")
 class Sources:
     """What a plan asks this rank to write. The records have no place in a file yet."""
 
-    tensors: list[Record] = field(default_factory=list)
-    objects: list[Record] = field(default_factory=list)
+    tensors: list[ShardRecord] = field(default_factory=list)
+    objects: list[ShardRecord] = field(default_factory=list)
     others: list[WriteItem] = field(default_factory=list)
     """Tensors whose raw bytes do not say everything: torch.save must write them."""
-    layout: Layout | None = None
+    layout: StagingLayout | None = None
     """Where ``tensors`` lie in staging memory, if they are all of one layout, in its order and places."""
     lease: Lease | None = None
     """Of that memory."""
@@ -63,7 +63,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     found = Sources()
     leases = slots.leases()
     lease: Lease | None = None
-    frame: item_format.Frame | None = None
+    frame: item_format.ItemFrame | None = None
     like: Any = None
     tensor_of = planner.tensor if isinstance(planner, StagedItems) else partial(split.resolve, planner)
     plain = _looked_up(planner)
@@ -79,7 +79,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             data = cast(Any, made).getbuffer()
             if item.index.fqn in objects:
                 _warn_of_refusal(item.index.fqn, objects[item.index.fqn], data)
-            found.objects.append(Record(0, data, item=item))
+            found.objects.append(ShardRecord(0, data, item=item))
             continue
         tensor = plain.get(item.index.fqn)
         # A SHARD item, of a plain tensor too (CheckpointableTensor), is a part of what is looked up by its name alone.
@@ -98,7 +98,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         if fetch is None and not _lies_ready(tensor, dtype):
             fetch = _Gathered(tensor).fetch
         if fetch is not None and frame.size_bytes:
-            found.tensors.append(Record(0, frame.head, frame, 0, tensor, fetch, item))
+            found.tensors.append(ShardRecord(0, frame.head, frame, 0, tensor, fetch, item))
             continue
         address = tensor.data_ptr()
         if not address and frame.size_bytes:
@@ -107,7 +107,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             lease = next((lease for lease in leases if lease.covers(address)), None)
         if lease is not None and lease.storage and storage_address_of(tensor.untyped_storage()) != lease.storage:
             raise _gone(item, lease)
-        found.tensors.append(Record(0, frame.head, frame, address, tensor, None, item, lease))
+        found.tensors.append(ShardRecord(0, frame.head, frame, address, tensor, None, item, lease))
     return found
 
 
@@ -142,7 +142,7 @@ def _lies_ready(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 class ShardPlan:
     """One file to be: its records in file order."""
 
-    records: list[Record]
+    records: list[ShardRecord]
     image: Image | None = None
 
 
@@ -202,7 +202,7 @@ def _write_in_place(plans: Sequence[ShardPlan]) -> None:
         plan.image = image_
 
 
-def _image(records: Sequence[Record]) -> Image | None:
+def _image(records: Sequence[ShardRecord]) -> Image | None:
     """The staged image of this shard, if its tensors lie in the arena as they will lie in the file."""
     staged = [record for record in records if record.lease is not None]
     if not staged:

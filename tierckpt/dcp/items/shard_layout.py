@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...quantities import round_up
-from .item_format import ALIGNMENT_BYTES, Frame
+from .item_format import ALIGNMENT_BYTES, ItemFrame
 
 LARGE_BYTES = 64 * 1024
 """From here on an item has its data on a block of its own: what that wastes is at most some percent."""
@@ -27,7 +27,7 @@ def unit_bytes(chunk_size_bytes: int) -> int:
     return chunk_size_bytes * max(1, SEGMENT_BYTES_MIN // chunk_size_bytes)
 
 
-def arrange(frames: Sequence[Frame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
+def arrange(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
     """Return for each shard the items in it and their offsets, in file order. The same frames give the same answer.
 
     A shard is closed when the next item would end beyond ``shard_bytes_max``; an item larger than that gets its own.
@@ -48,13 +48,13 @@ def arrange(frames: Sequence[Frame], *, shard_bytes_max: int, unit: int) -> list
     return shards
 
 
-def _in_file_order(frames: Sequence[Frame]) -> Iterable[int]:
+def _in_file_order(frames: Sequence[ItemFrame]) -> Iterable[int]:
     yield from (index for index, frame in enumerate(frames) if 0 < frame.size_bytes < LARGE_BYTES)
     yield from (index for index, frame in enumerate(frames) if frame.size_bytes >= LARGE_BYTES)
     yield from (index for index, frame in enumerate(frames) if not frame.size_bytes)
 
 
-def _next(position: int, frame: Frame, unit: int) -> int:
+def _next(position: int, frame: ItemFrame, unit: int) -> int:
     """Offset of the next item's head, at or after ``position``."""
     head = len(frame.head)
     if frame.size_bytes >= LARGE_BYTES:

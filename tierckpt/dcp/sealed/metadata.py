@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import UnsafeCheckpointError, UnsupportedTorchError
 from ...format import pickle_machine as machine
-from ...format.pickle_machine import Class, Function, Record, Refused
+from ...format.pickle_machine import Class, Function, InertObject, RefusedPickle
 from ...torch_internals import MemoryFormatEncoding, StorageInfo
 from ..bulk_objects import gc_paused, index_of
 
@@ -81,7 +81,7 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
     try:
         with gc_paused():
             return MetadataBuilder(len(data), partial).metadata(_parse(data))
-    except Refused as error:
+    except RefusedPickle as error:
         message = f"{where} is refused: {error}"
         raise refusal(message, error.wanted, is_hostile=error.is_hostile, file=where) from None
     except Exception as error:  # whatever else strange values lead to: nothing was kept of them
@@ -122,7 +122,7 @@ def _version() -> str:
 
 def _parse(data: bytes) -> Any:
     if len(data) > METADATA_BYTES_MAX:
-        raise Refused(f"{len(data)} bytes is more than any metadata has", is_hostile=True)
+        raise RefusedPickle(f"{len(data)} bytes is more than any metadata has", is_hostile=True)
     paths = _Paths(len(data))
     bounded = {name: paths.spent_on(make) for name, make in _PATHS.items()}
     known = {**GLOBALS, **bounded, ("torch", "Size"): Function(_Sizes().make)}
@@ -139,22 +139,22 @@ def _index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
     """It is used as a key before anything else looks at it, so it is checked here."""
     fqn = _text(fqn, "a name")
     if offset is not None and type(offset) is not torch.Size:
-        raise Refused(f"the offset of {fqn:.200} is no size")
+        raise RefusedPickle(f"the offset of {fqn:.200} is no size")
     return index_of(fqn, offset, _optional(index, int, "an index"))
 
 
 def _storage(path: Any, offset: Any, length: Any, transforms: Any = None) -> StorageInfo:
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise Refused("the place of an item is not a number from 0")
+        raise RefusedPickle("the place of an item is not a number from 0")
     return StorageInfo(_text(path, "a path"), offset, length, transforms)
 
 
 def _size(numbers: Any) -> torch.Size:
     is_list = type(numbers) in (tuple, list)
     if is_list and len(numbers) > DIMENSIONS_MAX:
-        raise Refused(f"a size has {len(numbers)} dimensions")
+        raise RefusedPickle(f"a size has {len(numbers)} dimensions")
     if not is_list or (numbers and (set(map(type, numbers)) != {int} or min(numbers) < 0)):
-        raise Refused("a size is not made of numbers from 0")
+        raise RefusedPickle("a size is not made of numbers from 0")
     return torch.Size(numbers)
 
 
@@ -174,13 +174,13 @@ class _Sizes:
         if self._first.setdefault(hash(size), size) != size:
             self._clashes += 1
             if self._clashes > CLASHES_MAX:
-                raise Refused("its sizes are made to share a hash", is_hostile=True)
+                raise RefusedPickle("its sizes are made to share a hash", is_hostile=True)
         return size
 
 
 def _layout(name: Any) -> torch.layout:
     if type(name) is not str or name not in LAYOUTS:
-        raise Refused("a layout that torch does not have")
+        raise RefusedPickle("a layout that torch does not have")
     return LAYOUTS[name]
 
 
@@ -203,15 +203,15 @@ class _Members(Function):
             raise self._unknown(name)
         return self.kind[name]
 
-    def _unknown(self, member: Any) -> Refused:
+    def _unknown(self, member: Any) -> RefusedPickle:
         wanted = f"{self.kind.__module__}.{self.kind.__qualname__}"
-        return Refused(f"{member!r:.100} is no member of {wanted} in torch {torch.__version__}", wanted)
+        return RefusedPickle(f"{member!r:.100} is no member of {wanted} in torch {torch.__version__}", wanted)
 
 
 def _member(owner: Any, name: Any) -> Enum:
     """``getattr``, by which some Pythons pickle members of an Enum: for Enums only."""
     if type(owner) is not _Members:
-        raise Refused(
+        raise RefusedPickle(
             "it refers to 'builtins.getattr', which is not part of any checkpoint's metadata", "builtins.getattr"
         )
     return owner.named(name)
@@ -235,7 +235,7 @@ class _Paths:
         def made(*parts: Any) -> Any:
             self._budget -= 1 + len(parts) + sum(map(len, _strings(parts)))
             if self._budget < 0:
-                raise Refused(_REPEATS, is_hostile=True)
+                raise RefusedPickle(_REPEATS, is_hostile=True)
             return make(*parts)
 
         return Function(made)
@@ -243,7 +243,7 @@ class _Paths:
 
 def _strings(parts: Any) -> Any:
     if not all(type(part) is str for part in parts):
-        raise Refused("a path is not made of strings")
+        raise RefusedPickle("a path is not made of strings")
     return parts
 
 
@@ -345,7 +345,7 @@ class MetadataBuilder:
     def _entry(self, fqn: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if type(record) is TensorStorageMetadata:
             entry = record
-        elif type(record) is Record and record.kind is _CLASSES[BytesStorageMetadata]:
+        elif type(record) is InertObject and record.kind is _CLASSES[BytesStorageMetadata]:
             _, further = self._state(record, BytesStorageMetadata)
             return _with(BytesStorageMetadata(), further)
         else:
@@ -354,17 +354,17 @@ class MetadataBuilder:
         size, chunks = _sizes(entry.size, fqn), entry.chunks
         elements = math.prod(size)
         if elements > ELEMENTS_MAX:
-            raise Refused(f"{fqn:.200} has {elements} elements", is_hostile=True)
+            raise RefusedPickle(f"{fqn:.200} has {elements} elements", is_hostile=True)
         if type(chunks) is not list:
-            raise Refused(f"{fqn:.200} has no list of chunks")
+            raise RefusedPickle(f"{fqn:.200} has no list of chunks")
         self.spend(1 + len(chunks))
         entry.chunks = [self._shared_chunk(chunk, size, fqn) for chunk in chunks]
         if not self._partial and sum(math.prod(chunk.sizes) for chunk in entry.chunks) < elements:
-            raise Refused(f"the chunks of {fqn:.200} do not fill it")
+            raise RefusedPickle(f"the chunks of {fqn:.200} do not fill it")
         entry.properties = self._shared_properties(entry.properties)
         strides = getattr(entry.properties, "strides", None)
         if strides is not None and len(strides) != len(size):
-            raise Refused(f"{fqn:.200} has {len(size)} dimensions and {len(strides)} strides")
+            raise RefusedPickle(f"{fqn:.200} has {len(size)} dimensions and {len(strides)} strides")
         return entry
 
     def _shared_chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
@@ -407,13 +407,13 @@ class MetadataBuilder:
         if type(value) in _PLAIN:
             return
         if depth > DEPTH_MAX:
-            raise Refused(f"{what} is nested more than {DEPTH_MAX} deep", is_hostile=True)
+            raise RefusedPickle(f"{what} is nested more than {DEPTH_MAX} deep", is_hostile=True)
         if type(value) is dict:
             if not _PATH.issuperset(map(type, value)):
-                raise Refused(f"a key of {what} is neither a string nor an integer")
+                raise RefusedPickle(f"a key of {what} is neither a string nor an integer")
             value = value.values()
         elif type(value) not in (tuple, list):
-            raise Refused(f"{what} holds more than plain data")
+            raise RefusedPickle(f"{what} holds more than plain data")
         self.spend(1 + len(value))
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
@@ -427,7 +427,7 @@ class MetadataBuilder:
         for count, (name, value) in enumerate(fields.items(), start=1):
             items = value if type(value) is tuple else (value,)
             if count > FURTHER_MAX or len(items) > FURTHER_MAX or not _PLAIN.issuperset(map(type, items)):
-                raise Refused(
+                raise RefusedPickle(
                     f"a {kind.__name__} has a field ({name}) that torch {torch.__version__} and tierckpt {_version()} "
                     "do not know, and its value is not plain data",
                     f"{kind.__module__}.{kind.__qualname__}",
@@ -438,23 +438,23 @@ class MetadataBuilder:
         """What is written once may be referred to many times; looking at it each time could take forever."""
         self._budget -= count
         if self._budget < 0:
-            raise Refused(_REPEATS, is_hostile=True)
+            raise RefusedPickle(_REPEATS, is_hostile=True)
 
     def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return the fields of ``record`` of ``kind``, and those of them that this module does not know."""
-        if type(record) is not Record or record.kind is not _CLASSES[kind]:
-            raise Refused(f"something else stands where a {kind.__name__} belongs")
+        if type(record) is not InertObject or record.kind is not _CLASSES[kind]:
+            raise RefusedPickle(f"something else stands where a {kind.__name__} belongs")
         state = {} if record.state is None else record.state
         if type(state) is not dict:
-            raise Refused(f"the state of a {kind.__name__} is not its fields")
+            raise RefusedPickle(f"the state of a {kind.__name__} is not its fields")
         for name in needed:
             if name not in state:
-                raise Refused(f"a {kind.__name__} has no {name}")
+                raise RefusedPickle(f"a {kind.__name__} has no {name}")
         if FIELDS[kind].issuperset(state):
             return state, {}
         further = {name: value for name, value in state.items() if name not in FIELDS[kind]}
         if not all(type(name) is str and name.isidentifier() and not name.startswith("__") for name in further):
-            raise Refused(f"a {kind.__name__} has a field that no class can have", is_hostile=True)
+            raise RefusedPickle(f"a {kind.__name__} has a field that no class can have", is_hostile=True)
         self._check_further(further, kind)
         return state, further
 
@@ -467,29 +467,29 @@ class MetadataBuilder:
             if self._hashes.setdefault(hash(made), made) != made:
                 self._clashes += 1
             if self._clashes > CLASHES_MAX:
-                raise Refused("its indices are made to share a hash", is_hostile=True)
+                raise RefusedPickle("its indices are made to share a hash", is_hostile=True)
         return made
 
     def _chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
         state, further = self._state(record, ChunkStorageMetadata, "offsets", "sizes")
         offsets, sizes = _sizes(state["offsets"], fqn), _sizes(state["sizes"], fqn)
         if not len(offsets) == len(sizes) == len(size):
-            raise Refused(f"a chunk of {fqn:.200} has another number of dimensions")
+            raise RefusedPickle(f"a chunk of {fqn:.200} has another number of dimensions")
         # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
         if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
-            raise Refused(f"a chunk of {fqn:.200} lies outside it")
+            raise RefusedPickle(f"a chunk of {fqn:.200} lies outside it")
         return _with(ChunkStorageMetadata(offsets, sizes), further)
 
     def _tensor_properties(self, record: Any) -> Any:
         """The properties of a tensor, made of their state by torch's own class, which knows its members and fields."""
-        of_old = type(record) is Record and record.kind is _CLASSES[OldTensorProperties]
+        of_old = type(record) is InertObject and record.kind is _CLASSES[OldTensorProperties]
         kind: Any = OldTensorProperties if of_old else TensorProperties
-        state = record.state if type(record) is Record and record.kind is _CLASSES[kind] else None
+        state = record.state if type(record) is InertObject and record.kind is _CLASSES[kind] else None
         count = len(_PROPERTIES)
         if type(state) is not tuple or not all(map(isinstance, state[:count], _PROPERTIES)) or len(state) < count:
-            raise Refused("the properties of a tensor are not what they should be")
+            raise RefusedPickle("the properties of a tensor are not what they should be")
         if _HAS_STRIDES[kind] and len(state) > count and not _are_strides(state[count]):
-            raise Refused("the strides of a tensor are not numbers from 0")
+            raise RefusedPickle("the strides of a tensor are not numbers from 0")
         self._check_further(dict(enumerate(state[count:], count + 1)), kind)
         made = kind.__new__(kind)
         made.__setstate__(state[: _PROPERTIES_TAKEN[kind]])
@@ -499,7 +499,7 @@ class MetadataBuilder:
         state, further = self._state(record, StorageMeta)
         place = state.get("checkpoint_id")
         if not isinstance(place, str | PurePath | None):
-            raise Refused("the checkpoint's id is no path")
+            raise RefusedPickle("the checkpoint's id is no path")
         made = StorageMeta(
             checkpoint_id=place,
             save_id=_optional(state.get("save_id"), str, "save_id"),
@@ -521,9 +521,9 @@ def _with(made: _Made, further: Mapping[str, Any]) -> _Made:
 def relative_of(path: Any) -> str:
     """Refuse any path that could lead out of the checkpoint's directory, on any store."""
     if type(path) is not str or any(character in path for character in "\\\0"):
-        raise Refused("the path of a file is not acceptable", is_hostile=True)
+        raise RefusedPickle("the path of a file is not acceptable", is_hostile=True)
     if any(part in {"", ".", ".."} for part in path.split("/")):
-        raise Refused(f"the path {path[:200]!r} leads elsewhere", is_hostile=True)
+        raise RefusedPickle(f"the path {path[:200]!r} leads elsewhere", is_hostile=True)
     return path
 
 
@@ -550,7 +550,7 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
             size_bytes = needed[id(entry)].get(index.offset, 0)
         held = info.length * (COMPACT_RATIO_MAX if info.length >= COMPACT_BYTES_MIN else 1)
         if held < size_bytes and not info.transform_descriptors:
-            raise Refused(f"a chunk of {index.fqn:.200} needs {size_bytes} bytes and has {info.length}")
+            raise RefusedPickle(f"a chunk of {index.fqn:.200} needs {size_bytes} bytes and has {info.length}")
 
 
 def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
@@ -572,14 +572,14 @@ def check_positions(planner_data: Any) -> None:
         if type(path) is not tuple or int not in set(map(type, path)) or not _PATH.issuperset(map(type, path)):
             continue
         if len(path) > DEPTH_MAX:
-            raise Refused(f"planner_data has lists nested more than {DEPTH_MAX} deep", is_hostile=True)
+            raise RefusedPickle(f"planner_data has lists nested more than {DEPTH_MAX} deep", is_hostile=True)
         for depth, part in enumerate(path):
             if type(part) is int:
                 if not 0 <= part < room:
-                    raise Refused(f"planner_data has a list of {part} items", is_hostile=True)
+                    raise RefusedPickle(f"planner_data has a list of {part} items", is_hostile=True)
                 longest[path[:depth]] = max(longest.get(path[:depth], 0), part + 1)
     if sum(longest.values()) > room:
-        raise Refused(f"planner_data has lists of {sum(longest.values())} items", is_hostile=True)
+        raise RefusedPickle(f"planner_data has lists of {sum(longest.values())} items", is_hostile=True)
 
 
 def _are_strides(value: Any) -> bool:
@@ -591,29 +591,29 @@ def _are_strides(value: Any) -> bool:
 
 def _sizes(value: Any, fqn: str) -> torch.Size:
     if type(value) is not torch.Size:
-        raise Refused(f"a size of {fqn:.200} is none")
+        raise RefusedPickle(f"a size of {fqn:.200} is none")
     return value
 
 
 def _text(value: Any, what: str) -> str:
     if type(value) is not str:
-        raise Refused(f"{what} is not a string")
+        raise RefusedPickle(f"{what} is not a string")
     return value
 
 
 def _list(value: Any, what: str) -> Any:
     if type(value) not in (list, tuple):
-        raise Refused(f"{what} is not a list")
+        raise RefusedPickle(f"{what} is not a list")
     return value
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise Refused(f"{what} is not a dict")
+        raise RefusedPickle(f"{what} is not a dict")
     return value
 
 
 def _optional(value: Any, kind: type, what: str) -> Any:
     if value is not None and type(value) is not kind:
-        raise Refused(f"{what} is not of type {kind.__name__}")
+        raise RefusedPickle(f"{what} is not of type {kind.__name__}")
     return value

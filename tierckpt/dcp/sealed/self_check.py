@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ...format.pickle_machine import Refused
+from ...format.pickle_machine import RefusedPickle
 from ..bulk_objects import gc_paused
 from ..metadata_pickle import encode, renamed
 from .metadata import FIELDS, HAS_FURTHER, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
@@ -31,7 +31,7 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
         try:
             for path in made[1]:
                 relative_of(path)
-        except Refused as error:
+        except RefusedPickle as error:
             raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
         _verified = dict(entries), planner, data
         return
@@ -47,6 +47,6 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
     try:
         with gc_paused():
             check_stored(entries, MetadataBuilder(len(data), partial).places(metadata.storage_data or {}))
-    except Refused as error:
+    except RefusedPickle as error:
         raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
     _verified = dict(entries), planner, data

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.dcp.items import item_format, shard_layout
-from tierckpt.dcp.items.item_format import Frame, frame
+from tierckpt.dcp.items.item_format import ItemFrame, frame
 from tierckpt.dcp.items.shard_layout import LARGE_BYTES, Placed, arrange, unit_bytes
 from tierckpt.quantities import DISK_BLOCK_BYTES
 
@@ -29,17 +29,17 @@ FRAMES = st.lists(st.builds(frame, DTYPES, SHAPES), max_size=40)
 CAPS = st.sampled_from([1, 10_000, 100_000, 1 * MiB, 1 << 40])
 
 
-def place(frames: Sequence[Frame], cap: int, unit: int = 8 * MiB) -> list[list[Placed]]:
+def place(frames: Sequence[ItemFrame], cap: int, unit: int = 8 * MiB) -> list[list[Placed]]:
     return arrange(frames, shard_bytes_max=cap, unit=unit)
 
 
-def end(frames: Sequence[Frame], placed: Placed) -> int:
+def end(frames: Sequence[ItemFrame], placed: Placed) -> int:
     return placed[1] + frames[placed[0]].total_bytes
 
 
 @settings(max_examples=200, deadline=None)
 @given(frames=FRAMES, cap=CAPS, unit=st.sampled_from([64 * KiB, 128 * KiB, 8 * MiB]))
-def test_every_arrangement_keeps_the_rules(frames: list[Frame], cap: int, unit: int) -> None:
+def test_every_arrangement_keeps_the_rules(frames: list[ItemFrame], cap: int, unit: int) -> None:
     shards = place(frames, cap, unit)
     assert sorted(index for shard in shards for index, _ in shard) == list(range(len(frames))), "each item once"
     for shard in shards:
@@ -61,7 +61,7 @@ def test_every_arrangement_keeps_the_rules(frames: list[Frame], cap: int, unit: 
 
 @settings(max_examples=50, deadline=None)
 @given(frames=FRAMES, cap=CAPS)
-def test_the_arrangement_of_an_arrangement_is_itself(frames: list[Frame], cap: int) -> None:
+def test_the_arrangement_of_an_arrangement_is_itself(frames: list[ItemFrame], cap: int) -> None:
     """Staging arranges a state dict, writing arranges what was staged, in the order it lies in: nothing may move."""
     shards = place(frames, cap)
     in_order = [frames[index] for shard in shards for index, _ in shard]

@@ -203,7 +203,7 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
     meta = small()
     change(meta)
     stream = io.BytesIO()
-    metadata_pickle._Pickler(stream).dump(meta)  # private: metadata that `encode` is never given
+    metadata_pickle._MetadataPickler(stream).dump(meta)  # private: metadata that `encode` is never given
     with pytest.raises(UnsafeCheckpointError, match=match):
         read(stream.getvalue())
 
