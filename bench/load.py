@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import tierckpt
 from tierckpt.arena.memory import Memory
-from tierckpt.disk.page_cache import Resident
+from tierckpt.disk.file_io import Resident
 from tierckpt.types import ByteRange
 
 HERE = Path(__file__).resolve().parent

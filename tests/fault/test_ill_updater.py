@@ -20,8 +20,7 @@ from tierckpt.errors import IntegrityError, OperationTimeoutError
 from tierckpt.near_storage import updater_process
 from tierckpt.near_storage.blocks import TrainerParameter, layout_of
 from tierckpt.near_storage.mapped_state import StateHold
-from tierckpt.near_storage.state_file import StateFile
-from tierckpt.near_storage.states import begin_state, current_state
+from tierckpt.near_storage.state_file import StateFile, begin_state, current_state
 from tierckpt.near_storage.updater_process import UpdaterProcess
 
 ANSWER_SECONDS = 150.0

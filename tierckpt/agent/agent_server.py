@@ -40,7 +40,7 @@ from .connection import Connection, close_all
 from .handoffs import Handoffs
 from .log_file import LogFile
 from .options import AgentOptions
-from .page_source import PageSource
+from .page_documents import PageSource
 from .peer_service import PeerService
 
 log = logger("agent")

@@ -23,7 +23,7 @@ from ..redaction import redact_all
 from ..types import Json
 from .node_document import Known, node_document
 from .peer_service import PeerService
-from .run_rows import RANKED
+from .run_catalog import RANKED
 
 ASK_SECONDS = 5.0
 ANSWER_SECONDS = 1.0

@@ -36,7 +36,7 @@ from ..peer.membership import is_loopback
 from ..telemetry import Labels, Metric, logger
 from ..types import Json, Tier
 from .node_document import Known, node_document
-from .run_rows import REFUSED
+from .run_catalog import REFUSED
 from .web import LOOPBACK, WebServer
 
 log = logger("agent.metrics")

@@ -4,7 +4,6 @@ no store."""
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import time
@@ -26,13 +25,13 @@ from ..config import Settings
 from ..drain.active_drain import COMMITTING, QUEUED, SENDING, STORE
 from ..drain.rate_limiter import UNCHANGED, read_control
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
-from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri
+from ..format.layout import MANIFEST, local_dir, location_at, parse_uri
 from ..ipc.agent_client import AgentClient, AgentUnavailableError, NoneRunsError, has_socket
 from ..planning.goodput import stalls_of
 from ..quantities import human_seconds
 from ..telemetry import logger
 from ..types import Json
-from .run_rows import REFUSED, SET_ASIDE, run_rows, step_rows
+from .run_catalog import REFUSED, SET_ASIDE, directory_stamp, run_rows, step_rows
 
 log = logger("agent.document")
 
@@ -219,7 +218,7 @@ def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterat
     changed."""
     fresh: Known = {}
     for directory in directories:
-        stamp = stamp_of(directory)
+        stamp = directory_stamp(directory)
         before = known.get(directory)
         if before is None or before[0] != stamp:
             before = (stamp, _checkpoint(root, directory))
@@ -227,18 +226,6 @@ def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterat
     known.clear()
     known.update(fresh)
     yield from (row for _, row in fresh.values() if row is not None)
-
-
-def stamp_of(directory: Path) -> tuple[int, ...]:
-    """When a checkpoint's directory, and its records, were changed: what was read before then may be another now."""
-    return tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
-
-
-def _changed_at(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns  # noqa: PTH116
-    except OSError:
-        return 0
 
 
 def _checkpoint(root: Path, directory: Path) -> Json | None:

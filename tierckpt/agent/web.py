@@ -41,7 +41,7 @@ from ..types import Json
 from .http_server import HttpServer, begin, web, write
 from .node_document import Known, node_document, peers_document
 from .page_documents import BusyError, NotNamedError, PageDocuments
-from .rollout_watch import RolloutWatch
+from .rollout import RolloutWatch
 
 log = logger("agent.web")
 

@@ -39,7 +39,7 @@ from ..disk.durable import (
     remove_tree,
     translated,
 )
-from ..disk.temporary_names import is_abandoned, temporary_of_this_process
+from ..disk.processes import is_abandoned, temporary_of_this_process
 from ..errors import ConfigError, IntegrityError, StoreError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import is_safe_path

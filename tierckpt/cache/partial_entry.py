@@ -48,9 +48,8 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import allocate, clone_range, read_into
-from ..disk.processes import boot_id
+from ..disk.processes import beside, boot_id, stem_of
 from ..disk.quarantine import open_regular
-from ..disk.temporary_names import beside, stem_of
 from ..errors import CheckpointError, IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import (

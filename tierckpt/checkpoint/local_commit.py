@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..disk.durable import durable_write, fsync_dir, make_dirs, matching, read_whole, remove_tree, translated
 from ..disk.file_lock import lock
-from ..disk.temporary_names import set_aside_name
+from ..disk.processes import set_aside_name
 from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
 from ..format.layout import (

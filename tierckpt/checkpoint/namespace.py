@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..disk.illness import ILL_SECONDS
-from ..disk.temporary_names import is_temporary
+from ..disk.processes import is_temporary
 from ..errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..disk.temporary_names import set_aside_name
+from ..disk.processes import set_aside_name
 from ..errors import BucketNotFoundError, ConfigError, ManifestError, ObjectNotFoundError, StoreError
 from ..format import layout
 from ..format.layout import CLAIM, MANIFEST, PARTS_DIR, PRIVATE_DIR, pending

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..agent.rollout import Rollout, line
-from ..agent.rollout_watch import RolloutWatch
+from ..agent.rollout import Rollout, RolloutWatch, line
 from ..cache.pool import Pool
 from ..cache.prefetch import FileFilter
 from ..config import Settings

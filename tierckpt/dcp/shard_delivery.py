@@ -27,11 +27,10 @@ from ..checkpoint import shared_commit
 from ..checkpoint.journal import JournalEntry
 from ..client import Client
 from ..config import Settings
-from ..disk.cpu_throttle import BACKGROUND_CPU_SHARE, CpuThrottle
 from ..disk.durable import fsync_dir
 from ..disk.flush_lock import flushing
 from ..disk.io_tuner import WRITE_BYTES_MAX, segment_bytes, write_tuner_for
-from ..disk.priority import BACKGROUND_NICE
+from ..disk.priority import BACKGROUND_CPU_SHARE, BACKGROUND_NICE, CpuThrottle
 from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
 from ..format.manifest import FileEntry, Flushed

@@ -33,9 +33,8 @@ from ..ownership import check, file_mode, mode_of, root_of
 from ..resources import exhausted
 from ..types import Buffer, Tier
 from .illness import requests
-from .processes import current_umask
+from .processes import current_umask, stem_of, temporary_of_this_process
 from .quarantine import open_regular, set_aside
-from .temporary_names import stem_of, temporary_of_this_process
 
 MAKES_MAX = 100
 PATH_BYTES_MAX = 4095 - 200

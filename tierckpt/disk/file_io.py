@@ -1,7 +1,7 @@
 """Reads and writes of local files at an offset: past the page cache (direct I/O), or through it.
 
-Direct I/O takes whole disk blocks, from and to memory that begins on one. Whoever writes pads the last block with
-zeros, and ``cut`` takes them off.
+Direct I/O needs whole disk blocks and memory aligned to a block. Writers pad the last block with zeros; ``cut``
+removes them. ``Resident`` finds the bytes that the page cache holds; ``open_beneath`` follows no symbolic link.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -21,6 +23,89 @@ from ..types import Buffer, ByteRange, Tier
 from .durable import translated
 from .illness import requests
 from .quarantine import open_regular
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
+
+
+def open_beneath(directory: Path, relative: str) -> int:
+    """Open the regular file ``relative`` of ``directory`` for reading; the caller closes it.
+
+    The last part of ``directory`` may be no link either; what leads there is the administrator's.
+
+    Raises:
+        OSError: it is not there, is no regular file, or some part of it is a symbolic link or leads out.
+    """
+    *folders, name = relative.split("/")
+    if "\0" in relative or any(part in ("", ".", "..") for part in (*folders, name)):
+        raise OSError(errno.EXDEV, "it leads out, or is no path", relative)
+    at = os.open(directory, _DIRECTORY)
+    try:
+        for folder in folders:
+            below = os.open(folder, _DIRECTORY, dir_fd=at)
+            os.close(at)
+            at = below
+        file = os.open(name, _FLAGS, dir_fd=at)
+    finally:
+        os.close(at)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "no regular file", relative)
+    return file
+
+
+PAGE_BYTES = mmap.PAGESIZE
+
+WINDOW_BYTES = 64 << 20
+"""Range per cached result of "not in the page cache": a load asks for each 2 MiB."""
+
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+class Resident:
+    """Asks the kernel by ``mincore(2)`` on a mapping of ``file`` that nobody ever touches.
+
+    If residency is unknown (no mapping, or the kernel hides it for a file of another user), none is assumed.
+    Pages that appear after a window was found empty are not used: the range is read past the page cache.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._map: mmap.mmap | None = None
+        self._is_empty: dict[int, bool] = {}
+        try:
+            self._size_bytes = os.fstat(file).st_size
+            # Copy-on-write, so that ctypes may have its address; without a write there is no copy.
+            self._map = mmap.mmap(file, self._size_bytes, access=mmap.ACCESS_COPY)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        except (OSError, ValueError):
+            self._map = None
+
+    def has(self, byte_range: ByteRange) -> bool:
+        """True when every page of ``byte_range`` is in the page cache now."""
+        start = byte_range.start // PAGE_BYTES * PAGE_BYTES
+        if self._map is None or not start < byte_range.stop <= self._size_bytes:
+            return False
+        windows = range(start // WINDOW_BYTES, -(-byte_range.stop // WINDOW_BYTES))
+        if all(self._was_empty(window) for window in windows):
+            return False
+        return b"\0" not in self.pages(start, byte_range.stop)
+
+    def _was_empty(self, window: int) -> bool:
+        """Return True if none of it was in the page cache at the first check."""
+        if window not in self._is_empty:
+            start = window * WINDOW_BYTES
+            self._is_empty[window] = b"\1" not in self.pages(start, min(start + WINDOW_BYTES, self._size_bytes))
+        return self._is_empty[window]
+
+    def pages(self, start: int, stop: int) -> bytes:
+        """One byte for each page: 1 where it is in the page cache, 0 where it is not, or the kernel does not tell."""
+        pages = -(-(stop - start) // PAGE_BYTES)
+        found = ctypes.create_string_buffer(pages)
+        if _mincore(self._address + start, stop - start, found):
+            return bytes(pages)
+        return found.raw  # the other bits are reserved, and zero
+
 
 log = logger("disk")
 

@@ -13,7 +13,7 @@ from ..ownership import open_root
 from ..telemetry import logger
 from .durable import SET_LOCAL_ROOT, make_dirs
 from .file_lock import try_lock
-from .temporary_names import is_abandoned, is_temporary
+from .processes import is_abandoned, is_temporary
 
 log = logger("disk")
 

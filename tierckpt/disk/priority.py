@@ -1,4 +1,11 @@
-"""Low CPU and I/O priority for background threads: training comes first (P8)."""
+"""Low priority, and a small share of a busy node, for background threads: training comes first (P8).
+
+A low priority is not enough. It orders two threads that want one processor, but does not limit what two hardware
+threads of one core take from each other, nor the interpreter lock. So the flush does less work per second.
+
+Two measures detect a busy node: this process's own processor time, exact within milliseconds, and the node's, which
+the kernel counts in ticks of 10 ms. Neither counts a flush: ours is subtracted, and flushes of other ranks are niced.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +13,75 @@ import ctypes
 import os
 import platform
 import threading
+import time
+from pathlib import Path
 
 from ..telemetry import logger
+
+STAT = Path("/proc/stat")
+BACKGROUND_CPU_SHARE = 0.04
+"""Of one processor, for a background flush while the node is busy. Measured: docs/adr/0007-flush.md."""
+BUSY_SHARE = 0.4
+"""Of the node's processor time, spent on work of normal priority."""
+OWN_WINDOW_SECONDS = 0.01
+NODE_WINDOW_SECONDS = 0.1
+REST_SECONDS_MAX = 0.5
+
+
+class CpuThrottle:
+    """Rests after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never rests.
+
+    One for all ``threads`` of a flush: each gets its part of the share.
+    """
+
+    def __init__(self, share: float = 1.0, threads: int = 1) -> None:
+        self.share = share if share >= 1.0 else share / threads
+        self.rested = False
+        """Whether any thread ever rested: then the flush says nothing about how fast the device is."""
+        if self.share >= 1.0:
+            return
+        self._processors = len(os.sched_getaffinity(0))
+        self.used_seconds = 0.0
+        self._own = (time.monotonic(), time.process_time(), 0.0)
+        self._node = (time.monotonic(), *_ticks())
+        self._own_busy = self._node_busy = False
+        self._lock = threading.Lock()
+
+    def rest_after(self, used_seconds: float) -> None:
+        """Sleep in proportion to the processor time just used, at most half a second."""
+        if self.share < 1.0 and self._busy(used_seconds):
+            self.rested = True
+            time.sleep(min(used_seconds / self.share - used_seconds, REST_SECONDS_MAX))
+
+    def _busy(self, used_seconds: float) -> bool:
+        with self._lock:
+            self.used_seconds += used_seconds
+            now = time.monotonic()
+            if now - self._own[0] >= OWN_WINDOW_SECONDS:
+                then, process, used = self._own
+                self._own = (now, time.process_time(), self.used_seconds)
+                others = self._own[1] - process - (self.used_seconds - used)
+                self._own_busy = others / (now - then) / self._processors >= BUSY_SHARE
+            if now - self._node[0] >= NODE_WINDOW_SECONDS:
+                _, work, total = self._node
+                self._node = (now, *_ticks())
+                self._node_busy = self._node[1] - work >= BUSY_SHARE * max(1, self._node[2] - total)
+            return self._own_busy or self._node_busy
+
+
+def _ticks() -> tuple[int, int]:
+    """Processor time of normal priority, and of all kinds, since the start; zeros where the kernel does not say.
+
+    Source: proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
+    """
+    try:
+        user, _, system, _, _, irq, softirq, *_ = fields = [
+            int(f) for f in STAT.read_text().split("\n", 1)[0].split()[1:9]
+        ]
+    except (OSError, ValueError):
+        return 0, 0
+    return user + system + irq + softirq, sum(fields)
+
 
 log = logger("flush")
 

@@ -21,7 +21,7 @@ from ..ownership import check, check_owner, root_of
 from ..telemetry import QUARANTINES, logger
 from ..types import Tier
 from .illness import requests
-from .temporary_names import stem_of
+from .processes import stem_of
 
 log = logger("disk")
 

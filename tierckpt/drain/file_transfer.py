@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ..disk.durable import make_dirs, matching, publish, translated
 from ..disk.file_io import allocate, open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
-from ..disk.temporary_names import stem_of
+from ..disk.processes import stem_of
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import FileEntry
 from ..ownership import file_mode

@@ -14,7 +14,7 @@ from typing import Any
 from ..adoption import Adoption
 from ..config import Settings
 from ..disk.durable import remove_tree
-from ..disk.temporary_names import beside
+from ..disk.processes import beside
 from ..errors import ConfigError
 from ..format.layout import step_of
 from .directories import Directories

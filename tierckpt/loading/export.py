@@ -30,7 +30,7 @@ from ..disk.durable import (
     translated,
 )
 from ..disk.file_lock import try_lock
-from ..disk.temporary_names import beside, is_abandoned, stem_of, temporary_of_this_process
+from ..disk.processes import beside, is_abandoned, stem_of, temporary_of_this_process
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, StoreError
 from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path

@@ -21,8 +21,7 @@ from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
 from ..replay.optimizers import Parameter, local, sharded
 from ..save.shard_plan import Fetch
 from .blocks import MASTER, BlockLayout
-from .state_file import StateFile, Tensors
-from .states import END_SECONDS, NewState, begin_state, current_state, directory_lock
+from .state_file import END_SECONDS, NewState, StateFile, Tensors, begin_state, current_state, directory_lock
 from .updater_process import UpdaterProcess
 
 SAVED_MASTER = "master"

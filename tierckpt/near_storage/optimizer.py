@@ -23,8 +23,7 @@ from ..replay.optimizers import base_of, check_replayable, local, parameters_of,
 from .blocks import MASTER, BlockLayout, layout_of
 from .mapped_state import MappedState, StateHold
 from .members import build_optimizer, check_gradients, check_parameter, members_of
-from .state_file import Tensors
-from .states import directory_lock
+from .state_file import Tensors, directory_lock
 from .step_channel import StepChannel
 
 PERSIST_EVERY = 8

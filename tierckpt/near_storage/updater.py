@@ -41,9 +41,8 @@ from ..resources import ThreadPool
 from ..telemetry import log_to, logger
 from .blocks import MASTER, BlockLayout, StateBlock, TrainerParameter, layout_of, shared_tensors
 from .gradient_files import GradientFiles, read_frames
-from .messages import receive, send, to_message
-from .state_file import StateFile, Tensors
-from .states import END_SECONDS, current_state, directory_lock
+from .state_file import END_SECONDS, StateFile, Tensors, current_state, directory_lock
+from .updater_process import receive, send, to_message
 
 log = logger("replay")
 

@@ -1,4 +1,4 @@
-"""The trainer's end of the updater process: starts it, and receives its messages."""
+"""The trainer's end of the updater process: starts it, and exchanges messages with it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from ..errors import CheckpointError, IntegrityError, OperationTimeoutError, Tie
 from ..ipc.child_process import start_python
 from ..resources import start_thread
 from ..telemetry import logger
-from .messages import receive, send
-from .state_file import DMESG, LOST
-from .states import END_SECONDS
+from .state_file import DMESG, END_SECONDS, LOST
 
 log = logger("replay")
 
@@ -270,3 +268,21 @@ class UpdaterProcess:
             hint="No step is lost. Call step() again: it restarts the process and repeats the current step",
             directory=self.order["directory"],
         )
+
+
+def send(connection: Connection, message: Mapping[str, Any], payload: bytes = b"") -> None:
+    """Send a message. Raises OSError if the other end is closed."""
+    connection.send_bytes(json.dumps(message, default=str).encode() + b"\n" + payload)
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
+    """Return the next message. Raises EOFError or OSError if the other end is closed."""
+    head, _, payload = connection.recv_bytes().partition(b"\n")
+    return json.loads(head), payload
+
+
+def to_message(error: BaseException) -> dict[str, Any]:
+    """Return ``error`` as JSON for ``errors.from_json``."""
+    if not isinstance(error, TierckptError):
+        error = CheckpointError(f"{type(error).__name__}: {error}")
+    return error.to_json()

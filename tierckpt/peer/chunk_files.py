@@ -20,8 +20,7 @@ from ..cache.partial_entry import CLAIMS, ENTRY, FILLS, SHARED, ProgressLog
 from ..cache.receipt import RECEIPT
 from ..checkpoint.branches import NOTE, parse
 from ..disk.claims import locked
-from ..disk.file_io import read_into, stat_version
-from ..disk.open_beneath import open_beneath
+from ..disk.file_io import open_beneath, read_into, stat_version
 from ..errors import ManifestError
 from ..format.layout import MANIFEST
 from ..format.manifest import DIGEST_BLOCK_BYTES, Manifest, block_digest, digest_of_blocks

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..cache.partial_entry import SUFFIX, incoming_beside, incoming_of
 from ..cache.receipt import RECEIPT
-from ..disk.open_beneath import open_beneath
+from ..disk.file_io import open_beneath
 from ..errors import ManifestError, TierckptError
 from ..format.layout import BRANCHES_DIR, MANIFEST, PRIVATE_DIR, location_at
 from ..format.manifest import digest_of

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ..disk.durable import translated
-from ..disk.file_io import open_direct, open_file, pread_all, read_direct, read_into
+from ..disk.file_io import Resident, open_direct, open_file, pread_all, read_direct, read_into
 from ..disk.io_tuner import WAYS, ReadMode, ReadTuner, device_of
-from ..disk.page_cache import Resident
-from ..disk.temporary_names import set_aside_name
+from ..disk.processes import set_aside_name
 from ..errors import TierckptError
 from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..telemetry import QUARANTINES, logger

@@ -25,8 +25,8 @@ from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
+from ..disk.file_io import PAGE_BYTES
 from ..disk.io_tuner import WAYS
-from ..disk.page_cache import PAGE_BYTES
 from ..errors import TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange

@@ -24,9 +24,8 @@ from ..cache import space
 from ..checkpoint.retention import marked_directories
 from ..config import Settings
 from ..disk.durable import fsync_dir, make_dirs, matching, translated
-from ..disk.file_io import pwrite_all
+from ..disk.file_io import open_beneath, pwrite_all
 from ..disk.file_lock import lock_async
-from ..disk.open_beneath import open_beneath
 from ..disk.quarantine import open_regular
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..format.layout import GRADIENTS_DIR, Location, local_dir, location_at, step_of

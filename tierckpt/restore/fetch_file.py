@@ -17,7 +17,7 @@ from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
 from ..disk.durable import make_dirs, publish, remove_tree, translated
 from ..disk.file_lock import lock_async
-from ..disk.temporary_names import beside
+from ..disk.processes import beside
 from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import INCOMING_DIR

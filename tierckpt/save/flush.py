@@ -35,10 +35,10 @@ from zlib_ng.zlib_ng import crc32
 
 from ..arena.memory import Memory
 from ..disk import priority
-from ..disk.cpu_throttle import CpuThrottle
 from ..disk.durable import translated
 from ..disk.file_io import DirectFile, allocate, copy_small
 from ..disk.io_tuner import IoShape, segment_bytes
+from ..disk.priority import CpuThrottle
 from ..errors import OperationTimeoutError
 from ..format.manifest import DIGEST_BLOCK_BYTES, Flushed, block_digest, blocks_of, digest_of_blocks
 from ..quantities import DISK_BLOCK_BYTES, round_up
@@ -73,7 +73,7 @@ def flush(
 
     ``cached`` writes through the page cache: slower, but later readers find the shards in memory.
 
-    With a ``pace``, workers rest between segments while the node's processors are busy (``disk/cpu_throttle.py``).
+    With a ``pace``, workers rest between segments while the node's processors are busy (``disk/priority.py``).
 
     Raises:
         CapacityError: the disk is full (detected by fallocate before the first byte, if the file system supports it).

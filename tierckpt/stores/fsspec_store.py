@@ -29,7 +29,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ..config import MiB
 from ..disk.durable import translate_os_error
-from ..disk.temporary_names import is_temporary, stem_of
+from ..disk.processes import is_temporary, stem_of
 from ..errors import (
     ConfigError,
     EndpointError,

@@ -31,9 +31,8 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import pread_all, stat_version
-from ..disk.processes import boot_id
+from ..disk.processes import boot_id, is_abandoned, is_made_here, is_temporary, stem_of, temporary_of_this_process
 from ..disk.quarantine import kind_of
-from ..disk.temporary_names import is_abandoned, is_made_here, is_temporary, stem_of, temporary_of_this_process
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier

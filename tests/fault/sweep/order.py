@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from tests.fault.sweep.calls import Call
-from tierckpt.disk.temporary_names import is_temporary
+from tierckpt.disk.processes import is_temporary
 from tierckpt.format.layout import MANIFEST, METADATA, SHARD_SUFFIX
 
 LOCAL = "/local/checkpoints/"

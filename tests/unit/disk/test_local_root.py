@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierckpt.disk.durable import durable_write
 from tierckpt.disk.local_root import clear_leftovers
-from tierckpt.disk.temporary_names import is_abandoned, is_temporary
+from tierckpt.disk.processes import is_abandoned, is_temporary
 
 WRITER = """
 import os, sys

@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import container, needs_namespaces, other_host
-from tierckpt.disk.processes import boot_id, has_ended, host_id, pid_namespace, start_ticks
-from tierckpt.disk.temporary_names import is_abandoned, temporary_of_this_process
+from tierckpt.disk.processes import (
+    boot_id,
+    has_ended,
+    host_id,
+    is_abandoned,
+    pid_namespace,
+    start_ticks,
+    temporary_of_this_process,
+)
 
 SAYS = "from tierckpt.disk.processes import *; import os; print(host_id(), pid_namespace(), os.getpid())"
-ABANDONED = "import sys; from tierckpt.disk.temporary_names import is_abandoned; print(is_abandoned(sys.argv[1]))"
+ABANDONED = "import sys; from tierckpt.disk.processes import is_abandoned; print(is_abandoned(sys.argv[1]))"
 
 
 def says(*command: str) -> list[int]:

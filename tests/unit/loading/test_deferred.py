@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tests.reads import asked
 from tierckpt.config import Settings
+from tierckpt.disk.file_io import PAGE_BYTES, Resident
 from tierckpt.disk.io_tuner import SHARED_WAYS
-from tierckpt.disk.page_cache import PAGE_BYTES, Resident
 from tierckpt.errors import IntegrityError
 from tierckpt.loading.deferred import Deferral, DeferredTensor
 from tierckpt.loading.safetensors import WantedTensors

@@ -37,8 +37,7 @@ from tierckpt.near_storage.blocks import TrainerParameter, layout_of
 from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
 from tierckpt.near_storage.mapped_state import StateHold
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
-from tierckpt.near_storage.state_file import StateFile
-from tierckpt.near_storage.states import begin_state, current_state
+from tierckpt.near_storage.state_file import StateFile, begin_state, current_state
 from tierckpt.near_storage.updater import LiveBlock, Updater
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame

@@ -14,7 +14,7 @@ import pytest
 from tests.peer_node import CHUNK, begin, bytes_of, commit, freeze, land, model, publish
 from tierckpt.cache.file_set import FileSet
 from tierckpt.cache.partial_entry import FILLING, PUBLISHES, PartialEntry
-from tierckpt.disk.open_beneath import open_beneath
+from tierckpt.disk.file_io import open_beneath
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import chunk_files, inventory

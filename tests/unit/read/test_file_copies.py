@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.arena.slots import BounceBufferPool
-from tierckpt.disk.page_cache import Resident
+from tierckpt.disk.file_io import Resident
 from tierckpt.errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.file_copies import LocalCopy, RemoteCopy

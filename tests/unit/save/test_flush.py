@@ -28,8 +28,8 @@ from tests.services import REPOSITORY, needs
 from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
 from tierckpt.disk import file_io, priority
-from tierckpt.disk.cpu_throttle import CpuThrottle
 from tierckpt.disk.io_tuner import IoShape, segment_bytes
+from tierckpt.disk.priority import CpuThrottle
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
 from tierckpt.format.manifest import Flushed, blocks_of, digest_of
 from tierckpt.quantities import round_up

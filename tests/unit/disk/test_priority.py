@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.disk import cpu_throttle
-from tierckpt.disk.cpu_throttle import CpuThrottle
+from tierckpt.disk import priority
+from tierckpt.disk.priority import CpuThrottle
 
 
 class Clock:
@@ -39,9 +39,9 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A node of one processor, whose kernel says nothing of other processes."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    monkeypatch.setattr(cpu_throttle, "STAT", Path("/nonexistent"))
+    monkeypatch.setattr(priority, "STAT", Path("/nonexistent"))
     clock = Clock()
-    monkeypatch.setattr(cpu_throttle, "time", clock)
+    monkeypatch.setattr(priority, "time", clock)
     return clock
 
 
@@ -76,7 +76,7 @@ def test_a_rest_is_bounded(clock: Clock) -> None:
     steps = CpuThrottle(0.001)
     clock.spin(10.0)
     steps.rest_after(5.0)
-    assert clock.rested == cpu_throttle.REST_SECONDS_MAX
+    assert clock.rested == priority.REST_SECONDS_MAX
 
 
 @pytest.mark.parametrize(("user", "niced", "rests"), [(90, 0, True), (0, 90, False), (20, 70, False)])
@@ -86,10 +86,10 @@ def test_other_processes_count_and_flushes_do_not(
     """What runs at a low priority, as the flush of every other rank does, is no reason to rest."""
     stat = tmp_path / "stat"
     stat.write_text("cpu  1000 1000 1000 1000 0 0 0 0 0 0\n")
-    monkeypatch.setattr(cpu_throttle, "STAT", stat)
+    monkeypatch.setattr(priority, "STAT", stat)
     steps = CpuThrottle(0.1)
     stat.write_text(f"cpu  {1000 + user} {1000 + niced} 1000 {1000 + 100 - user - niced} 0 0 0 0 0 0\n")
-    clock.now += cpu_throttle.NODE_WINDOW_SECONDS
+    clock.now += priority.NODE_WINDOW_SECONDS
     steps.rest_after(0.01)
     assert (clock.rested > 0) is rests
 

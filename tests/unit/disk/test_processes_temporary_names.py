@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.disk.temporary_names import (
+from tierckpt.disk.processes import (
     beside,
     is_abandoned,
     is_temporary,
