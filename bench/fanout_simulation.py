@@ -4,9 +4,9 @@
     python bench/fanout_simulation.py --nodes 64 4096 --chunks 64
     python bench/fanout_simulation.py --owner-only       what happens when only owners serve
 
-A transfer moves at its part of the sender's uplink or of the receiver's downlink, whichever is less; what it cannot
-use of a link goes to the others on it. Requests take ``LATENCY_SECONDS`` each way. Everything else (who asks whom for
-what, and when) is decided by tierckpt/peer/fetch/scheduler.py.
+A transfer gets its share of the sender's uplink or of the receiver's downlink, whichever is less; the unused part of a
+link is shared by its other transfers. Requests take ``LATENCY_SECONDS`` each way. tierckpt/peer/fetch/scheduler.py
+decides all else: which node requests which chunk, from which node, and when.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
     chunk_bytes: int = 1 << 20
     node_rate: float = 25e6
     slow: int = 0
-    """Nodes whose links have a tenth of the rate (``slow_up_only``: only what they send)."""
+    """Nodes whose links have a tenth of the rate (``slow_up_only``: only their uplinks)."""
     slow_up_only: bool = False
     dead_at: float | None = None
     """One node falls silent then, as a share of the best time there can be."""
@@ -372,7 +372,7 @@ class World:
         return self._placements[key]
 
     def members_at(self) -> tuple[int, bool]:
-        """Of many nodes everybody knows at once who takes part: how they find out is not what is simulated then."""
+        """The members of a large simulation: all are known at once, as discovery is not simulated."""
         return sum(node.start <= self.now for node in self.nodes if node.late), self.now - self.dead_at > DEAD_SECONDS
 
     def many(self, seen: tuple[int, bool]) -> tuple[list[Member], list[str]]:

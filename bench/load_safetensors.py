@@ -2,14 +2,13 @@
 
     python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/2;ours;..."] [--memory new] [--dir DIR]
 
-4 GiB in 4 files of bf16. Each sample is a process of its own that has imported what it needs: the page cache is dropped
-(cold; fincore says whether it is) or filled (warm), one load is timed, with every tensor the caller's own: what is lazy
-is touched or cloned within the time. Then every byte is compared with what was saved. Rounds are interleaved, their
-rows in random order.
+4 GiB in 4 files of bf16. Each sample has its own process, with imports done. The page cache is dropped (cold; fincore
+verifies that) or filled (warm), and one load is timed. The caller owns every tensor: lazy ones are touched or cloned
+within the time. Then every byte is compared. Rounds are interleaved, their rows in random order.
 
-A virtual machine may give free memory back to its host, and then waits for each page again, in a load of whatever
-kind; a machine of its own does not. So unless ``--memory new`` is given, a process fills memory just before each sample
-and ends: what the load takes is memory that the machine has.
+A virtual machine may return free memory to its host, and any load then waits for each page; a physical machine does
+not. So unless ``--memory new`` is given, a process fills memory just before each sample and exits: the load gets pages
+that the machine has.
 
 Prints a table, writes bench/out/safetensors.json. Needs root to drop the page cache. Progress is on stderr.
 
@@ -57,7 +56,7 @@ FILES, TENSORS, TENSOR_BYTES = 4, 16, 64 * MiB
 SAMPLE_SECONDS = 600.0
 LIMIT = 1.1
 PAUSE_SECONDS = 2.5
-"""Between samples: the disk gives more after a rest, to whoever comes first."""
+"""Between samples: after a rest, the disk serves the next reader faster."""
 USE_MEMORY = """
 import mmap, sys
 memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -70,13 +69,13 @@ Load = Callable[[], State]
 _kept: list[Any] = []
 
 
-# --- rows: each prepares (imports, opens nothing) and returns what is timed ----------------------------------------
+# --- rows: each prepares (imports, opens nothing) and returns the function to time ---------------------------------
 
 
 def raw(threads_max: int, read_bytes: int = 8 * MiB, *, keeps: bool = False) -> Callable[[Path], Load]:
     """The limit: O_DIRECT into a few buffers of huge pages, or into memory that keeps it all and has its pages already.
 
-    The first is faster where a hypervisor copies what the disk has: the few buffers stay in the processor's caches.
+    The first is faster where a hypervisor copies disk data: the few buffers stay in the processor's caches.
     """
 
     def row(folder: Path) -> Load:
@@ -217,14 +216,14 @@ ROWS: dict[str, tuple[Callable[[Path], Load], str, str]] = {
     "tensorizer": (tensorizer, "tensorizer", "tensors"),
     "torch.load": (torch_load, "", "pt"),
 }
-"""Name: what it does, the package it needs, the ending of the files it reads."""
+"""Name: description, required package, suffix of its files."""
 
 
 # --- samples -------------------------------------------------------------------------------------------------------
 
 
 def save_all(folder: Path, scale: float, wanted: list[str]) -> None:
-    """Leave the model in every format that is read, and what each tensor's bytes are."""
+    """Write the model in every format, and return the bytes of each tensor."""
     digests: dict[str, str] = {}
     numel = max(4096, int(TENSOR_BYTES * scale) // 2 // 4096 * 4096)
     for number in range(FILES):
@@ -266,7 +265,7 @@ def sample(folder: Path, row: str, temperature: str, memory: str) -> dict[str, f
             path.read_bytes()
     elif (held := cached_bytes(files)) > MiB:
         raise SystemExit(f"the page cache was not dropped: {held} bytes of {folder} are in it")
-    if memory == "used":  # who reads through the page cache takes twice as much as there is to load
+    if memory == "used":  # a read through the page cache needs twice the memory
         size_bytes = 2 * sum(path.stat().st_size for path in files)
         subprocess.run([sys.executable, "-c", USE_MEMORY, str(size_bytes)], check=True)
     with Meter() as meter:
@@ -373,7 +372,7 @@ def table_of(rows: dict[str, dict[str, Any]], size_bytes: float, memory: str) ->
 
 
 def figures(rows: dict[str, dict[str, Any]], size_bytes: float) -> dict[str, bool]:
-    """What must hold, of what was measured."""
+    """The verdicts: limits of the measured figures."""
     if "seconds" not in rows.get("ours", {}) or "times_raw" not in rows["ours"]:
         return {}
     mine = rows["ours"]

@@ -1,12 +1,12 @@
-"""What does an optimizer cost whose state lies on the SSD, beside one in the trainer?
+"""Cost of an optimizer whose state is on the SSD, compared with one in the trainer.
 
     python bench/near_storage.py [--parameters-m 16] [--steps 12] [--workers 2] [--directory DIR]
 
 AdamW (fused), bfloat16 parameters and gradients. "in the trainer": float32 masters and an ordinary optimizer; a
-checkpoint copies all of it (14 bytes a parameter). "near storage": a process has masters and moments. Each runs in a
-process of its own. Memory is what that process has more of after its steps than before it had parameters, anonymous and
-shared, but for the gradients; of a file that it has mapped nothing is counted. CPU is that of all processes. The link
-is what is copied between the trainer's tensors and others. Prints the table, and writes bench/out/near_storage.json.
+checkpoint copies all of it (14 bytes a parameter). "near storage": another process has masters and moments. Each row
+has its own process. Memory is that process's growth from before its parameters to after its steps, anonymous and
+shared, without gradients and mapped files. CPU is the sum over all processes. The link counts the bytes copied from and
+to the trainer's tensors. Prints the table, and writes bench/out/near_storage.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TENSORS = 16
 
 
 def memory_bytes() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is nobody's
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the kernel
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
@@ -65,7 +65,7 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
 
     times, moved, cpu = [], [], spent()
     for number in range(given.steps):
-        if number == 2:  # the first steps make the state, and touch what is mapped
+        if number == 2:  # the first steps make the state, and touch its mapping
             cpu = spent()
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient

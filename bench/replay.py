@@ -1,23 +1,21 @@
-"""What does a checkpoint cost that moves over several steps? Beside one copied at once, and one copied lazily.
+"""Cost of a multi-step save, compared with a synchronous save and a lazy one.
 
     python bench/replay.py [--parameters-m 8] [--rounds 3] [--copy-ms 400] [--step-ms 100]
 
-A throttled link stands in for that between an accelerator and its host: the copy of the state (float32 parameters and
-both moments, 12 bytes a parameter) takes ``copy-ms``, the forward and backward passes ``step-ms``. Gradients were
-reduced in bfloat16 and are sent so. Each row trains before, through and after one save; its stall is what the training
-thread waited for the save. The first save of a row gets the memory that the others use again, and does not count.
-"synchronous" waits for the whole copy; "lazy" copies beside the next forward and backward passes and waits before the
-update; the others are windows of K steps, the last of them on a link that is twice as wide, and carries a part and all
-gradients of a step. Every copy is compared with the state it is of. Beside what was measured stands what arithmetic
-says: what of the parts and their gradients does not fit beside the steps, and 1 + r (K - 1) / 2.
+A throttled link simulates the link between an accelerator and its host: the copy of the state (float32 parameters and
+both moments, 12 bytes a parameter) takes ``copy-ms``, the forward and backward passes ``step-ms``. Gradients are
+reduced and sent in bfloat16. Each row trains before, during and after one save; its stall is the time that the training
+thread waited for the save. The first save of a row allocates the memory that later saves reuse; it is not counted.
+"synchronous" waits for the whole copy. "lazy" copies during the next forward and backward passes and waits before the
+update. The others are windows of K steps, the last one on a link of twice the bandwidth, which fits a part and all
+gradients into one step. Every copy is compared with its state. The table shows the predicted stall next to the measured
+one: the bytes of parts and gradients that do not fit into the steps, and 1 + r (K - 1) / 2.
 
-The second table has the time of a step beside a window, and beside a log of gradients, as a share of that without
-either, and of that beside a bare thread that moves the same bytes at the same rate and does nothing else, as the copy
-engine of a device would: in turns, medians of single steps, without what a step waited for the link; and the processor
-seconds of a step.
+The second table has the time of a step during a window, and with a gradient log, relative to a plain step, and to a
+step during which a bare thread moves the same bytes at the same rate, as a device's copy engine would. Samples are
+interleaved; figures are medians of single steps without the waits for the link, and CPU seconds of a step.
 
-The third table needs no link: how fast steps are made again beside the optimizer itself, and how large one is in the
-log.
+The third table needs no link: the rate of replay relative to the optimizer itself, and the size of a step in the log.
 Prints the tables, and writes bench/out/replay.json.
 """
 
@@ -60,7 +58,7 @@ WINDOWS = (2, 3, 4, 5, 6, 7, 8)
 NOTHING, WINDOW, LOG = "nothing", "windows, one after the other, K = 7", "a gradient log"
 SHARE = 2 / 12
 BESIDE_ROUNDS = 4
-"""For each of the others: a step beside something is compared within a few parts in a hundred."""
+"""For each of the others: steps are compared within a few percent."""
 
 
 class Job:
@@ -140,7 +138,7 @@ def windowed(job: Job, link: Link, steps: int) -> tuple[float, float]:
 
 
 class NotedLink(Link):
-    """Notes how many bytes it moves in which step, by their priority."""
+    """Counts the bytes that it moves in each step, by priority."""
 
     def __init__(self, rate: float) -> None:
         super().__init__(rate)
@@ -187,8 +185,8 @@ class BareLink:
 
 
 class Beside:
-    """The time of a step beside what makes it recoverable, in turns with steps that nothing is beside, and with steps
-    that only the link is beside: it moves the same bytes after the same steps, as the copy engine of a device would."""
+    """Time a step with each mechanism, interleaved with plain steps and with steps during which only the link is busy:
+    it moves the same bytes after the same steps, as a device's copy engine would."""
 
     STEPS = 7
 
@@ -272,7 +270,7 @@ class Beside:
 
 def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     if not all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
-        raise RuntimeError("a copy is not the state that it stands for")
+        raise RuntimeError("a copy differs from its state")
 
 
 def replay_rates(parameters: int) -> list[dict[str, Any]]:
@@ -361,9 +359,7 @@ def main() -> None:
     console.print(table)
     OUT.parent.mkdir(exist_ok=True)
     loops = Beside(job, rate).run(BESIDE_ROUNDS * given.rounds)
-    table = Table(
-        "a step beside", "ms", "of the step without", "of the step beside the link", "processor seconds of a step"
-    )
+    table = Table("a step with", "ms", "x a plain step", "x a step with the link", "processor seconds of a step")
     for name, row in loops.items():
         link = loops.get(f"the link alone, as for {name}")
         table.add_row(name, f"{1e3 * row['step_seconds']:.1f}",

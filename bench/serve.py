@@ -1,12 +1,12 @@
-"""What does one agent serve on one core? Beside nginx, aiohttp and a bare sendfile(2), which serve the same ranges.
+"""Throughput of one agent on one core, compared with nginx, aiohttp and a bare sendfile(2) for the same ranges.
 
     python bench/serve.py [--size 1GiB] [--chunk 8MiB] [--connections 4] [--seconds 3] [--rounds 3] [--dir DIR]
 
-Each server is a process of its own, kept to the first processor; who reads is kept to the second, and checks nothing
+Each server has its own process, pinned to the first processor; the reader is pinned to the second and verifies nothing
 (the row ``peer client`` receives and verifies as a node does). Over loopback the server's processor wakes the reader,
-so it matters when it wants to be woken: each server is read by one that waits for as many bytes as a node's client
-does (``stores/signed_requests.py``), and by one that is woken by each packet, as usual clients are. The file is in the
-page cache. Prints a table, writes bench/out/serve.json. Where there is no nginx it says so."""
+so its way of waiting matters: each server is read by a client that waits for many bytes, as a node's client does
+(``stores/signed_requests.py``), and by one that each packet wakes, as usual clients are. The file is in the page
+cache. Prints a table, writes bench/out/serve.json. Without nginx its rows are left out, with a message."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def serve_tierckpt(root: Path) -> None:
 
 
 async def serve_aiohttp(folder: Path) -> None:
-    """What the usual framework serves files with."""
+    """The common framework's way to serve files."""
     from aiohttp import web
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -152,11 +152,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# --- who reads ---------------------------------------------------------------------------------------------------
+# --- readers -----------------------------------------------------------------------------------------------------
 
 
 class Reading:
-    """One connection that asks for chunk after chunk, and throws away what comes."""
+    """One connection that requests chunk after chunk, and discards the data."""
 
     def __init__(
         self, port: int, ask: Callable[[int], bytes], has_head: bool, chunk_bytes: int, wake_bytes: int

@@ -1,4 +1,4 @@
-"""What happens in each case of bench/fanout.py, and what is counted of it."""
+"""The cases of bench/fanout.py, and their counters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class World:
 
 
 Play = Callable[[World], Sequence[Result]]
-"""Runs a case. Returns the results of the nodes whose time counts."""
+"""Runs a case. Returns the results of the timed nodes."""
 
 
 def shared(world: World) -> Sequence[Result]:
@@ -69,7 +69,7 @@ def shared(world: World) -> Sequence[Result]:
 
 
 def slow_uplink(world: World) -> Sequence[Result]:
-    """One node sends at a tenth of the rate, and nobody was told."""
+    """One node sends at a tenth of the rate; the others have no notice of it."""
     world.network.shape(1, world.setup.rate * SLOW, world.setup.rate)
     return shared(world)
 
@@ -85,7 +85,7 @@ def slow(world: World) -> Sequence[Result]:
 
 
 def dead(world: World) -> Sequence[Result]:
-    """A node that the others count on is cut off once they have begun: what it owns has to come from elsewhere."""
+    """A node is cut off during the transfer: its chunks must come from other nodes."""
     world.cluster.fetch()
     world.notes["dead_after_share"] = _when(world, 0.05)
     world.network.cut(1)
@@ -93,7 +93,7 @@ def dead(world: World) -> Sequence[Result]:
 
 
 def stopped(world: World) -> Sequence[Result]:
-    """The same, but it still takes connections: its processes stand still."""
+    """The same, but the node still accepts connections: its processes are stopped."""
     world.cluster.fetch()
     world.notes["stopped_after_share"] = _when(world, 0.05)
     world.cluster.stop(world.cluster.nodes[0])
@@ -170,7 +170,7 @@ PLAYS: dict[str, Play] = {
 
 
 def run(setup: Setup, fleet: Fleet, model: Model, folder: Path) -> dict[str, Any]:
-    """Play one case in a network of its own. Returns what is to be told of it."""
+    """Run one case in its own network. Returns its figures."""
     with _world(setup, fleet, model, folder) as world:
         agents_before = world.cluster.agents_cpu_seconds()
         world.cluster.origin.reset()
@@ -230,7 +230,7 @@ def _sent_to(world: World, node: Node) -> int:
 
 def _row(world: World, results: Sequence[Result], seconds: float, agents_cpu_seconds: float) -> dict[str, Any]:
     counts = world.cluster.origin.counts()
-    lost = {world.cluster.nodes[0].name} if world.setup.case == "dead" else set()  # cut off: it can only give up
+    lost = {world.cluster.nodes[0].name} if world.setup.case == "dead" else set()  # cut off: it must fail
     nodes = [node for node in world.cluster.nodes if node.name not in lost]
     ended = [node for node in nodes if node.fetch is not None and node.fetch.wait(0.0) is not None]
     everybody = [*world.cluster.results(ended), *(result for result in results if result.code is None)]

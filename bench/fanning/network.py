@@ -2,14 +2,14 @@
 
     node-1 [eth0] ==== [p1]  switch (a bridge in a namespace of its own)  [p0] ==== [eth0] origin
 
-Each link is a veth pair. What a node sends is shaped where it leaves the node, what it receives where it leaves the
-switch, both by a token bucket (tbf). Segments stay large through the bridge, so that the shaping costs little; frames
-are jumbo frames, so that a link's rate and what arrives of it differ by less than one percent.
+Each link is a veth pair. A token bucket (tbf) at the node shapes its uplink, another at the switch its downlink.
+Segments stay large through the bridge, so shaping costs little. Jumbo frames keep the payload rate within one percent
+of the link's rate.
 
-The switch knows where each address is and floods nothing it does not know: an address that a node is made to look for
-elsewhere is a partition, in which packets get lost without a word.
+The switch has a static table of addresses and never floods. To partition two nodes, an address is moved to an unused
+port: packets are lost silently.
 
-Names begin with ``tcf-PID-``. ``remove_left`` removes those of processes that have ended, however they have.
+Names begin with ``tcf-PID-``. ``remove_left`` removes the namespaces of ended processes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Network:
         return ["ip", "netns", "exec", self.namespace(number)]
 
     def shape(self, number: int, sends: float, receives: float | None = None) -> None:
-        """Give a host's link other rates, in bytes per second. What it receives at: as it sends, if not given."""
+        """Set the rates of a host's link, in bytes per second. The downlink gets the uplink's rate by default."""
         self.rates[number] = sends
         ends = ((self.namespace(number), "eth0", sends), (self._switch, f"p{number}", receives or sends))
         for namespace, device, rate in ends:
@@ -99,25 +99,25 @@ class Network:
             )
 
     def dropped(self) -> int:
-        """What the shapers have dropped since the rates were set: queues that were too short for who sent."""
+        """Return the packets that the shapers dropped since the rates were set: their queues were too short."""
         ends = [(self.namespace(number), "eth0") for number in self.rates]
         ends += [(self._switch, f"p{number}") for number in self.rates]
         told = (json.loads(_run("tc", "-s", "-j", "-n", place, "qdisc", "show", "dev", port)) for place, port in ends)
         return sum(int(one["drops"]) for shown in told for one in shown)
 
     def part(self, one: Iterable[int], other: Iterable[int]) -> None:
-        """Lose all packets between the hosts of ``one`` and those of ``other``. Nobody is told."""
+        """Lose all packets between the hosts of ``one`` and those of ``other``, silently."""
         self._between(one, other, lambda number: NOWHERE)
 
     def heal(self, one: Iterable[int], other: Iterable[int]) -> None:
         self._between(one, other, _hardware)
 
     def cut(self, number: int) -> None:
-        """Take a host off the switch. Nobody is told."""
+        """Disconnect a host from the switch, silently."""
         _run("ip", "-n", self._switch, "link", "set", f"p{number}", "nomaster")
 
     def measured(self, sender: int, receiver: int, seconds: float = 1.0) -> float:
-        """Bytes per second that one bare connection carries: what the rates are worth."""
+        """Return the bytes per second of one bare connection: the limit of the set rates."""
         size = int(seconds * min(self.rates[sender], self.rates[receiver])) + 2 * BURST_BYTES
         sink = subprocess.Popen(
             [*self.within(receiver), sys.executable, "-c", _SINK], stdout=subprocess.PIPE, text=True
@@ -158,7 +158,7 @@ class Network:
         self.shape(number, rate)
 
     def _introduce(self) -> None:
-        """Tell every host every other's hardware address: none is asked for, so none is learned anew in a partition."""
+        """Give each host the hardware addresses of all others, so that no ARP request is lost in a partition."""
         for number in self.rates:
             _batch(self.namespace(number), [_neighbour(self, other, _hardware(other)) for other in self.rates])
 
@@ -194,7 +194,7 @@ def _batch(namespace: str, lines: Sequence[str]) -> None:
 
 
 def remove_left() -> list[str]:
-    """Remove the namespaces of runs that have ended. Returns their names."""
+    """Remove the namespaces of ended runs. Returns their names."""
     gone = []
     for name in _ours(f"{PREFIX}-"):
         pid = re.match(rf"{PREFIX}-(\d+)-", name)
@@ -204,7 +204,7 @@ def remove_left() -> list[str]:
 
 
 def is_running(pid: int) -> bool:
-    """False for a process that has ended, whether or not its parent has taken notice."""
+    """Return False for an ended process, even if its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -219,7 +219,7 @@ def remove(prefix: str) -> list[str]:
             try:
                 os.kill(int(pid), 9)
             except ProcessLookupError:
-                pass  # it has ended by itself
+                pass  # ended meanwhile
     for name in names:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return names

@@ -1,4 +1,4 @@
-"""What one save costs, and how rows are compared: interleaved rounds, medians, ratios within a round."""
+"""Cost of one save, and the comparison of rows: interleaved rounds, medians, ratios within a round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sample = dict[str, float]
 
 @dataclass
 class Timing:
-    """What a row reports of itself. Seconds count from the call; ``more`` are further metrics of the row."""
+    """The figures that a row reports. Seconds count from the call; ``more`` are further metrics of the row."""
 
     blocked_seconds: float
     durable_seconds: float
@@ -53,7 +53,7 @@ class Meter:
         self.stolen_share = (_stolen_seconds() - self._stolen) / (elapsed * (os.cpu_count() or 1))
         self.cpu_seconds = cpu - self._begun[0]
         self.minor_faults = faults - self._begun[1]
-        # Without clear_refs the peak is that of the whole process: worth nothing, so it is not reported.
+        # Without clear_refs the peak is that of the whole process: it is not reported.
         self.peak_extra_bytes = status_bytes("VmHWM") - self._resident if self._peak_is_ours else float("nan")
 
     def sample(self, timing: Timing) -> Sample:
@@ -77,7 +77,7 @@ def status_bytes(key: str) -> int:
 
 
 def read_bytes() -> int:
-    """What this process has had the disks read: by the kernel's account, whoever asked and in whichever way."""
+    """Return the bytes that this process read from disks, by the kernel's account, in any way."""
     return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].partition("\n")[0])
 
 
@@ -148,7 +148,7 @@ def combined(samples: Sequence[Sample]) -> Sample:
 
 
 class Results:
-    """Samples of every row and round, and what they come to."""
+    """Samples of every row and round, and their summary."""
 
     def __init__(self) -> None:
         self.samples: dict[str, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
@@ -199,7 +199,7 @@ class Results:
 
 
 def machine(directory: Path, scale: float, rounds: int, seconds: float) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return facts about the machine on which the numbers depend."""
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

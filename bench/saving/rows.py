@@ -1,7 +1,7 @@
 """The rows of a table: how the machine, stock PyTorch, other libraries and tierckpt save one state dict.
 
-A row saves to a path that does not exist yet and reports its seconds. What it needs before (a warm stager) and after is
-outside the clock. ``check`` loads what was written and compares it with the state.
+A row saves to a new path and reports its seconds. Preparation (a warm stager) and cleaning are outside the clock.
+``check`` loads the checkpoint and compares it with the state.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass
 class Bench:
-    """What the rows of a case share on this rank."""
+    """State that the rows of a case share on this rank."""
 
     case: str
     state: State
@@ -78,7 +78,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.mine_bytes = size_bytes(self.state)
         self.total_bytes = self.mine_bytes * self.world // self.copies
-        """Bytes of one copy of the whole state: what has to be on disk."""
+        """Bytes of one copy of the whole state."""
         self.local_root = self.directory / "local"
 
     @cached_property
@@ -98,7 +98,7 @@ class Bench:
         return found[0]
 
     def remove(self, path: Path) -> None:
-        """Remove what was saved as ``path``, on whatever tier."""
+        """Remove checkpoint ``path`` from every tier."""
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -120,7 +120,7 @@ def raw_row(bench: Bench) -> Row:
 
     def check(path: Path) -> None:
         if bench.rank == 0 and not raw_matches(path, bench.image, bench.total_bytes):
-            raise MismatchError("the file is not what was written")
+            raise MismatchError("the file differs from the written data")
 
     return Row(RAW, LIMIT, save, check)
 
@@ -304,7 +304,7 @@ def tier_writer(bench: Bench, path: Path) -> tierckpt.TierStorageWriter:
 
 
 def ours_check(bench: Bench) -> Callable[[Path], None]:
-    """Loads with PyTorch's own reader: what is on the local tier needs no tierckpt."""
+    """Loads with PyTorch's own reader: shards of the local tier need no tierckpt."""
     check = stock_check(bench)
     return lambda path: check(bench.local_tier(path))
 
@@ -320,8 +320,8 @@ def ours_save_row(bench: Bench) -> Row:
 
 
 def warm(bench: Bench, save: Callable[[Path], object]) -> None:
-    """One save more, before the clock: memory that nobody has touched for a minute is slower in a virtual machine, and
-    the stagers of PyTorch are filled just before too."""
+    """Save once more before the clock: a virtual machine has slower access to memory unused for a minute, and PyTorch's
+    stagers are filled just before, too."""
     path = bench.directory / f"warm-{next(_warmed)}"
     save(path)
     if not bench.alone:
@@ -355,7 +355,7 @@ def ours_stager_row(bench: Bench) -> Row:
 
 
 def ours_process_row(bench: Bench) -> Row:
-    """The checkpoint process writes what the trainer has staged in memory that both map."""
+    """The checkpoint process writes from memory that the trainer has staged and both map."""
     kept: list[Any] = []
 
     def before() -> None:
@@ -427,7 +427,7 @@ def finished(begun: float, save: Future[Any] | AsyncSaveResponse) -> Timing:
 
 
 class WriteData:
-    """Times ``write_data`` of a storage writer: what a save costs beside DCP's planning."""
+    """Times ``write_data`` of a storage writer: the cost of a save without DCP's planning."""
 
     def __init__(self, writer: Any, bench: Bench) -> None:
         self.seconds = 0.0
@@ -467,7 +467,7 @@ def rows_of(bench: Bench) -> list[Row]:
 
 
 def _rows(bench: Bench) -> Iterator[Row]:
-    """The rows in the order of the table. Limits come twice: a ratio is taken to what the disk did nearby."""
+    """The rows in the order of the table. Limits are measured twice: a ratio uses the nearer one."""
     yield from (memcpy_row(bench), raw_row(bench), torch_save_row(bench), safetensors_row(bench))
     if bench.case in {"large", "medium"}:
         yield torchsnapshot_row(bench)

@@ -1,4 +1,4 @@
-"""The state dicts that are saved, and the comparison of what was loaded with them."""
+"""State dicts to save, and their comparison with the loaded ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
 
 
 class MismatchError(Exception):
-    """What was loaded is not what was saved."""
+    """The loaded state differs from the saved one."""
 
 
 def tensors(count: int, size_bytes: int) -> State:
@@ -88,7 +88,7 @@ def size_bytes(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def blank(state: State) -> State:
-    """Tensors like those of ``state``, filled with what it does not hold."""
+    """Return tensors shaped like those of ``state``, filled with other values."""
     return {name: torch.full_like(tensor, -12345.0) for name, tensor in state.items()}
 
 
@@ -99,4 +99,4 @@ def same(loaded: Mapping[str, Any], state: State) -> None:
             raise MismatchError(f"{name} is missing")
         theirs, ours = (local(each).detach().reshape(-1).view(torch.uint8) for each in (loaded[name], tensor))
         if not torch.equal(theirs, ours):
-            raise MismatchError(f"{name} differs from what was saved")
+            raise MismatchError(f"{name} differs from the saved tensor")

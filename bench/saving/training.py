@@ -1,4 +1,4 @@
-"""What a training loop notices: step time beside a flush, lazy staging, memory over many saves. One process each."""
+"""Effects of saves on a training loop: steps during a flush, lazy staging, memory over many saves. One process each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAVES = 50
 SETTLED_AFTER = 5
 
 
-# --- steps: what flushing takes from a CPU-bound loop beside it -------------------------------------------------------
+# --- steps: the cost of a flush to a CPU-bound loop -------------------------------------------------------------------
 
 
 class TinyTraining:
@@ -64,7 +64,7 @@ class TinyTraining:
 
 
 class DiskLoad:
-    """A process that writes some bytes with O_DIRECT whenever asked: what the disk itself takes from the machine."""
+    """A process that writes bytes with O_DIRECT on request: the disk's own share of the cost."""
 
     def __init__(self, path: Path, size: int) -> None:
         program = [sys.executable, limits.__file__, str(path), str(size)]
@@ -169,7 +169,7 @@ def _upload(save: Any) -> Future[Any]:
 
 
 class SlowTraining:
-    """A model whose step takes several times as long as a copy of its state, on every thread there is."""
+    """A model whose step takes several times as long as a copy of its state, on all threads."""
 
     def __init__(self, scale: float) -> None:
         torch.manual_seed(1)
@@ -201,7 +201,7 @@ class Fence:
         self._last = optimizer.register_step_pre_hook(self._leave)
 
     def arm(self) -> None:
-        """Look behind every hook there is by now."""
+        """Register ``_leave`` again, after every hook registered so far."""
         self._last.remove()
         self._last = self._optimizer.register_step_pre_hook(self._leave)
 
@@ -283,7 +283,7 @@ def _lazy_save(bench: Bench, row: str, training: SlowTraining, fence: Fence, sta
         step_with_save = time.perf_counter() - begun
         durable_seconds = finished(begun, save).durable_seconds
     pending.clear()
-    bench.state = before  # what was saved is the state at the call, whatever the step did to it since
+    bench.state = before  # a save has the state of its call, whatever the step changed
     (ours_check(bench) if ours else stock_check(bench))(path)
     bench.remove(path)
     more = {

@@ -29,13 +29,13 @@ RATIOS = {
 }
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 STOLEN_MAX = 0.02
-"""A sample in which the machine's host gave more of its processor time to others says nothing of the row."""
+"""Samples in which the machine's host gave more processor time than this to other guests are discarded."""
 TRIES_MAX = 4
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is to do. Rank and address come from the environment, as torchrun gives them."""
+    """A worker's task. Rank and address come from the environment, as torchrun sets them."""
 
     case: str
     scale: float
@@ -77,8 +77,8 @@ def _table(task: Task, rank: int, world: int) -> dict[str, Any]:
     rows = rows_of(bench)
     results = Results()
     visits = _Visits(bench, results)
-    # The first pass warms what stays warm in a training job, and loads back what each row wrote. It counts for nothing,
-    # except in a smoke test, which has no other.
+    # The first pass warms up, and loads every row's checkpoint back. It is not counted, except in a smoke test, which
+    # has no other.
     for row in {row.name: row for row in rows}.values():
         visits.verify(row, counts=task.rounds == 0)
     for number in range(task.rounds):
@@ -168,7 +168,7 @@ class _Visits:
 
 
 def _error_of(step: Callable[[], None]) -> str:
-    """Run ``step``; '' or what went wrong in one line. CheckpointException is a BaseException, hence named."""
+    """Run ``step``; return "" or the error in one line. CheckpointException is a BaseException, hence named."""
     try:
         step()
     except (Exception, CheckpointException) as error:
