@@ -89,7 +89,7 @@ def test_the_slowest_rank_counts() -> None:
         (lambda: Goal.of(0.03, -5), "mtbf_seconds is -5: it must be a number of seconds above 0"),
         (lambda: Goal.of(0.03, {"node": 5.0}), "a number, or one for 'local'"),
         (lambda: Goal.of(0.03, {"local": 0.0}), "mtbf_seconds of 'local' is 0"),
-        (lambda: IntervalController(0, sending()), "interval is 0: 'auto', or a whole number"),
+        (lambda: IntervalController(0, sending()), "interval is 0: use 'auto' or a whole number"),
         (lambda: IntervalController("often", sending()), "interval is 'often'"),  # type: ignore[arg-type]
         (lambda: IntervalController(True, sending()), "interval is True"),
     ],

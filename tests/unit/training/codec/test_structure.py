@@ -318,7 +318,7 @@ def test_what_cannot_be_given_back_is_refused_by_name(why: str, value: Any) -> N
 
 def test_the_name_of_an_entry_is_text_and_not_ours() -> None:
     for name in (1, "__tierckpt__"):
-        with pytest.raises(StateMismatchError, match="called"):
+        with pytest.raises(StateMismatchError, match="is named"):
             states.collect({name: 1})  # type: ignore[dict-item]
 
 
