@@ -210,7 +210,7 @@ def test_saves_back_to_back_on_a_full_ssd(
     assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4, 2))
     if mib < 2:
         assert "on the local tier (" not in caplog.text, "nothing lies there"
-        assert caplog.text.count("lies on the shared tier") == 4
+        assert caplog.text.count("is on the shared tier") == 4
     assert not Journal(local_root).entries()
 
 

@@ -26,9 +26,9 @@ has_frozen = False
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No cyclic garbage collection in here: while thousands of items are made, it would look at every object of the
-    job again and again, for nothing, because nothing made here is in a cycle. Nor afterwards: what was made becomes old
-    without being looked at, where the next collection of the young would visit all of it once.
+    """Disable the cyclic garbage collector in this block: while thousands of items are made, it would scan every object
+    of the job repeatedly, in vain, because no item is in a cycle. Afterwards, the new objects are moved to the oldest
+    generation unscanned; the next young collection would visit all of them.
 
     For short stretches without I/O. Two threads at once at worst collect a little earlier. Young garbage of others
     becomes old too, and goes with the next full collection. A job that freezes (gc.freeze) is left as it is.
@@ -48,11 +48,11 @@ def gc_paused() -> Iterator[None]:
 
 def _make_old() -> None:
     global has_frozen
-    # Who does not get the lock is beside another who does the same; a child that was forked meanwhile never gets it.
+    # A thread without the lock runs while another does the same; a child forked meanwhile never gets it.
     if has_frozen or not _lock.acquire(blocking=False):
         return
     try:
-        has_frozen = gc.get_freeze_count() > 0  # what the job has frozen must stay so
+        has_frozen = gc.get_freeze_count() > 0  # objects that the job froze must stay frozen
         if not has_frozen:
             gc.freeze()  # whole lists: what all generations have to the permanent one,
             gc.unfreeze()  # and from there to the oldest
@@ -93,7 +93,7 @@ def read_whole(index: MetadataIndex, offsets: torch.Size, lengths: torch.Size) -
 
 
 def result_of(index: MetadataIndex, size_bytes: int, stored: Any) -> WriteResult:
-    """Return what a writer tells DCP of an item."""
+    """Return a writer's result of an item, for DCP."""
     if not KNOWS_RESULT:
         return WriteResult(index, size_bytes, stored)
     made = _new_result(WriteResult)

@@ -1,8 +1,8 @@
 """DCP's metadata as bytes: what stock DCP unpickles to the same objects, in as few opcodes as there can be.
 
-Whoever reads a checkpoint reads this first, alone, and one opcode after the other (``format/pickle_machine.py``). So
-what is equal is written once, and of what there is for each tensor an object is written as a call of its class, where a
-pickle has an empty object, a dict with the names of its fields, and their values.
+A load reads this file first, alone, and one opcode after the other (``format/pickle_machine.py``). So equal objects are
+written once, and the objects of each tensor are written as calls of their classes; a plain pickle has an empty object,
+a dict with the names of its fields, and their values.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..torch_internals import StorageInfo
 def encode(metadata: Metadata) -> bytes:
     """Return what ``pickle.loads``, on any torch that has DCP, makes ``metadata`` of.
 
-    What is equal in ``metadata`` (properties, sizes, chunks) is one object afterwards.
-    Cost: 4 microseconds for each tensor; 1 for the metadata of the same plan as at the call before.
+    Equal objects in ``metadata`` (properties, sizes, chunks) are one object afterwards.
+    Cost: 4 microseconds for each tensor; 1 for the metadata of the same plan as in the previous call.
     """
     global _last
     share(metadata)
@@ -87,7 +87,7 @@ class _Encoded:
     def __init__(self, metadata: Metadata, places: list[StorageInfo], names: list[str], rest: dict[str, Any]) -> None:
         self.data = b""
         self.like: bytes | None = None
-        """What ``data`` was made of."""
+        """The source of ``data``."""
         self._names, self._rest = names, rest
         self._same = [metadata.planner_data, *metadata.state_dict_metadata.values(), *(metadata.storage_data or ())]
         self.paths = list(map(operator.attrgetter("relative_path"), places))
@@ -173,8 +173,8 @@ class _MetadataPickler(pickle.Pickler):
 def share(metadata: Metadata) -> None:
     """Have equal properties, sizes and chunks be one object: the pickle holds each once.
 
-    It is half as long then, and whoever reads it builds as much less. What is shared nobody changes: DCP and we put
-    other objects in its place.
+    It is half as long then, and readers build half as many objects. Shared objects are never modified: DCP and this
+    package replace them.
     """
     stored_ones, indexes = [*metadata.state_dict_metadata.values()], [*(metadata.storage_data or ())]
     if _are_same(stored_ones, _shared_ones[0]) and (not indexes or _are_same(indexes, _shared_ones[1])):
@@ -207,7 +207,7 @@ def _shared(one: Any, known: dict[Any, Any]) -> Any:
 
 
 def _share_size(owner: Any, name: str, sizes: dict[Any, Any]) -> None:
-    """Put an equal size in its place: nothing changes by which ``owner``, frozen or not, is compared or hashed."""
+    """Replace a size by an equal one: comparison and hash of ``owner``, frozen or not, do not change."""
     fields = vars(owner)
     if (size := fields.get(name)) is not None:
         fields[name] = sizes.setdefault(size, size)

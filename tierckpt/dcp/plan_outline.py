@@ -1,4 +1,4 @@
-"""The outline of a state dict: what the plan that DCP makes of it depends on, compared at each save."""
+"""The outline of a state dict: the facts that determine DCP's plan of it, compared at each save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorPr
 """Since torch 2.15 the properties of a tensor, which plans hold, have its strides."""
 
 _OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
-"""Types that are a leaf of their own whatever they hold; others are looked at."""
+"""Types that are leaves, whatever they contain; others are traversed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Outline:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> Outline | None:
-        """Describe ``state_dict``; None when it holds what is not understood here, which is then planned every time.
+        """Describe ``state_dict``; None if it has an unsupported object: then each save plans anew.
 
         ``flat`` are the values that DCP made of it: the outline is only trusted where its leaves are the same objects.
         """
@@ -91,7 +91,7 @@ class Outline:
             return None
         addresses: list[int] | None = [] if with_addresses and self.is_plain else None
         for chunk, known in zip(_chunks([leaves[at] for at in self.tensors]), self.facts, strict=True):
-            # Types first: other facts can only be asked of tensors of the kind that was understood.
+            # Types first: the other facts exist only for supported kinds of tensors.
             if list(map(type, chunk)) != known[0] or _facts(chunk) != known:
                 return None
             if addresses is not None and _lie_ready(chunk):
@@ -102,7 +102,7 @@ class Outline:
 
 
 def _lie_ready(tensors: list[torch.Tensor]) -> bool:
-    """True if each lies in host memory in one piece, and is not negated. Whether one is conjugated is not asked."""
+    """Return True if each is contiguous in host memory, and not negated. Conjugation is not checked."""
     if not (all(map(_IS_CPU, tensors)) and all(map(torch.Tensor.is_contiguous, tensors))):
         return False
     return not any(map(torch.Tensor.is_neg, tensors))
@@ -217,7 +217,7 @@ def _facts(tensors: list[torch.Tensor]) -> list[Any]:
         _column(sharded, "placements"),
         meshes,
         list(here.values()),
-        torch.is_grad_enabled() if sharded else None,  # decides whether a local tensor is said to require grad
+        torch.is_grad_enabled() if sharded else None,  # decides whether a local tensor requires grad
     ]
 
 

@@ -2,16 +2,16 @@
 
 Which rank writes a replicated tensor is decided in ``split``.
 
-A plan depends on keys, shapes, dtypes and layouts, not on values. DCP plans anew at every save: flattening, a write
+A plan depends on keys, shapes, dtypes and layouts, not on values. DCP plans again at every save: flattening, a write
 item for every tensor, all of them pickled to the coordinator, dedup, validation, and all of them pickled back. Here
 
-    every rank      compares the state dict with the outlines it remembers: "as in generation G, where I was third"
-    coordinator     everybody is as in G: the metadata of G, and answers as small; else all anew, as generation G'
-    every rank      takes the final plan of G out of its memory
+    every rank      compares the state dict with its cached outlines: "equal to generation G, as rank 3"
+    coordinator     all ranks equal G: the metadata of G, and equally small responses; else a new generation G'
+    every rank      takes the final plan of G from its cache
 
-Nothing is trusted that was not compared: a rank that sees anything new sends its plan in full. The coordinator then
-completes the plans of the others from its own memory and answers everybody in full, so that the plans of one save are
-always of one making. DCP's ``enable_plan_caching`` does neither (and overlooks dtypes).
+A rank with any difference sends its full plan. The coordinator then completes the plans of the other ranks from its
+own cache and sends full responses, so all plans of one save are of one generation. DCP's ``enable_plan_caching`` does
+neither, and overlooks dtypes.
 
 TargetPlanner reads items of a checkpoint into the tensors of their names, and needs no state dict.
 """
@@ -57,8 +57,8 @@ ITEMS_MAX = 1_000_000
 class _Parcel(SavePlan):
     """A plan that is pickled and unpickled without the garbage collector.
 
-    A coordinator unpickles the plans of all ranks, millions of small objects, none of them garbage; at 256 ranks Python
-    would look through all of them a dozen times meanwhile, which takes several times as long as unpickling does.
+    A coordinator unpickles the plans of all ranks, millions of small live objects. At 256 ranks the collector would
+    scan all of them a dozen times, which takes several times as long as unpickling.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,15 +71,15 @@ def _unpack(data: bytes) -> _Parcel:
         return _Parcel(*pickle.loads(data))
 
 
-# --- what is remembered -------------------------------------------------------------------------------------------
+# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Ticket:
     """``planner_data`` between coordinator and ranks: which plan of which generation.
 
-    A coordinator forgets generations only when it makes a new one; ``alive`` then tells every rank what is left, so
-    that no rank refers to what is gone.
+    The coordinator drops generations only when it makes a new one; ``alive`` then lists the remaining ones, so no rank
+    refers to a dropped one.
     """
 
     coordinator: str
@@ -164,7 +164,7 @@ class PlanCache:
             self._memories = [memory, *kept][:MEMORIES_MAX]
 
     def used(self, memory: _PlanMemory) -> None:
-        """The answer for ``memory`` has come: it is good for another save, and the newest."""
+        """Store the response for ``memory`` as the newest generation."""
         with self._lock:
             memory.in_use = False
             if memory in self._memories:
@@ -207,7 +207,7 @@ os.register_at_fork(after_in_child=cache.start_anew)
 
 @dataclass
 class _PlanProgress:
-    """What one save of this planner has found so far."""
+    """The results of one save of this planner so far."""
 
     key: Hashable = None
     original: Mapping[str, Any] | None = None
@@ -220,9 +220,9 @@ class _PlanProgress:
 class TierSavePlanner(DefaultSavePlanner):
     """DCP's default planner that plans a structure once. For any StorageWriter.
 
-    Guaranteed: items, metadata and errors are those of ``DefaultSavePlanner`` for the same state dict, at every save.
-    Values are looked up at every save; nothing here keeps a tensor alive beyond what stock does. Use one planner for
-    all saves or a new one for each: plans are remembered per process, at most four structures.
+    Guarantee: items, metadata and errors equal those of ``DefaultSavePlanner`` for the same state dict, at every save.
+    Values are looked up at every save; no tensor lives longer than with the stock planner. Use one planner for all
+    saves or a new one for each: plans are cached per process, at most four structures.
 
     State dicts with ShardedTensor, CheckpointableTensor or objects that plan for themselves
     (``__create_write_items__``), keys other than text and integers, and planners with ``flatten_state_dict=False`` or
@@ -241,7 +241,7 @@ class TierSavePlanner(DefaultSavePlanner):
     Raises (inside DCP's CheckpointException):
         CheckpointError: a rank refers to a plan that the coordinator does not have. The next save plans in full.
 
-    Cost: about two microseconds per tensor when nothing has changed.
+    Cost: about two microseconds per tensor of an unchanged state dict.
 
     Example:
         >>> state = {"weight": torch.ones(4)}
@@ -269,7 +269,7 @@ class TierSavePlanner(DefaultSavePlanner):
         self._cache_key = cache_key
         self._turn = _PlanProgress()
         self.is_repeated = False
-        """The plan is that of an earlier save, which state dict and items were compared with."""
+        """The cached plan of an earlier save with an equal state dict and equal items."""
         self.with_addresses = False
         """Whether the caller copies the tensors next, and so has use for ``addresses``."""
         self.addresses: list[int] | None = None
@@ -295,8 +295,8 @@ class TierSavePlanner(DefaultSavePlanner):
         """Return this rank's plan, or a plan without items that refers to a remembered one."""
         turn = self._turn
         if turn.memory is not None and turn.memory.ticket.coordinator == cache.coordinator and not self.is_coordinator:
-            # Planned by this rank for itself, without collectives. Nobody else would know the ticket, and DCP does not
-            # say who is asked this time: if it is this rank again, it knows these very items.
+            # This rank planned alone, without collectives, so no other rank knows the ticket. DCP does not say which
+            # rank gets it back: if it is this one, it has these very items.
             self.plan = turn.memory.local
             return self.plan
         if turn.memory is not None:
@@ -353,7 +353,7 @@ class TierSavePlanner(DefaultSavePlanner):
             cache.keep_generation(turn.generation, ticket.alive)
         if turn.memory is not None and not new_plan.usable:
             cache.used(turn.memory)
-            # Of the final plan only the items are remembered: what the writer says, it has said again for this save.
+            # Only the items of the final plan are cached: the writer's data is new in each save.
             plan = dataclasses.replace(turn.memory.final, storage_data=new_plan.storage_data)
             self.is_repeated = True
         else:
@@ -383,7 +383,7 @@ class TierSavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=[], planner_data=mine.ticket, usable=False)
 
     def _complete(self, plan: SavePlan) -> SavePlan:
-        """Return what the rank would have sent in full, with what the writer has added to ``plan`` in this save."""
+        """Return the rank's full plan, with the writer's additions to ``plan`` in this save."""
         if plan.usable:
             return plan
         local = self._local_of(plan.planner_data)
@@ -415,10 +415,10 @@ class TierSavePlanner(DefaultSavePlanner):
 
 
 def _generation_of(plans: list[SavePlan]) -> _Generation | None:
-    """Return the generation that these plans refer to, all of them and in its order; None when it must be planned anew.
+    """Return the generation that all these plans refer to, in its order; None if a new plan is needed.
 
-    The writer has a say in final plans, so they are not taken to another kind of writer; that shows in what it adds
-    to the local plans.
+    The writer changes final plans, so a generation is not reused with another kind of writer; its additions to the
+    local plans identify it.
     """
     tickets = [plan.planner_data for plan in plans if not plan.usable and isinstance(plan.planner_data, _Ticket)]
     if len(tickets) < len(plans) or len({ticket.generation for ticket in tickets}) != 1:
@@ -444,7 +444,7 @@ class TargetPlanner(DefaultLoadPlanner):
     Guarantee: items are those of ``DefaultLoadPlanner`` for the same names and tensors. Objects replace the values of
     their names in ``target``.
 
-    Cost: one object for a tensor that is read whole; DCP compares the chunks of each, and asks what each value is.
+    Cost: one object per tensor that is read whole; DCP compares the chunks and looks up the value of each.
 
     Args:
         target: tensors and placeholders of objects, by name in the checkpoint.
@@ -461,7 +461,7 @@ class TargetPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = self.target, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads. Raises what DCP's planner raises for tensors that do not fit."""
+        """Return this rank's read items. Raises the errors of DCP's planner for tensors that do not fit."""
         assert self.metadata is not None
         with gc_paused():
             whole = dict(self._whole(self.metadata))
@@ -477,7 +477,7 @@ class TargetPlanner(DefaultLoadPlanner):
             if type(value) is not torch.Tensor or type(found) is not TensorStorageMetadata or len(found.chunks) != 1:
                 continue
             [chunk], size = found.chunks, found.size
-            if size == value.size() == chunk.sizes and 0 not in size:  # DCP reads nothing of an empty one
+            if size == value.size() == chunk.sizes and 0 not in size:  # DCP reads no bytes of an empty one
                 yield name, read_whole(index_of(name, chunk.offsets, 0), chunk.offsets, size)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -1,11 +1,10 @@
-"""Turns a load plan into the byte ranges of files that are read, and what was read into tensors.
+"""Turns a load plan into byte ranges of files, and their bytes into tensors.
 
-An item of a dense tensor is a *frame* around its raw bytes (``items/item_format.py``), and the frame follows from
-dtype and shape. So no item is unpickled to find its bytes: the raw rows that this rank wants go straight to the tensor
-that wants them, and the head of the frame is looked at and compared (which needs no digest: damage makes a difference).
-What does not have the frame that its metadata lets expect (a strided or conjugate tensor, a subclass, an item behind a
-transform) is read whole and parsed by torch. Small tensors that lie side by side are read as one piece and copied from
-there.
+An item of a dense tensor is a *frame* around its raw bytes (``items/item_format.py``). Dtype and shape determine the
+frame, so no item is unpickled to find its bytes: the rows that this rank needs are read straight into the tensor, and
+the head of the frame is compared with the expected one (no digest needed: damage shows as a difference). An item
+without the expected frame (a strided or conjugate tensor, a subclass, an item behind a transform) is read whole and
+parsed by torch. Adjacent small tensors are read as one piece and copied from there.
 
 Source: FastPersist and Universal Checkpointing read by plan in the same way; the frame is PyTorch's own.
 """
@@ -30,13 +29,13 @@ from .items import item_format
 T = TypeVar("T")
 
 WINDOW_BYTES = 256 << 20
-"""What one window of items may need besides the tensors they are read into."""
+"""Memory that one window of items may need in addition to the target tensors."""
 
 SMALL_BYTES = 16 << 10
 """Tensors up to this size are read many as one piece: a piece of its own takes longer than to copy that once more."""
 
 GROUP_BYTES = 1 << 20
-"""No group reaches across a multiple of this: it lies in what is read at a time, and damage there is told of it."""
+"""No group crosses a multiple of this, so damage in a group is reported with it."""
 
 PADDING_BYTES = 4096
 """Between small tensors that lie side by side there is less."""
@@ -53,7 +52,7 @@ class Shapes:
         self._chunks: dict[str, dict[tuple[int, ...], torch.Size]] = {}
 
     def of(self, item: ReadItem) -> tuple[torch.dtype, torch.Size] | None:
-        """None: nothing is known, or it is no tensor."""
+        """None: unknown, or not a tensor."""
         index = item.storage_index
         tensor = self._tensors.get(index.fqn)
         if not isinstance(tensor, TensorStorageMetadata):
@@ -77,7 +76,7 @@ class Shapes:
 
 
 def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
-    """The frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
+    """Return the frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
     if dtype in _QUANTIZED:  # saved by stock DCP
         return None
     for known in (item_format.frame, item_format.frame_by_torch):
@@ -88,7 +87,7 @@ def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.I
 
 
 def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True for two quantized tensors of which one can take the numbers of the other."""
+    """Return True for two quantized tensors if one can take the numbers of the other."""
     if not other.is_quantized or one.qscheme() != other.qscheme():
         return False
     if one.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -101,7 +100,7 @@ def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class RowBufferPool:
-    """Memory for rows on their way to where they do not fit as they are: that of one window serves the next.
+    """Memory for rows that cannot be read into their tensor directly. Windows reuse it.
 
     New memory for each would be faulted in page by page each time: for half of the columns of 2 GiB that was a third of
     the processor time. Never holds more than ``size_bytes_max``, unless more is taken at one time.
@@ -130,13 +129,13 @@ class RowBufferPool:
 
 @dataclass(slots=True)
 class RawRead:
-    """A tensor item whose raw bytes are read: all of them, or the rows that are wanted.
+    """A tensor item with raw bytes to read: all of them, or some rows.
 
     Attributes:
-        path, offset: where the item begins.
+        path, offset: location of the item.
         size: of the stored tensor.
-        target: what it is read into, of the item's ``lengths``.
-        rows: where rows come from that cannot be read into ``target``.
+        target: the tensor that receives the rows, with the item's ``lengths``.
+        rows: memory for rows that cannot be read into ``target`` directly.
     """
 
     item: ReadItem
@@ -165,7 +164,7 @@ class RawRead:
             self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
             self._is_direct = is_same
         else:
-            # Where one index of the first dimensions is wanted, rows are those of the dimension after them.
+            # If one index of the first dimensions is needed, rows are those of the next dimension.
             while lengths[self._dim] == 1 and self._dim < len(size) - 1:
                 self._dim += 1
             self._row_count = lengths[self._dim]
@@ -178,7 +177,7 @@ class RawRead:
             self.extra_bytes = self._size_bytes
 
     def _bytes_of(self, dim: int) -> int:
-        """What one index of ``dim`` takes in the file."""
+        """Return the bytes of one index of ``dim`` in the file."""
         return self.size[dim + 1 :].numel() * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Piece]:
@@ -198,7 +197,7 @@ class RawRead:
         yield Piece(start, start + self._size_bytes, into.data_ptr())
 
     def finish(self) -> Iterator[Finished]:
-        """A copy to a CUDA device is only begun: torch keeps the pinned rows until it has ended (``DeviceCopies``)."""
+        """Start a copy to a CUDA device; torch keeps the pinned rows until it is complete (``DeviceCopies``)."""
         yield self.item, self.target if self._head == self.frame.head and self._arrive() else None
 
     def _arrive(self) -> bool:
@@ -208,7 +207,7 @@ class RawRead:
             for dim in range(self._dim + 1, len(self.size)):
                 part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
             self.target.copy_(part, non_blocking=self.target.is_cuda)
-            if not self.target.is_cuda:  # of those torch knows when the copy has ended
+            if not self.target.is_cuda:  # torch tracks the copies to CUDA devices
                 self.rows.give_back(self._memory)
             self._memory = None
         return True
@@ -246,8 +245,8 @@ class GroupRead:
     """Small tensors that are wanted whole and lie side by side in one file.
 
     Attributes:
-        start, stop: what is read of the file.
-        members: each item with where it begins, its frame and its target, in that order.
+        start, stop: byte range of the file.
+        members: each item with its offset, frame and target, in that order.
     """
 
     path: str
@@ -285,7 +284,7 @@ class GroupRead:
 
 
 Finished: TypeAlias = tuple[ReadItem, torch.Tensor | None]
-"""A tensor that has its bytes; None: they are not what was expected, and the item must be read whole."""
+"""A tensor with the item's bytes; None: they differ from the expected frame, and the item must be read whole."""
 
 Read: TypeAlias = RawRead | GroupRead | WholeRead
 """``count`` items on their way: ``pieces`` makes the memory they need and says where their bytes lie and go; ``finish``
@@ -310,7 +309,7 @@ class SmallTensorGrouper:
         self._size: torch.Size | None = None
         self._length = 0
         self._frame: item_format.ItemFrame | None = None
-        """Of what has this dtype, size and length."""
+        """Return the frame for this dtype, size and length."""
         self._first: Any = None
         """Offsets that are all 0: most items share them."""
 
@@ -318,7 +317,7 @@ class SmallTensorGrouper:
         """Return the group that ``item`` is in now: ``group``, or a new one; None: it is not for a group.
 
         Args:
-            info: where the item lies.
+            info: location of the item.
         """
         target, offset, length = self._plain.get(item.dest_index.fqn), info.offset, info.length
         if type(target) is not torch.Tensor or length > 2 * SMALL_BYTES or not is_framed(item, info):
@@ -365,7 +364,7 @@ def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_form
 
 
 def is_framed(item: ReadItem, info: StorageInfo) -> bool:
-    """True for a tensor that lies there as it is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
+    """Return True for a tensor stored as is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
     return item.type is not LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 
 
@@ -395,7 +394,7 @@ class DeviceCopies:
         self._under_way: list[torch.cuda.Event] = []
 
     def wait(self) -> None:
-        """Return when all of them have ended."""
+        """Return when all of them are complete."""
         for event in self._under_way:
             event.synchronize()
         self._under_way = []
@@ -407,7 +406,7 @@ class DeviceCopies:
 
 
 def by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
-    """The pieces of ``reads`` and whose they are, by file, in order of where they begin."""
+    """Return the pieces of ``reads`` with their owners, by file, sorted by start."""
     files: dict[str, list[tuple[Piece, Read]]] = {}
     for read in reads:
         owned = files.setdefault(read.path, [])

@@ -1,6 +1,6 @@
 """Shared reads in DCP's planning: the interest of each rank on the way there, its shared plan on the way back.
 
-A rank without neighbours, or whose planner drops ``storage_data``, reads for itself (read/shared_read.py).
+A rank without other ranks on its node, or whose planner drops ``storage_data``, reads alone (read/shared_read.py).
 """
 
 from __future__ import annotations

@@ -62,20 +62,20 @@ _RANDOM = random.SystemRandom()
 
 UNPACKED_BYTES_MIN = 1 << 20
 UNPACKED_RATIO_MAX = 1024
-"""What may come of an object that a stream extension has packed. Of a tensor: what its metadata says, and a frame."""
+"""Bounds the unpacked size of an object with a stream extension. A tensor's is bounded by its metadata, and a frame."""
 
 FETCH_SHARE = 0.5
-"""A file that is not on this node, and of which a load wants more than this, is fetched whole and kept for the next
-load; of others only what is wanted is read, from where they lie."""
+"""A load that needs more than this share of a file missing on this node fetches it whole and caches it for the next
+load; of other files only the needed ranges are read, without caching."""
 
 
 class TierStorageReader(Mount, StorageReader):
     """Loads DCP checkpoints saved by tierckpt or by stock DCP.
 
     Each file is read from the local tier if its copy is good, else from peers, else from the shared tier: whole, and
-    kept on the local tier for the next restart, when most of it is wanted; else what is wanted. Every byte passes its
-    digest before a tensor sees it; a bad copy is set aside and the next one used. Checkpoints of stock DCP carry no
-    digests and are read as they are.
+    cached on the local tier for the next restart, if most of it is needed; else only the needed ranges. Every byte is
+    verified before a tensor gets it; a bad copy is set aside and the next one used. Checkpoints of stock DCP have no
+    digests and are read unverified.
 
     Args:
         uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
@@ -178,7 +178,7 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the metadata that the plan is made from. Raises what ``read_metadata`` raised, typed."""
+        """Use ``metadata`` for the plan. Raises the error of ``read_metadata``, typed."""
         if self._error is not None:
             raise self._error
         if metadata.storage_data is None:
@@ -280,7 +280,7 @@ class TierStorageReader(Mount, StorageReader):
     def _worth_fetching(
         self, checkpoint: Checkpoint, entries: Mapping[str, FileEntry], plan: LoadPlan
     ) -> list[FileEntry]:
-        """The files to bring to the local tier: those it lacks and of which ``plan`` wants most (``FETCH_SHARE``)."""
+        """Return the missing files of which ``plan`` needs most (``FETCH_SHARE``): they go to the local tier."""
         if checkpoint.manifest is None:
             return []
         missing = {name: entry for name, entry in entries.items() if checkpoint.local_path(entry) is None}
@@ -309,7 +309,7 @@ class TierStorageReader(Mount, StorageReader):
     def _reads(
         self, items: Sequence[ReadItem], work: _Load, files: Mapping[str, ReplicatedFile], chunk_size_bytes: int
     ) -> Iterator[Read]:
-        """How each item is read, in their order; small ones together with those beside them."""
+        """Return how each item is read, in order; small adjacent items form a group."""
         group: GroupRead | None = None
         small = SmallTensorGrouper(work.plain, self._shapes, chunk_size_bytes)
         infos = self._infos
@@ -431,14 +431,14 @@ class TierStorageReader(Mount, StorageReader):
             raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
 
     def _infos_of(self, items: Sequence[ReadItem]) -> list[StorageInfo]:
-        """Where each item lies: an item is asked for several times, and its name takes longer to look up."""
+        """Return the location of each item: one lookup for its several uses."""
         try:
             return [self.storage_data[item.storage_index] for item in items]
         except KeyError:
-            return [self._info(item) for item in items]  # which says what is missing
+            return [self._info(item) for item in items]  # raises with the name of the missing item
 
     def _info(self, item: ReadItem) -> StorageInfo:
-        """Where an item lies."""
+        """Return the location of an item."""
         if (known := self._infos.get(id(item))) is not None:
             return known
         try:
@@ -457,7 +457,7 @@ class TierStorageReader(Mount, StorageReader):
 
     @contextlib.contextmanager
     def _naming(self, item: ReadItem, copies: ReplicatedFile) -> Iterator[None]:
-        """Add to an error of ours which checkpoint and item it is about, and where content that is refused lies."""
+        """Add the checkpoint and item to one of our errors, and the location of rejected content."""
         try:
             yield
         except TierckptError as error:
@@ -484,7 +484,7 @@ class _Load:
 
     planner: LoadPlanner
     plain: Mapping[str, Any]
-    """What the planner would look up, where it is DCP's own."""
+    """Return the value that DCP's own planner would look up."""
     objects: Objects
     shared: SharedRead | None
     copies: DeviceCopies = field(default_factory=DeviceCopies)

@@ -61,7 +61,7 @@ class SaveDescription:
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
     """For the manifest. The same on all ranks."""
     epoch: str | None = None
-    """Of a process that stands in for a rank that has ended: it commits only in this epoch."""
+    """Of a process that replaces an ended rank: it commits only in this epoch."""
     trust_pickle: bool = False
     """The metadata may hold classes that only a reader with ``trust_pickle=True`` loads."""
     one_file: bool = True
@@ -183,7 +183,7 @@ class TargetLookup:
 
 @dataclass
 class PlannedShards:
-    """Shards in which every record has its place; ``streamed`` are the items whose size is known once they are written.
+    """Shards with positioned records; ``streamed`` are the items whose size is known only after they are written.
 
     ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
     """

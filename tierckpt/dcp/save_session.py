@@ -1,11 +1,11 @@
 """SaveSession: one rank's save to one id, from its plan to the drain.
 
 begin, plan_local, plan_global   the plan, and the attempts that the save replaces
-prepare                          the shards get their places; the journal entry, and the lock on it (J1)
+prepare                          the positions of shards; the journal entry, and its lock (J1)
 write                            the shards are durable
 commit (coordinator)             metadata and manifest: the checkpoint is committed on the local tier
-hand_over                        the entry is the drain's
-abort, settle                    the end of a save that is not committed, or whose outcome is not known on this node
+hand_over                        the drain owns the entry
+abort, settle                    the end of a save that is not committed, or whose outcome is unknown on this node
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SaveListener(Protocol):
         source: ItemSource,
         metadata: Metadata | None,
     ) -> None:
-        """The shards have their places, or this rank has none. Nothing is on the disk yet."""
+        """The shards have their positions, or this rank has none. Nothing is on the disk yet."""
 
     def opened(self, lock_descriptor: int) -> bool:
         """The journal has an entry. Returns whether the save outlives this process, which then notes durable shards."""
@@ -149,16 +149,16 @@ class SaveListener(Protocol):
         """The shards of a rank that does not learn how the save ends are durable."""
 
     def ended(self) -> None:
-        """The save has ended for this rank. Called more than once."""
+        """The save has ended on this rank. Called more than once."""
 
 
 class SaveSession:
     """One rank's save to one id. One thread at a time.
 
     Args:
-        listener: hears of each step before the next begins.
+        listener: is notified of each step before the next begins.
         save_id: DCP's name for the save, until ``plan_global`` makes another.
-        replaces: attempts that the save may replace, where they are known.
+        replaces: attempts that the save may replace, if known.
 
     Attributes:
         entry: the journal entry as last written. From ``open`` or ``take_over`` on.
@@ -282,7 +282,7 @@ class SaveSession:
         return hold.descriptor
 
     def take_over(self, token: str, lock: int | None) -> bool:
-        """Continue the journal entry of a rank that has ended. False when the entry is settled, or another's.
+        """Continue the journal entry of an ended rank. False if the entry is settled, or has another owner.
 
         Args:
             lock: the rank's lock on the entry, if this process inherited it; closed with the session.
@@ -408,14 +408,14 @@ class SaveSession:
         if self.delivery.is_direct_put or self._has_direct_put_ranks:
             # The local manifest names shards on the shared tier: the commit there completes the checkpoint.
             size_bytes = manifest.size_bytes
-            log.info("%s (%d bytes) lies on the shared tier; it is committed there next", self.location.uri, size_bytes)
+            log.info("%s (%d bytes) is on the shared tier; it is committed there next", self.location.uri, size_bytes)
         else:
             COMMITS.emit(1, tier=Tier.LOCAL)
             log.info("committed %s on the local tier (%d bytes)", self.location.uri, manifest.size_bytes)
         self.hand_over()
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
-        """A stand-in for a dead rank commits only until the job is started again."""
+        """A replacement of a dead rank commits only until the job is restarted."""
         if self.description.epoch is None:
             return contextlib.nullcontext()
         return epochs.committing(self.settings.local_root, self.location.parent, self.description.epoch)
@@ -437,7 +437,7 @@ class SaveSession:
         except UnsafeCheckpointError as error:
             raise CheckpointError(
                 f"{self.location.uri} is not committed, because its metadata could not be loaded: {error.message}",
-                hint="The checkpoint before it stands. Use a planner whose metadata is plain data and torch "
+                hint="The previous checkpoint is unchanged. Use a planner whose metadata is plain data and torch "
                 f"{CHECKED_VERSIONS[0]} to {CHECKED_VERSIONS[-1]}; metadata with classes of your own needs "
                 "trust_pickle=True of TierStorageWriter and of TierStorageReader",
             ) from error
@@ -469,7 +469,7 @@ class SaveSession:
         return READY if is_sent or not self.settings.drain else LOCAL_ONLY
 
     def hand_over(self, *, has_direct_put_ranks: bool = False) -> None:
-        """Give the entry to the drain. Where links can, the shared commit is done before this returns. Idempotent.
+        """Give the entry to the drain. If links suffice, the shared commit is done on return. Idempotent.
 
         Nothing here fails a save that is durable on the local tier: the drain tries again, and ``wait`` says why not.
         """
@@ -511,10 +511,10 @@ class SaveSession:
             log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 
     def settle(self) -> bool:
-        """End a save whose outcome is not known here: keep files that a commit may name, and remove others.
+        """End a save with unknown outcome: keep files that a commit may name, and remove others.
 
-        The coordinator, or its store, has gone silent. Shards that a commit of this node names are handed over. Returns
-        False where there is no such commit yet: shards and handoff stay, and the next process that recovers decides.
+        The coordinator, or its store, is silent. Shards that a commit of this node names are handed over. Returns False
+        if there is no such commit yet: shards and handoff stay, and the next recovery decides.
         """
         if not self.is_open:
             self._end_listener()
@@ -541,7 +541,7 @@ class SaveSession:
             return
         token = self.entry.token
         if self.entry.state != WRITING:
-            # A crash in what follows must not leave an entry that says its files are there.
+            # A crash after this line must not leave an entry whose files are missing.
             self.entry = self._journal.write(dataclasses.replace(self.entry, state=WRITING))
         if self.entry.manifest is None:
             local_commit.remove_unfinished(self.directory, token)
@@ -549,7 +549,7 @@ class SaveSession:
             # The error came after the commit, which could not be undone: its files stay. The drain sends it, or forgets
             # it if the local manifest names another attempt (D0).
             uri = self.location.uri
-            log.warning("%s: the save has failed, and its commit may stand on the local tier all the same", uri)
+            log.warning("%s: the save has failed, but its commit may be on the local tier", uri)
             self._give_to_drain()
             return
         if self.delivery.is_direct_put:
@@ -620,7 +620,9 @@ def _require_whole(metadata: Metadata, uri: str) -> None:
         if isinstance(stored, TensorStorageMetadata):
             wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in stored.chunks]
         if any(index not in metadata.storage_data for index in wanted):
-            raise CheckpointError(f"{fqn} of {uri} was not written by any rank", hint="The checkpoint before it stands")
+            raise CheckpointError(
+                f"{fqn} of {uri} was not written by any rank", hint="The previous checkpoint is unchanged"
+            )
 
 
 def _metadata_entry(data: bytes, chunk_size_bytes: int, rank: int, attempt: str, alone: bool) -> FileEntry:

@@ -70,7 +70,7 @@ class ShardDelivery:
     """Whether they went to the shared tier past the SSD."""
 
     def write(self, planned: PlannedShards, source: ItemSource) -> Written:
-        """Write the shards by the description's route, durably. On an error, discard what a direct put has sent."""
+        """Write the shards by the description's route, durably. On an error, discard a direct put's uploads."""
         route = "local" if planned.streamed else self.description.route
         if route == "direct put":
             try:
@@ -176,7 +176,7 @@ class ShardDelivery:
         background = threading.current_thread() is not threading.main_thread()
         pace = CpuThrottle(BACKGROUND_CPU_SHARE, shape.threads) if background else CpuThrottle()
         is_begun = any(shard.image is not None and shard.image.ahead is not None for shard in shards)
-        # Records in an image need no slot; beside it there are only objects.
+        # Records in an image need no slot; all others are objects.
         wanted = 1 if any(shard.image is not None for shard in shards) else shape.threads
         with write_buffers().take(wanted, slot_bytes, timeout) as slots:
             begun = time.monotonic()
@@ -198,7 +198,7 @@ class ShardDelivery:
 
 
 def _item_bytes(item: WriteItem) -> int:
-    """Bytes of one plan item (its own chunk of the tensor), 1 for an object whose size is not known yet."""
+    """Return the bytes of one plan item (its own chunk of the tensor), 1 for an object of unknown size."""
     if item.tensor_data is None:
         return 1
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
@@ -210,10 +210,10 @@ def _streamed_shards(
     items: Sequence[WriteItem],
     planner: ItemSource,
 ) -> Iterator[tuple[str, ShardRecord, list[WriteResult]]]:
-    """Yield name, bytes and DCP's results of each shard of ``items``, whose bytes only torch can make.
+    """Yield name, bytes and DCP's results of each shard of ``items`` that need torch's serialization.
 
-    Tensor subclasses, and all items where ``transforms`` has extensions. Cost: that of stock DCP; one shard of
-    ``STREAMED_BYTES`` and one item is in memory.
+    Tensor subclasses, and all items if ``transforms`` has extensions. Cost: that of stock DCP; one shard of
+    ``STREAMED_BYTES`` and one item are in memory.
     """
     name, stream, results = next(names), io.BytesIO(), list[WriteResult]()
     for item in items:

@@ -1,14 +1,14 @@
-"""Splits replicated tensors between the ranks that hold them, so that each writes some rows and none is written twice.
+"""Splits replicated tensors between their ranks: each rank writes some rows, and no row is written twice.
 
-DCP's planner leaves each replicated tensor to one rank, so that a data-parallel job writes at the speed of one disk
-queue and the largest tensor sets the pace. Here every rank that holds a tensor may write a part of it (FastPersist,
-arXiv 2406.13768): bytes are levelled over the ranks, counting what each has to write alone. A part is an ordinary DCP
-chunk, so stock readers see a tensor that was saved in pieces. Pure functions over plans; no I/O, no collectives.
+DCP's planner assigns each replicated tensor to one rank: a data-parallel job writes at the speed of one disk queue, and
+the largest tensor sets the pace. Here every rank with a copy may write a part of it (FastPersist, arXiv 2406.13768).
+Bytes are balanced over the ranks, including those that only one rank can write. A part is an ordinary DCP chunk, so
+stock readers see a tensor saved in pieces. Pure functions over plans; no I/O, no collectives.
 
-    every rank      prepare_local_plan    put_aside: what I hold, before the planner's dedup
-    coordinator     prepare_global_plan   balance_replicated: who writes what
+    every rank      prepare_local_plan    put_aside: this rank's items, before the planner's dedup
+    coordinator     prepare_global_plan   balance_replicated: assigns the parts
     every rank      write_data            kept_whole, resolve: the tensor of an item or of a part
-    coordinator     finish                amend: the metadata names the parts that were written
+    coordinator     finish                amend: the metadata names the written parts
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MiB = 1 << 20
 PART_BYTES_MIN = 4 * MiB
 
 ITEM_BYTES = 4096
-"""What an item costs besides its data, for levelling: its header, its alignment, the work of writing it."""
+"""Fixed cost of an item, for balancing: its header, its alignment, the work of writing it."""
 
 ROWS_PER_SHARE = 64
 """A row above this fraction of a rank's share cannot be levelled by rounding; such rows are dealt out one by one."""
@@ -53,7 +53,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """What the coordinator must know of a written part: which box of the global tensor it is, and of which chunk."""
+    """The coordinator's facts about a written part: its box in the global tensor, and its chunk."""
 
     fqn: str
     whole: Box
@@ -65,7 +65,7 @@ class PartItem(WriteItem):
     """Some rows of an item that several ranks hold; contiguous, because ``dim`` is its first dimension above 1.
 
     ``index`` and ``tensor_data.chunk`` are those of the part in the global tensor. The planner knows only ``whole``:
-    use ``resolve``, which narrows.
+    use ``resolve``, which narrows it.
     """
 
     whole: WriteItem
@@ -103,15 +103,15 @@ def spread(
 ) -> list[SavePlan]:
     """Level the bytes of ``plans`` over the ranks that hold them; every item is still written exactly once.
 
-    Guaranteed: a rank is given only what it holds, with the chunk and dtype of the item that the planner chose; items
-    of other planners' making, items in several plans and items that no other rank holds stay where they are; the same
-    plans give the same result, in any process. Shares are equal up to one row per rank, or up to ``part_bytes_min``
-    where a share would be smaller than that. Tensors below ``part_bytes_min`` and objects stay whole.
+    Guarantee: a rank gets only parts of tensors that it holds, with the chunk and dtype of the planner's item. Items of
+    other planners, items in several plans and items of a single rank are not moved. Equal plans give equal results, in
+    any process. Shares are equal up to one row per rank, or up to ``part_bytes_min`` if a share would be smaller.
+    Tensors below ``part_bytes_min`` and objects stay whole.
 
     Args:
-        plans: one per rank, after the planner's dedup. Left as they are; so is the result's ``storage_data``.
+        plans: one per rank, after the planner's dedup. Not modified; nor is ``storage_data`` of the result.
         held: one per rank: its items before dedup.
-        part_bytes_min: smaller tensors are not cut, and no rank is asked for less of the cut ones.
+        part_bytes_min: smaller tensors are not cut, and no part is smaller.
 
     Cost: linear in the items held by all ranks together, about a microsecond each.
     """
@@ -126,7 +126,7 @@ def spread(
     for rank, plan in enumerate(plans):
         given[rank] = [item for item in plan.items if id(item) not in shared]
         loads[rank] = sum(map(_weight, given[rank]))
-    # Those who have the least choice first: then the level of each group is the best there is, if groups nest.
+    # Groups with the fewest ranks first: then the balance within each group is optimal, if groups nest.
     for ranks, items in sorted(groups.items(), key=lambda group: len(group[0])):
         _deal(items, ranks, loads, given, max(part_bytes_min, 1))
     return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, given, strict=True)]
@@ -143,8 +143,8 @@ def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 def kept_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteItem]:
     """Return ``items``, with the whole of a tensor subclass in place of its first part, and nothing for the others.
 
-    A plan says nothing of the class of a tensor, and few of those that hold quantized weights can be cut. Every rank
-    decides the same, because those that share an item hold the same tensor; the metadata has the whole already.
+    A plan does not say the class of a tensor, and few quantized tensors can be cut. All ranks decide the same, because
+    ranks that share an item hold the same tensor; the metadata has the whole tensor already.
     """
     if not any(isinstance(item, PartItem) for item in items):
         return items
@@ -160,8 +160,8 @@ def kept_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[Wri
 def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
     """Put the chunks of ``parts`` in place of those that they cover. Again, or in any order: the same result.
 
-    Feed it what the ranks have written, not what they were asked to write. Entries are replaced, not changed: a
-    shallow copy of ``state_dict_metadata`` shields the original.
+    Pass the items that the ranks wrote, not the assigned ones. Entries are replaced, not modified: a shallow copy of
+    ``state_dict_metadata`` protects the original.
 
     Raises:
         CheckpointError: the parts of a chunk leave a gap or overlap; ``metadata`` is as it was.
@@ -173,13 +173,13 @@ def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
     metadata.state_dict_metadata.update(amended)
 
 
-# --- who holds what -----------------------------------------------------------------------------------------------
+# --- the ranks of each item -------------------------------------------------------------------------------------------
 
 
 def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[tuple[int, ...], list[WriteItem]]:
     """Items of the plans that several ranks hold, by these ranks, in the order of the plans.
 
-    An index in more than one plan is none of them: whoever planned that wants it written twice.
+    An index in more than one plan is not included: the planner wants it written twice.
     """
     # Half a million items at 256 ranks: plain lists and integers, which the garbage collector need not look at.
     items: list[WriteItem] = []
@@ -213,7 +213,7 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _same(item: WriteItem, other: WriteItem) -> bool:
-    """True when both stand for the same data. The index alone is too little: ranks may disagree on dtype or size."""
+    """Return True if both describe the same data. The index is not enough: ranks may differ in dtype or size."""
     if item.type != other.type:
         return False
     data, others = item.tensor_data, other.tensor_data
@@ -227,13 +227,13 @@ def _same(item: WriteItem, other: WriteItem) -> bool:
 
 
 def _cached_by_stock(plans: list[SavePlan]) -> bool:
-    """True when DCP's ``enable_plan_caching`` keeps one of these very plans."""
+    """Return True if DCP's ``enable_plan_caching`` caches one of these plans."""
     caches = cached_global_plans().values()
     ours = set(map(id, plans))
     return any(id(plan) in ours for cached in caches for plan in cached)
 
 
-# --- who writes what ----------------------------------------------------------------------------------------------
+# --- assignment -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -272,7 +272,7 @@ class _Cut:
 def _deal(
     items: list[WriteItem], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
 ) -> None:
-    """Share ``items`` among ``ranks``: first what is coarse, the largest first, then level out with what is fine."""
+    """Share ``items`` among ``ranks``: the coarse ones first, the largest first; then balance with the fine ones."""
     cuts = [_cut(item, part_bytes_min) for item in items]
     share_bytes = sum(cut.size_bytes for cut in cuts) // len(ranks)
     coarse_bytes = max(part_bytes_min, share_bytes // ROWS_PER_SHARE)
@@ -326,7 +326,7 @@ def _level(
 
 
 def _shares(total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_bytes_min: int) -> list[tuple[int, int]]:
-    """Return, in the order of ranks, who takes part and where its share of ``total_bytes`` ends.
+    """Return, in rank order, the ranks with a share and the end of each share of ``total_bytes``.
 
     Water filling: the least loaded ranks are filled to one level. Another rank joins while its share is worth a part.
     """
@@ -355,7 +355,7 @@ def _cut(item: WriteItem, part_bytes_min: int) -> _Cut:
 
 
 def _can_narrow(data: TensorWriteData) -> bool:
-    """Sparse and quantized tensors stay whole; so does what is empty."""
+    """Return True if a tensor can be cut: not sparse, quantized or empty."""
     return (
         data.chunk.sizes.numel() > 0
         and data.properties.layout == torch.strided
@@ -364,7 +364,7 @@ def _can_narrow(data: TensorWriteData) -> bool:
 
 
 def _weight(item: WriteItem) -> int:
-    """Bytes of an item, for levelling. Nobody knows yet how large an object is, and the smallest is not free."""
+    """Return the bytes of an item, for balancing. An object's size is unknown here, and at least the fixed cost."""
     return ITEM_BYTES if item.tensor_data is None else max(_size_bytes(item.tensor_data), ITEM_BYTES)
 
 

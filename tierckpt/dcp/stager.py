@@ -1,8 +1,8 @@
 """TierStager: one copy of a state dict, device to arena, straight into the layout that the files will have.
 
-In ``lazy`` mode not even that copy is waited for: it overlaps the next forward and backward pass, and the optimizer's
-step waits only if it is not done (DataStates-LLM, HPDC'24). What may change before that step is copied at once: every
-tensor that is neither a parameter nor a state of the optimizers given.
+In ``lazy`` mode the copy is asynchronous too: it overlaps the next forward and backward passes, and the optimizer's
+step waits only for its rest (DataStates-LLM, HPDC'24). Tensors that may change before that step are copied at once:
+all that are neither parameters nor states of the given optimizers.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class TierStager:
     """An ``AsyncStager``: copies a state dict to staging memory that is used again for the next checkpoint.
 
     ``stage`` returns when the copy is complete: training may change the tensors at once. With ``mode="lazy"`` it
-    returns at once, and a step of any of ``optimizers`` waits for what is not copied yet. The copy is valid until it
-    has been saved, or until nothing refers to it. A ``TierStorageWriter`` that saves it hands it to the node's agent
-    as well, which finishes the save should this process end (``Settings.staging_memory``).
+    returns at once, and a step of any of ``optimizers`` waits for the remaining copies. The copy is valid until it is
+    saved, or until it is no longer referenced. A ``TierStorageWriter`` that saves it hands it to the node's agent
+    as well, which finishes the save if this process dies (``Settings.staging_memory``).
 
     Args:
         mode: "eager" or "lazy".
@@ -153,11 +153,11 @@ class TierStager:
         in_background: bool = False,
         lies_in_files: Callable[[torch.Tensor], bool] | None = None,
     ) -> StagedItems:
-        """Copy what ``items`` ask for and nothing else: for those who have the final plan before they stage.
+        """Copy only the data of ``items``: for callers that have the final plan before staging.
 
-        Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` is for the copies; with
-        ``in_background``, for tensors that nobody changes any more, too, and no optimizer's step waits for them.
-        ``lies_in_files`` says which are not copied: those of a ``Source``, which is added to what this returns.
+        Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` waits for the copies; with
+        ``in_background``, also for tensors that no longer change, and no optimizer's step waits for them.
+        ``lies_in_files`` returns True for tensors of a ``Source``, which are not copied but added to the result.
         """
         self.synchronize_staging()
         known = _values_of(planner)
@@ -193,7 +193,7 @@ class TierStager:
     def _staged_again(
         self, items: Sequence[WriteItem], planner: TierSavePlanner, known: Mapping[str, Any]
     ) -> StagedItems | None:
-        """Stage what the save before has staged of tensors alike; None when it was another plan."""
+        """Stage into the layout of the previous save if the tensors are alike; None for another plan."""
         repeated = self._repeated
         if repeated is None or repeated.items is not items:
             return None
@@ -242,7 +242,7 @@ class TierStager:
             pending.wait(slots.SLOT_SECONDS)
 
     def close(self) -> None:
-        """Wait for copies under way and let go of the optimizers. The memory stays with the process's arena."""
+        """Wait for unfinished copies and release the optimizers. The memory stays in the process's arena."""
         self.synchronize_staging()
         for fence in self._fences:
             fence.remove()
@@ -280,7 +280,7 @@ class TierStager:
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
 
     def _layout_of(self, leaves: Sequence[torch.Tensor]) -> StagingLayout:
-        """Return where each tensor goes in the arena: that of the last save, if its tensors were the same."""
+        """Return the position of each tensor in the arena: that of the last save, if its tensors were the same."""
         facts = [(leaf.dtype, leaf.shape) for leaf in leaves]
         if self._layout is None or self._layout.facts != facts:
             self._layout = StagingLayout.of(facts, self.settings)
@@ -325,7 +325,7 @@ class Source(Protocol):
         """Whether ``tensor``, as it was planned, is theirs."""
 
     def reader(self, tensor: torch.Tensor) -> Fetch:
-        """Return what reads the bytes that are to be saved in the place of those of ``tensor``."""
+        """Return the reader of the bytes to save instead of those of ``tensor``."""
 
     def release(self) -> None:
         """They need not keep it any more. Raises when they have not."""
@@ -343,14 +343,14 @@ class StagedItems:
         self._lock = threading.Lock()
         self.copied: Future[None] = Future()
         self.in_files: dict[MetadataIndex, torch.Tensor] = {}
-        """What is not copied: a source says where it lies."""
+        """Tensors that are not copied: a source has their location."""
         self.sources: list[Source] = []
         self.readers: dict[MetadataIndex, Fetch] = {}
-        """Of what lies in files: ``data`` says only what it is."""
+        """Tensors in files: ``data`` has only their properties."""
 
     @property
     def data(self) -> dict[MetadataIndex, Any]:
-        """What was staged, by item. Makes the tensors of ``placed``, when it is first asked for."""
+        """The staged data, by item. The tensors of ``placed`` are made at the first access."""
         with self._lock:
             if self.placed is not None and not self._has_placed:
                 with gc_paused():
@@ -366,7 +366,7 @@ class StagedItems:
         return cast(torch.Tensor, self.resolve_data(item))
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return when all copies are made. Raises what went wrong with them."""
+        """Return when all copies are complete. Raises the error of a failed copy."""
         self.copied.result(timeout_seconds)
         for source in self.sources:
             source.wait(timeout_seconds)
@@ -446,11 +446,11 @@ class _Walk:
         return self._others.stage({"": value})[""]
 
     def _copied_by_parts(self, value: Any) -> torch.Tensor:
-        """A copy of a subclass that is made of other tensors: few of those have the operators by which torch copies."""
+        """Copy a subclass that consists of other tensors: few of those have the operators that torch's copy needs."""
         names, context = value.__tensor_flatten__()
         parts = {name: self._copied(getattr(value, name)) for name in names}
         made = type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
-        for name, attribute in vars(value).items():  # what the context leaves out, torch.save would write
+        for name, attribute in vars(value).items():  # torch.save would write those missing in the context
             if name not in vars(made):
                 setattr(made, name, self._copied(attribute))
         return cast(torch.Tensor, made)
@@ -482,8 +482,8 @@ def base_of(lease: Lease, size_bytes: int, *, torch_shares: bool = False) -> tor
         lease.in_use = lambda: not storage.expired()
         lease.storage = torch_internals.storage_address_of(base.untyped_storage())
         return base
-    # Another process can map only a storage that torch made of the descriptor. It maps the memory once more, so it is
-    # kept as long as the memory, and the views of this lease are counted instead.
+    # Another process can map only a storage that torch made of the descriptor. It is a second mapping, so it is kept as
+    # long as the memory, and the views of this lease are counted instead.
     shared = _shared_storages.get(lease.memory)
     if shared is None:
         shared = torch_internals.new_shared_storage(os.dup(lease.memory.fd), lease.memory.size_bytes)
@@ -522,7 +522,7 @@ _WITHOUT_BYTES = frozenset(
         *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     )
 )
-"""Dtypes that stand in for those of tensor subclasses."""
+"""Integer dtypes that replace those of tensor subclasses."""
 
 
 def refuse_tensors(state_dict: Mapping[str, Any], prefix: str = "") -> None:
@@ -544,7 +544,7 @@ def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise StateMismatchError(
             f"{name} is {'nested' if tensor.is_nested else 'not dense'} ({tensor.layout}), which DCP cannot save",
-            hint="Save the dense tensors that it is made of, such as its indices() and values()",
+            hint="Save its dense tensors, such as its indices() and values()",
             tensor=name,
         )
     if tensor.dtype in _WITHOUT_BYTES:
@@ -562,7 +562,7 @@ def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) in _OF_TORCH and tensor.numel() and not tensor.data_ptr():  # torch's own copy would crash
         raise StateMismatchError(
             f"the storage of {name} was freed, and has no bytes to save",
-            hint="Save what it was made from, such as the shards of a parameter that was gathered",
+            hint="Save its source, such as the shards of a gathered parameter",
             tensor=name,
         )
 

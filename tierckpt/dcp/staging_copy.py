@@ -25,7 +25,7 @@ MOVE_BYTES_MAX = 32 << 20
 
 
 class Copies:
-    """Copies still to be made: ``targets[i]`` from ``sources[i]``, same shape and dtype.
+    """Pending copies: ``targets[i]`` from ``sources[i]``, same shape and dtype.
 
     ``priority``: of the stream that copies from a device; a lower number goes first.
     """
@@ -54,7 +54,7 @@ class Copies:
             self._ahead.start()
 
     def run_now(self, wanted: Callable[[torch.Tensor], bool]) -> None:
-        """Make the copies whose source is ``wanted``, complete on return; the others stay to be made."""
+        """Make the copies whose source is ``wanted``, complete on return; the others stay pending."""
         now = [pair for pair in self._pairs if wanted(pair[1])]
         self._pairs = [pair for pair in self._pairs if not wanted(pair[1])] if len(now) < len(self._pairs) else []
         on_device = [pair for pair in now if pair[1].is_cuda]
@@ -89,8 +89,8 @@ class Copies:
     def wait(self, timeout_seconds: float) -> None:
         """Return when the sources may change. Raises what went wrong with a copy, which is then lost.
 
-        Copies on a device are not waited for by this thread: what it starts on that device's current stream from now
-        on is.
+        This thread does not wait for copies on a device. The device's current stream does: its later work runs after
+        them.
         """
         if self._events and not self._on_host:
             for event in self._events:
@@ -113,7 +113,7 @@ class Copies:
 def copy_tensors(pairs: Sequence[Pair]) -> None:
     """Large ones by memmove on as many threads as torch may use, all others in one call of torch's.
 
-    memmove does not read what it is about to overwrite; torch's copy does, and takes 1.4 times the processor time.
+    memmove does not read the bytes that it overwrites; torch's copy does, and takes 1.4 times the CPU time.
     """
     large: list[Pair] = []
     rest: list[Pair] = []
@@ -143,7 +143,7 @@ def move_all(pairs: Sequence[Pair], count: int) -> None:
     try:
         all(start_if_possible(thread) for thread in threads)  # those there are copy all of it
         work()
-    finally:  # an interrupt too: what is given back must not be written to any more
+    finally:  # after an interrupt, too: returned memory must not be written
         pieces.clear()
         for thread in threads:
             if thread.ident is not None:
@@ -175,7 +175,7 @@ def _start_on_devices(pairs: Sequence[Pair], priority: int) -> list[Any]:
 
 
 def _start_on_device(device: torch.device, pairs: Sequence[Pair], priority: int) -> Any:
-    """Queue copies on a stream of their own, after what the current stream has still to do. Returns their event."""
+    """Queue copies on their own stream, after the current stream's pending work. Returns their event."""
     stream = _stream_of(device, priority)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.no_grad():

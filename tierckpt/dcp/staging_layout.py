@@ -148,7 +148,7 @@ class RepeatedSave:
             name for name, value in known.items() if isinstance(value, torch.Tensor))}  # fmt: skip
         self._names = [item.index.fqn for item in tensors]
         self._order = [numbers[name] for name in self._names]
-        """Of the tensors of the planner's state dict, those of ``layout``."""
+        """Return those tensors of the planner's state dict that are in ``layout``."""
         sizes = [frame.size_bytes for frame in layout.frames]
         self._small = [number for number, size in enumerate(sizes) if 0 < size <= SMALL_BYTES_MAX]
         self._large = [number for number, size in enumerate(sizes) if size > SMALL_BYTES_MAX]

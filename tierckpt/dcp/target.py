@@ -24,7 +24,7 @@ class Mount:
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         if uri is None:
             raise ConfigError("no URI", hint=f"{type(self).__name__}('s3://bucket/run/step-100')")
-        if self.settings.local_root not in roots:  # later, what is used below it is checked where it is used
+        if self.settings.local_root not in roots:  # later, paths below it are checked at their use
             use_local_root(self.settings)
         self.location = check_location(parse_uri(uri))
         self.path = self.location.uri

@@ -47,17 +47,17 @@ _OF_THIS_PROCESS = {"_session", "_busy", "_stager"}
 class TierStorageWriter(Mount, StorageWriter):
     """Saves DCP checkpoints to node-local SSD and drains them to ``uri`` in the background.
 
-    When ``dcp.save`` returns the checkpoint is committed on the local tier: files and directories are fsynced, digests
-    taken, the manifest in place. The shared tier follows (``tierckpt.wait``); where ``uri`` lies on the same file
-    system as ``local_root`` it is committed there by hard links before the call returns. An existing checkpoint under
-    the same id stays whole until the new one is committed.
+    When ``dcp.save`` returns, the checkpoint is committed on the local tier: files and directories are fsynced, digests
+    taken, the manifest in place. The shared tier follows (``tierckpt.wait``); if ``uri`` is on the same file system as
+    ``local_root``, the call commits there by hard links before it returns. An existing checkpoint under the same id
+    stays whole until the new one is committed.
 
     Args:
         uri: ``s3://bucket/key``, ``az://container/key``, ``gs://bucket/key``, a path, or any fsspec URL.
         settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
         single_file_per_rank: False writes one shard per item.
         sync_files: False skips fsync of shards: faster, and a power cut may lose the checkpoint on the local tier.
-        thread_count: taken because DCP's writer takes it; threads are chosen by measurement, 8 at most.
+        thread_count: ignored, as an argument of DCP's writer; threads are chosen by measurement, 8 at most.
         per_thread_copy_ahead: likewise.
         cache_staged_state_dict: likewise; staging memory is always kept.
         overwrite: False refuses an id that holds a checkpoint already.

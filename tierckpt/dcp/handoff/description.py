@@ -1,4 +1,4 @@
-"""The handoff file: what an agent needs to write one rank's staged state if the rank dies before it is on the SSD.
+"""The handoff file: one rank's staged state, for the agent to write if the rank dies before it is on the SSD.
 
 Holds where every record of the rank's shards is to be written and where its bytes lie in memory that the agent holds;
 the coordinator's also holds DCP's metadata. Executed by ``dcp/handoff/finish.py``. A pickle of this process for a
@@ -53,7 +53,7 @@ class PendingShard:
     kinds: list[tuple[torch.dtype, tuple[int, ...]]]
     """Dtypes and shapes, each once."""
     kind_of: array[int]
-    """Of each record, by its place in ``kinds``; -1: an object, whose bytes are in ``data``."""
+    """For each record, its index in ``kinds``; -1: an object with its bytes in ``data``."""
     memories: list[tuple[str, int]]
     """The held memory that the bytes of tensors lie in, and where the trainer has it."""
     memory_of: array[int]
@@ -82,7 +82,7 @@ class PendingShard:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What DCP is told of the records once they are written, in columns too."""
+    """DCP's write results of the records, in columns too."""
 
     indexes: bytes
     """Pickled: offsets, numbers of parts, and names. Those of a plan are the same at each save."""
@@ -117,13 +117,13 @@ _last_indexes: tuple[list[MetadataIndex], bytes] = [], b""
 
 
 def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
-    """Return the columns; those of the call before, where the indexes are the same objects, as a plan keeps them."""
+    """Return the columns; the previous ones if the indexes are the same objects, as a cached plan's are."""
     global _last_indexes
     known, data = _last_indexes
     if len(known) != len(indexes) or not data or not all(map(operator.is_, known, indexes)):
         shared: dict[torch.Size | None, torch.Size | None] = {}
         offsets = [shared.setdefault(index.offset, index.offset) for index in indexes]
-        # Names last: what a pickle has among its first 256 objects it refers to in two bytes.
+        # Names last: a pickle refers to its first 256 objects in two bytes.
         columns = offsets, [index.index for index in indexes], [index.fqn for index in indexes]
         data = pickle.dumps(columns, pickle.HIGHEST_PROTOCOL)
         _last_indexes = indexes, data
@@ -134,9 +134,9 @@ def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
 class SaveHandoff:
     """One rank's, of ``world_size``.
 
-    ``settings`` are the trainer's, as JSON, and ``environment`` what it knew of clouds, secrets among both: the agent
-    may have been started by a process that knew others. ``kinds`` says what each held memory is backed by. ``files``
-    are those of a rank whose shards are durable and with the mover: nothing of it is to be written any more.
+    ``settings`` are the trainer's, as JSON, and ``environment`` its cloud variables, with secrets: the agent may have
+    been started with others. ``kinds`` has the backing of each memory. ``files`` are the shards of a rank
+    if they are durable and owned by the mover: no data of it needs writing.
     """
 
     rank: int
@@ -178,7 +178,7 @@ class SaveHandoff:
         ]
 
     def written(self) -> BinaryIO:
-        """The handoff in unnamed memory, for whoever is to hold it by descriptor; ``revoke`` takes it back."""
+        """Return the handoff in unnamed memory, to be passed by descriptor; ``revoke`` invalidates it."""
         file = os.fdopen(os.memfd_create("tierckpt-handoff", os.MFD_CLOEXEC), "wb")
         file.write(_VALID)
         pickle.dump(self, file, pickle.HIGHEST_PROTOCOL)
@@ -187,12 +187,12 @@ class SaveHandoff:
 
 
 def revoke(written: BinaryIO) -> None:
-    """Make a handoff count for nothing, whoever holds it: what it says of memory is not true any more. Cannot fail."""
+    """Invalidate a handoff, for all its owners: its memory is about to be reused. Cannot fail."""
     os.pwrite(written.fileno(), _REVOKED, 0)
 
 
 def read(descriptor: int) -> SaveHandoff | None:
-    """The handoff behind ``descriptor``, which is closed; None when it is revoked."""
+    """Return the handoff of ``descriptor``, and close that; None if it was revoked."""
     os.lseek(descriptor, 0, os.SEEK_SET)  # the position is its writer's too
     with os.fdopen(descriptor, "rb") as file:
         if file.read(1) != _VALID:
@@ -218,7 +218,7 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
 
 
 class _Known:
-    """The memory that records lie in. Each piece of it is asked for its name once."""
+    """Return the memory that has the records. Each lease's name is looked up once."""
 
     def __init__(self) -> None:
         self.memories: dict[str, Memory] = {}
@@ -261,7 +261,7 @@ def _described(
 
 
 def memory_name(memory: Memory) -> str:
-    """The same for all who have the memory open, and nobody else's while anyone has."""
+    """Return a key that is equal for all processes with the memory open, and unique while any has."""
     if memory.fd is None:
         raise ValueError("private memory has no name")
     status = os.fstat(memory.fd)

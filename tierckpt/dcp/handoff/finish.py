@@ -1,11 +1,11 @@
-"""``python -m tierckpt.dcp.handoff.finish``: brings a staged checkpoint whose trainers have died to the local tier.
+"""``python -m tierckpt.dcp.handoff.finish``: writes a dead trainer's staged checkpoint to the local tier.
 
-Started by the agent, with all that the ranks left as inherited descriptors and its order as JSON on stdin:
-``{"save": its name, "descriptions": [{"descriptors": {name: descriptor}, "has_begun": whether there is a journal
-entry}, one of each rank of this node], "life": a pipe with whose other end it ends}``. Writes the shards that are not
-on the SSD yet, then commits as the coordinator would have, or tells its node (``dcp/handoff/multi_node.py``); not when
-the job has been started again meanwhile (``checkpoint/epoch.py``). What it writes stays in the page cache: the trainer
-that restarts reads it at memory speed.
+The agent starts it, with the ranks' memory as inherited descriptors and its order as JSON on stdin: ``{"save": its
+name, "descriptions": [{"descriptors": {name: descriptor}, "has_begun": a journal entry exists}, one of each rank of
+this node], "life": a pipe; this process ends with the pipe's other end}``. It writes the shards that are not durable
+yet, then commits as the coordinator would, or informs the coordinator's node (``dcp/handoff/multi_node.py``); not if
+the job has been restarted (``checkpoint/epoch.py``). Written data stays in the page cache: the restarted trainer reads
+it at memory speed.
 
 Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
 was written of it is removed.
@@ -46,7 +46,7 @@ log = logger("agent")
 
 
 def execute(order: Json) -> bool:
-    """Flush and commit what the ranks left. False when the save was settled already. Raises TierckptError."""
+    """Flush and commit the ranks' staged data. False if the save was settled already. Raises TierckptError."""
     left: list[dict[str, int]] = [one["descriptors"] for one in order["descriptions"]]
     begun: list[bool] = [one["has_begun"] for one in order["descriptions"]]
     locks = [descriptors.pop(LOCK_NAME, None) for descriptors in left]
@@ -69,7 +69,7 @@ def execute(order: Json) -> bool:
     if coordinator is None and all(
         handoff.files is not None and journal.read(handoff.token) is None for handoff in found
     ):
-        return False  # drained, and committed: nobody has told these ranks, the coordinator being on another node
+        return False  # drained, and committed: the coordinator is on another node, and these ranks had no message
     memories = _mapped(found, left)
     sessions: dict[int, SaveSession] = {}
     try:
@@ -99,7 +99,7 @@ def execute(order: Json) -> bool:
             session.settle()
         for memory in memories.values():
             memory.close()
-    log.info("%s: staged by a trainer that has ended, committed now", found[0].uri)
+    log.info("%s: staged by a trainer that died, committed now", found[0].uri)
     return True
 
 
@@ -107,20 +107,20 @@ def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
     """Whether the job was started again since, and went on without this. Asked again at the commit."""
     if epoch.current(settings.local_root, parse_uri(handoff.uri).parent) == handoff.epoch:
         return False
-    log.warning("%s: staged before its job was started again, which went on without it: it is given up", handoff.uri)
+    log.warning("%s: staged before the job was restarted, which continued without it: abandoned", handoff.uri)
     return True
 
 
 def _end_with(life: int) -> None:
     """End when the agent does without having said that this may go on: nobody waits for it any more.
 
-    ``life``: a pipe of which the agent has the other end. A kill loses nothing that was acknowledged, and what is
-    written here goes when the next process recovers.
+    ``life``: a pipe; the agent has the other end. A kill loses no acknowledged data, and the next recovery removes the
+    files written here.
     """
 
     def watch() -> None:
         if not os.read(life, 1):
-            log.warning("the agent that started this has ended: so does this")
+            log.warning("the agent that started this process has ended: exiting")
             _end()
 
     start_thread(threading.Thread(target=watch, name="tierckpt-life", daemon=True))
@@ -133,7 +133,7 @@ def _end() -> None:
 def _resume(
     settings: Settings, location: Location, handoff: SaveHandoff, lock: int | None, *, has_begun: bool
 ) -> SaveSession | None:
-    """Continue the save of a rank that has ended. None when it is settled already.
+    """Continue the save of an ended rank. None if it is settled already.
 
     Args:
         lock: the rank's lock on its journal entry, if this process inherited it; closed with the session.
@@ -157,10 +157,10 @@ def _resume(
 
 
 def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping[str, Memory]) -> list[WriteResult]:
-    """Bring the shards of a rank that has ended to the SSD.
+    """Write the shards of an ended rank to the SSD.
 
-    Those that its journal entry calls durable are taken as they are: the memory they were written from may hold
-    another checkpoint by now. Else all are written from memory: how much of one was durable nobody knows.
+    Shards that the journal entry calls durable are not rewritten: their memory may have another checkpoint by now. Else
+    all are written from memory: it is unknown how much of one was durable.
     """
     try:
         files = _durable(session, handoff)
@@ -191,7 +191,7 @@ def _meeting(save: str, client: Client, location: Location) -> ResultExchange:
 
 
 def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
-    """Tell the coordinator's node what the ranks of this one have written, and wait for the commit.
+    """Send the list of this node's written shards to the coordinator's node, and wait for the commit.
 
     Raises OperationTimeoutError when there is none: the shards stay until it is sure that none will come (S3b).
     """
@@ -202,7 +202,7 @@ def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found:
         if some is not None and not meeting.await_commit(JournalEntry(some.token, some.uri, some.rank)):
             raise OperationTimeoutError(
                 f"{some.uri}: the node of its coordinator has not committed it",
-                hint="Its agent may be gone, or a rank had not staged its part; the checkpoint before it stands",
+                hint="Its agent may be down, or a rank had not staged its part; the previous checkpoint is unchanged",
                 waited_seconds=meeting.wait_seconds,
             )
     finally:

@@ -4,9 +4,9 @@ A save of several nodes is one checkpoint only when every rank has written its p
 its ranks had staged to its own SSD. Then it puts what those ranks would have told the coordinator into records, one for
 each, and the executor of the coordinator's node reads the records of the others and commits.
 
-Why nobody is overruled: a record says that its rank has ended and that its shards are durable, and only the coordinator
-commits, whose executor runs when the coordinator has ended. A rank that lives, and may still give the save up, has no
-record, so that there is no commit. Records are JSON: nothing that comes from shared storage is executed (P9).
+Why this is safe: a record states that its rank ended and that its shards are durable. Only the coordinator commits,
+and its executor runs after the coordinator's end. A live rank, which may still abandon the save, has no record, so
+there is no commit. Records are JSON: no content of shared storage is executed (P9).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..save_session import decode_results, encode_results
 log = logger("agent")
 
 WAIT_SECONDS = 30.0
-"""For the other nodes: all of them act when the job's ranks have ended, which happens within seconds or not at all."""
+"""Time for the other nodes: the job's ranks end within seconds of each other, or not at all."""
 RECORD_BYTES_MAX = 256 << 20
 
 _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "parts"})
@@ -53,12 +53,12 @@ class ResultExchange:
     wait_seconds: float
 
     def tell(self, rank: int, results: list[WriteResult]) -> None:
-        """Put the record of ``rank``, which has ended and whose shards are durable."""
+        """Write the record of ``rank``, which ended with durable shards."""
         data = self._encode(rank, results)
         self.client.run(self.client.mover.store(self.location).put(self._key(rank), data))
 
     def hear(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
-        """Return what ``ranks`` have written, when all of them have been told of.
+        """Return the records of ``ranks``, once all of them exist.
 
         Raises:
             OperationTimeoutError: some were not. They may be alive, or had not staged their part.
@@ -74,7 +74,7 @@ class ResultExchange:
         raise OperationTimeoutError(
             f"{self.location.uri}: nobody says what ranks {sorted(set(ranks) - heard.keys())} had written of it when "
             "the job ended",
-            hint="They live on, or had not staged it; the checkpoint before it stands",
+            hint="They still run, or had not staged it; the previous checkpoint is unchanged",
             waited_seconds=self.wait_seconds,
         )
 
@@ -84,12 +84,12 @@ class ResultExchange:
         return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Remove their records: whoever had to read them has, or never will. Never fails: they harm nobody."""
+        """Remove the records, which every reader has read or never will. Never fails: a leftover does no harm."""
         keys = [self._key(rank) for rank in ranks]
         try:
             self.client.run(shared_commit.discard(self.client.mover.store(self.location), keys))
         except TierckptError as error:
-            log.warning("%s: records of ranks that have ended may be left: %s", self.location.uri, error)
+            log.warning("%s: records of ended ranks may be left over: %s", self.location.uri, error)
 
     def _get(self, key: str) -> bytes:
         return self.client.run(self.client.mover.store(self.location).get(key))
@@ -108,7 +108,7 @@ class ResultExchange:
         return manifests.seal(body)
 
     def _decode(self, rank: int, data: bytes) -> list[WriteResult]:
-        where = f"{self.location.uri}: record of rank {rank} of a save whose trainers have ended"
+        where = f"{self.location.uri}: record of rank {rank} of a save of dead trainers"
         body = manifests.unseal(data, _FIELDS, where=where, size_bytes_max=RECORD_BYTES_MAX)
         mine = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes}
         if {name: body[name] for name in mine} != mine:

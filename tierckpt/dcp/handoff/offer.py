@@ -39,10 +39,10 @@ _open: deque[Handoff] = deque()
 class Handoff:
     """Listens to one save, and has the agent finish it should this process end. Thread-safe.
 
-    A save with a name (``SaveDescription.name``) is offered in any case: its caller stages every save, and tells every
-    rank how it ends. A save that DCP drives is offered where its state is staged. A save that the agent cannot have is
-    as safe as this process, and the log says why. No method fails a save; CheckpointSkippedError fails one whose staged
-    copy was dropped.
+    A save with a name (``SaveDescription.name``) is always offered: its caller stages every save, and every rank learns
+    its outcome. A save that DCP drives is offered if its state is staged. A save that the agent cannot take is only as
+    safe as this process, and the log has the reason. No method fails a save; CheckpointSkippedError fails one whose
+    staged copy was dropped.
     """
 
     handoff: SaveHandoff
@@ -109,7 +109,7 @@ class Handoff:
         self._offer(memories, shards.leases if shards is not None else ())
 
     def _offer(self, memories: Mapping[str, Memory], leases: Collection[Lease]) -> None:
-        """Hand in; from then on the memory of ``leases`` is dropped only when the handoff has been taken back."""
+        """Hand in; from now on the memory of ``leases`` is dropped only after the handoff has been taken back."""
         for lease in leases:
             lease.ask_before_drop(lambda: False)  # while it is handed in
         self._is_held = True
@@ -164,7 +164,7 @@ class Handoff:
             except (TierckptError, OSError) as error:
                 if not is_known(error):
                     log.warning("%s: could not report to the agent that it is durable: %s", self.handoff.uri, error)
-                return  # the agent has the old one, until this rank's save has ended
+                return  # the agent has the old one, until this rank's save ends
         self._is_held = False
         _open.append(self)
         while len(_open) > OPEN_MAX:
@@ -192,7 +192,7 @@ class Handoff:
 
 
 def _is_worth_offering(settings: Settings, planned: PlannedShards | None) -> bool:
-    """Whether a save that DCP drives is one of staged state: training does not wait for it."""
+    """Return True if a save that DCP drives has staged state: training does not wait for it."""
     shards = planned.shards if planned is not None else ()
     has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
     is_async = threading.current_thread() is not threading.main_thread()

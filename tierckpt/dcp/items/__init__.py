@@ -1,1 +1,1 @@
-"""The items of a shard: their bytes, and where each lies in the file."""
+"""The items of a shard: their bytes and positions."""

@@ -1,9 +1,9 @@
 """The bytes of a DCP item, made around raw tensor data without ``torch.save`` of the data.
 
-A DCP tensor item is what ``torch.save(tensor)`` writes: a zip archive of stored (never compressed) records. For a
+A DCP tensor item has the bytes of ``torch.save(tensor)``: a zip archive of stored (never compressed) records. For a
 dense tensor everything before its raw bytes (the *head*) and after them (the *tail*) depends on dtype and shape alone,
-but for the CRC-32 of the data, which stands in two places of the tail. So head and tail are made once per (dtype,
-shape), and an item is ``head + raw bytes + tail``: nothing is serialised again, nothing is copied on the way.
+except the CRC-32 of the data, in two places of the tail. So head and tail are made once per (dtype, shape), and an item
+is ``head + raw bytes + tail``: no serialisation, no copy.
 
 Invariants (tests cite them):
     W1  ``torch.load(weights_only=True)`` of ``head + data + tail_with(crc32(data))`` gives the tensor back bit for bit.
@@ -56,7 +56,7 @@ class ItemFrame:
     size_bytes: int
     """Of the raw data between them."""
     crc_at: tuple[int, int]
-    """Where the CRC-32 of the data stands in the tail; (0, 0) when there is no data."""
+    """Positions of the data's CRC-32 in the tail; (0, 0) without data."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     _around_crc: tuple[bytes, bytes, bytes] = field(init=False, repr=False, compare=False)
@@ -70,7 +70,7 @@ class ItemFrame:
         return len(self.head) + self.size_bytes + len(self.tail)
 
     def tail_with(self, crc: int) -> bytes:
-        """The tail of an item whose data has this CRC-32."""
+        """Return the tail of an item whose data has this CRC-32."""
         if not self.size_bytes:
             return self.tail
         value, (before, between, after) = crc.to_bytes(4, "little"), self._around_crc
@@ -81,8 +81,8 @@ class ItemFrame:
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
     """Return head and tail for a contiguous, dense CPU tensor of ``dtype`` and ``shape``.
 
-    Cost: 0.1 us when known, about 10 us when not, 100 us for dtypes and sizes that torch must be asked about. Never
-    touches or allocates memory of the tensor's size.
+    Cost: 0.1 us if cached, about 10 us if not, 100 us for dtypes and sizes that need torch. Never touches or allocates
+    memory of the tensor's size.
     """
     shape = tuple(shape)
     size_bytes = dtype.itemsize
@@ -182,7 +182,7 @@ def _tuple(values: Any) -> bytes:
     )
 
 
-# --- by torch itself: what is rare, or may change with its version -------------------------------------------------
+# --- by torch itself: rare items, and those that may change with its version -----------------------------------------
 
 
 _config_lock = threading.Lock()

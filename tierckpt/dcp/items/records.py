@@ -1,4 +1,4 @@
-"""The items of a plan as the records of shards: what each is, where its bytes are, and where they go."""
+"""The items of a plan as the records of shards: type, source and target of each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ log = logger("save")
 
 @dataclass(slots=True)
 class Sources:
-    """What a plan asks this rank to write. The records have no place in a file yet."""
+    """The records that a plan assigns to this rank, without positions in a file."""
 
     tensors: list[ShardRecord] = field(default_factory=list)
     objects: list[ShardRecord] = field(default_factory=list)
     others: list[WriteItem] = field(default_factory=list)
-    """Tensors whose raw bytes do not say everything: torch.save must write them."""
+    """Tensors that are more than their raw bytes: torch.save must write them."""
     layout: StagingLayout | None = None
     """Where ``tensors`` lie in staging memory, if they are all of one layout, in its order and places."""
     lease: Lease | None = None
@@ -56,9 +56,9 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     """Ask the planner for each item's data. Copies nothing; data on a device stays there until it is written.
 
     Raises:
-        StateMismatchError: a tensor that a checkpoint cannot give back (``refuse_tensor``), or a staged copy whose
-            memory another checkpoint has by now.
-        CheckpointSkippedError: it has it because this one was dropped for it.
+        StateMismatchError: a tensor that a checkpoint cannot restore (``refuse_tensor``), or a staged copy whose memory
+            belongs to another checkpoint by now.
+        CheckpointSkippedError: the same, and this checkpoint was dropped for the other one.
     """
     found = Sources()
     leases = slots.leases()
@@ -82,7 +82,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             found.objects.append(ShardRecord(0, data, item=item))
             continue
         tensor = plain.get(item.index.fqn)
-        # A SHARD item, of a plain tensor too (CheckpointableTensor), is a part of what is looked up by its name alone.
+        # A SHARD item, even of a plain tensor (CheckpointableTensor), is a part of a tensor looked up by name alone.
         if type(tensor) is not torch.Tensor or type(item) is not WriteItem or item.type is not WriteItemType.TENSOR:
             tensor = tensor_of(item)
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
@@ -112,11 +112,11 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
 
 
 def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
-    """The error for staged data whose memory is another checkpoint's by now."""
+    """Return the error for staged data whose memory belongs to another checkpoint by now."""
     if lease.took_place:
         return slots.gave_its_place()
     return StateMismatchError(
-        f"the staged copy of {item.index.fqn} is gone: its memory was given to a newer checkpoint",
+        f"the staged copy of {item.index.fqn} is lost: its memory was given to a newer checkpoint",
         hint="Save a staged state dict once, before the next ones are staged",
         tensor=item.index.fqn,
     )
@@ -152,7 +152,7 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
     Staged tensors come in the order they were staged in, so that where nothing was left out the arena already is the
     image of the files.
     """
-    if not one_file:  # nothing is written in place: the arena has the items close together
+    if not one_file:  # nothing is written in place: the arena packs the items
         return [ShardPlan([record]) for record in (*sources.tensors, *sources.objects)]
     tensors, layout = sources.tensors, sources.layout
     unit = image.unit_bytes(chunk_size_bytes)
@@ -238,8 +238,8 @@ class _Gathered:
         self._flat: torch.Tensor | None = None
         self._left = tensor.numel() * tensor.itemsize
         self._lock = threading.Lock()
-        # The workers that fetch know nothing of this thread's stream: what it has still to do to the tensor is done
-        # first. An event records that without holding anybody up until the first fetch.
+        # The worker threads do not use this thread's stream: its pending work on the tensor must finish first. An event
+        # records that without blocking until the first fetch.
         self._written: Any = None
         if tensor.is_cuda:
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -248,7 +248,7 @@ class _Gathered:
     def fetch(self, target: int, start: int, count: int) -> None:
         """Put ``count`` bytes from ``start`` on at ``target``.
 
-        One piece of the tensor's size exists while its parts are asked for, on its own device, and goes with the last.
+        One copy of the tensor's size exists while its parts are fetched, on its own device, and is freed with the last.
         """
         with self._lock:
             if self._flat is None:

@@ -1,9 +1,9 @@
 """Where each item of a shard goes: the image of the file, the same whether it is staged in the arena or gathered later.
 
-Small items come first, packed, and none of them crosses the end of a segment, so that each segment of them is made by
-one worker alone. Large items follow, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it
-from where it was staged and reads it to where it belongs. Items without data come at the very end: torch gives them no
-address, so nobody could tell their place among staged ones.
+Small items come first, packed, and none crosses the end of a segment, so one worker can make each segment of them.
+Large items follow, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it from the staging
+memory and reads it into the target. Items without data come last: torch gives them no address, so their position among
+staged items is undefined.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...quantities import round_up
 from .item_format import ALIGNMENT_BYTES, ItemFrame
 
 LARGE_BYTES = 64 * 1024
-"""From here on an item has its data on a block of its own: what that wastes is at most some percent."""
+"""An item of at least this size has its data on its own block: the padding is at most some percent."""
 
 SEGMENT_BYTES_MIN = 8 << 20
 

@@ -23,8 +23,8 @@ class _Pickler(pickle.Pickler):
 
 
 class _Base:
-    """The base of the class that ``torch.save`` makes for each call. To derive from it makes another one of these, and
-    no class: a class refers to itself, so that only a collector frees it (2 KiB for each object of each save)."""
+    """Stands for the base of the class that ``torch.save`` makes for each call. Deriving from it makes another instance
+    instead of a class: a class refers to itself, so only a collector frees it (2 KiB for each object of each save)."""
 
     def __init__(self, _: str, __: tuple[Any, ...], namespace: dict[str, Any]) -> None:
         self._namespace = namespace
@@ -42,15 +42,15 @@ def save(value: Any, stream: BinaryIO) -> None:
 
 
 Texts = dict[str, tuple[list[str], bytes]]
-"""Lists of texts that were saved, by name, and what was made of them."""
+"""Saved lists of texts, by name, with their bytes."""
 
 
 def resolve_object(planner: SavePlanner, item: WriteItem, known: Texts | None = None) -> BytesIO:
     """What ``planner`` makes of an item that is no tensor.
 
     Args:
-        known: of the save before. An equal list, as that of the names of parameters, is not pickled again: 13,000 names
-            took 18 ms of the thread that trains.
+        known: of the previous save. An equal list, such as the parameters' names, is not pickled again: 13,000 names
+            took 18 ms of the training thread.
     """
     kind, stock = type(planner), DefaultSavePlanner
     if not all(getattr(kind, name) is getattr(stock, name, None) for name in ("resolve_data", "transform_object")):

@@ -1,6 +1,6 @@
 """Reading a checkpoint without running it.
 
-metadata   what may be said in it
+metadata   its permitted content
 self_check the check of a save: could this process load its metadata?
 objects    the items: tensors and objects, as data
 """

@@ -1,13 +1,13 @@
 """``.metadata`` of a DCP checkpoint, read without running anything it says, and checked before anybody acts on it.
 
 Invariants (tests cite them):
-    S4  What is accepted equals what ``pickle.load`` would have given, in any version of torch: a field that a later one
-        has added to a class of DCP's is given to that class, if its value is plain (``_check_further``).
-    S5  What is accepted is safe to act on: no path leaves the checkpoint's directory, every chunk lies inside its
-        tensor and the chunks fill it, the bytes of a chunk are stored somewhere, list positions do not outgrow the
-        entries. So to allocate what the metadata says takes no more than items that large, or ``COMPACT_RATIO_MAX``
-        times as much: a tensor subclass (quantized weights) is stored in fewer bytes than shape times dtype.
-    S6  Everything else is refused with one error. Work is linear in the size of the data, however much it shares.
+    S4  An accepted file has the value that ``pickle.load`` would return, in any version of torch. A field that a later
+        torch added to a class of DCP is set, if its value is plain (``_check_further``).
+    S5  An accepted file is safe to use: no path leaves the checkpoint's directory, every chunk is inside its tensor and
+        the chunks fill it, each chunk has stored bytes, list positions do not exceed the number of entries. So an
+        allocation by the metadata is at most as large as the items, or ``COMPACT_RATIO_MAX`` times that: a tensor
+        subclass (quantized weights) is stored in fewer bytes than shape times dtype.
+    S6  All else is rejected with one error. Work is linear in the size of the data, even if objects are shared.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from ..bulk_objects import gc_paused, index_of
 
 try:
     from ...torch_internals import OldMemoryFormatEncoding, OldTensorProperties
-except UnsupportedTorchError:  # then the class of today stands for the one of torch before 2.3
+except UnsupportedTorchError:  # then today's class is used for the one of torch before 2.3
     OldMemoryFormatEncoding, OldTensorProperties = MemoryFormatEncoding, TensorProperties  # type: ignore[assignment]
 
 METADATA_BYTES_MAX = 1 << 31
 ELEMENTS_MAX = 1 << 50
 DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
-"""What is written once is compared, hashed and multiplied wherever it is referred to: a size is short (S6)."""
+"""A shared size is compared, hashed and multiplied at each reference, so its length is bounded (S6)."""
 LIST_ITEMS_MIN = 1 << 16
 COMPACT_BYTES_MIN = 512
 """What ``torch.save`` makes of any tensor subclass is larger."""
@@ -74,9 +74,9 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
         partial: it is the metadata of one rank, which knows the tensors whole and its own chunks of them only.
 
     Raises:
-        UnsafeCheckpointError: it is damaged, asks for a global that is not data, or says what cannot be (S5).
-    Cost: 9 microseconds for each shard of a tensor of what ``dcp.encoding`` writes, 32 of what stock DCP does, which
-        repeats what is equal; S2 bounds the memory.
+        UnsafeCheckpointError: it is damaged, names a global that is not data, or has impossible values (S5).
+    Cost: 9 microseconds for each shard of a tensor that ``dcp.encoding`` wrote, 32 for stock DCP, which repeats equal
+        objects; S2 bounds the memory.
     """
     try:
         with gc_paused():
@@ -92,8 +92,8 @@ def refusal(message: str, wanted: str = "", *, is_hostile: bool = False, **conte
     """Return the error, with the remedy that fits.
 
     Args:
-        wanted: the global that is unknown, if that is the reason.
-        is_hostile: only a file that was made to do harm, or a damaged one, has this.
+        wanted: the unknown global, if that is the reason.
+        is_hostile: only a damaged file, or one made to do harm, has this.
     """
     if wanted.startswith("torch.distributed.") or wanted.rpartition(".")[0] == "torch":
         hint = (
@@ -104,7 +104,7 @@ def refusal(message: str, wanted: str = "", *, is_hostile: bool = False, **conte
     elif wanted:
         hint = (
             "A checkpoint that you wrote yourself, with classes of your own in its metadata, is read with "
-            "trust_pickle=True, which runs whatever code it names; never use that for a checkpoint of unknown origin, "
+            "trust_pickle=True, which runs any code that it names; never use that for a checkpoint of unknown origin, "
             "which may have been made to do harm"
         )
     elif is_hostile:
@@ -131,8 +131,8 @@ def _parse(data: bytes) -> Any:
 
 # --- the functions metadata may call: arguments can be anything --------------------------------------------------
 #
-# Those named like a class of DCP's make one, as ``dcp.encoding`` has them called. What lies in it is still unchecked
-# where it is not checked here.
+# A function named like a class of DCP makes an instance, as ``dcp.encoding`` calls it. Its contents are checked later,
+# unless they are checked here.
 
 
 def _index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
@@ -159,7 +159,7 @@ def _size(numbers: Any) -> torch.Size:
 
 
 class _Sizes:
-    """The sizes of one file. They are what its keys of dicts are told apart by, here and in DCP.
+    """The sizes of one file. DCP and this module use them as keys of dicts.
 
     The hash of a tuple of numbers has no secret in it: a file of a few MB can have 100,000 that share one, and a dict
     of those takes hours (S6). By chance two do once in a million files.
@@ -209,7 +209,7 @@ class _Members(Function):
 
 
 def _member(owner: Any, name: Any) -> Enum:
-    """``getattr``, by which some Pythons pickle members of an Enum: for Enums only."""
+    """``getattr``, with which some Pythons pickle members of an Enum: for Enums only."""
     if type(owner) is not _Members:
         raise RefusedPickle(
             "it refers to 'builtins.getattr', which is not part of any checkpoint's metadata", "builtins.getattr"
@@ -256,7 +256,7 @@ _REPEATS = "it says the same things over and over"
 
 
 def _globals() -> dict[tuple[str, str], Any]:
-    """Every global that metadata may name: an exact table, no dotted names, nothing is looked up in a module."""
+    """Every global that metadata may name: an exact table, without dotted names or lookups in modules."""
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {
         **{name: Function(make) for name, make in _PATHS.items()},
@@ -310,12 +310,12 @@ GLOBALS = _globals()
 
 
 class MetadataBuilder:
-    """Makes the real objects, checking each. ``budget`` is what may still be looked at: as much as was written (S6)."""
+    """Makes the real objects and checks each. ``budget`` bounds the visited objects by the file's length (S6)."""
 
     def __init__(self, budget: int, partial: bool) -> None:
         self._budget = budget
         self._partial = partial
-        # By what they were made of, or are, which is kept so that nothing else has its id.
+        # Keyed by identity. The source objects are kept, so that no other object gets the same id.
         self._properties: dict[int, tuple[Any, TensorProperties]] = {}
         self._chunks: dict[tuple[int, torch.Size], tuple[Any, ChunkStorageMetadata]] = {}
         self._paths: set[str] = set()
@@ -418,12 +418,12 @@ class MetadataBuilder:
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
                 if type(item) is tuple and depth < DEPTH_MAX and _PLAIN.issuperset(map(type, item)):
-                    self.spend(1 + len(item))  # the path of a tensor, of which there are as many
+                    self.spend(1 + len(item))  # the path of a tensor, one of as many
                 else:
                     self._check_plain(item, what, depth + 1)
 
     def _check_further(self, fields: Mapping[Any, Any], kind: Any) -> None:
-        """What a later torch has added: a few numbers, strings, dtypes and the like, or tuples of them."""
+        """Check a field that a later torch added: a few numbers, strings, dtypes and the like, or tuples of them."""
         for count, (name, value) in enumerate(fields.items(), start=1):
             items = value if type(value) is tuple else (value,)
             if count > FURTHER_MAX or len(items) > FURTHER_MAX or not _PLAIN.issuperset(map(type, items)):
@@ -435,15 +435,15 @@ class MetadataBuilder:
             self.spend(1 + len(items))
 
     def spend(self, count: int) -> None:
-        """What is written once may be referred to many times; looking at it each time could take forever."""
+        """Subtract ``count`` visits from the budget: a visit at each reference of a shared object may never end."""
         self._budget -= count
         if self._budget < 0:
             raise RefusedPickle(_REPEATS, is_hostile=True)
 
     def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Return the fields of ``record`` of ``kind``, and those of them that this module does not know."""
+        """Return the fields of ``record`` of ``kind``, and its fields that are unknown here."""
         if type(record) is not InertObject or record.kind is not _CLASSES[kind]:
-            raise RefusedPickle(f"something else stands where a {kind.__name__} belongs")
+            raise RefusedPickle(f"it has another object in the place of a {kind.__name__}")
         state = {} if record.state is None else record.state
         if type(state) is not dict:
             raise RefusedPickle(f"the state of a {kind.__name__} is not its fields")
@@ -477,7 +477,7 @@ class MetadataBuilder:
             raise RefusedPickle(f"a chunk of {fqn:.200} has another number of dimensions")
         # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
         if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
-            raise RefusedPickle(f"a chunk of {fqn:.200} lies outside it")
+            raise RefusedPickle(f"a chunk of {fqn:.200} is outside it")
         return _with(ChunkStorageMetadata(offsets, sizes), further)
 
     def _tensor_properties(self, record: Any) -> Any:
@@ -487,7 +487,7 @@ class MetadataBuilder:
         state = record.state if type(record) is InertObject and record.kind is _CLASSES[kind] else None
         count = len(_PROPERTIES)
         if type(state) is not tuple or not all(map(isinstance, state[:count], _PROPERTIES)) or len(state) < count:
-            raise RefusedPickle("the properties of a tensor are not what they should be")
+            raise RefusedPickle("the properties of a tensor are malformed")
         if _HAS_STRIDES[kind] and len(state) > count and not _are_strides(state[count]):
             raise RefusedPickle("the strides of a tensor are not numbers from 0")
         self._check_further(dict(enumerate(state[count:], count + 1)), kind)
@@ -528,8 +528,8 @@ def relative_of(path: Any) -> str:
 
 
 def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageInfo]) -> None:
-    """The bytes of a dense chunk lie in its item, or what ``torch.save`` made of a subclass. An item that is missing is
-    told when it is asked for."""
+    """Check that a dense chunk's bytes are in its item, or ``torch.save``'s bytes of a subclass. A missing item raises
+    when it is read."""
     needed: dict[int, dict[Any, int]] = {}
     last: ChunkStorageMetadata | None = None
     properties: TensorProperties | None = None
@@ -554,7 +554,7 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
 
 
 def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
-    """What the chunks need, by their offsets; of several at one place the one that needs most."""
+    """Return the bytes that chunks need, by their offsets; the maximum of several chunks at one offset."""
     needed: dict[Any, int] = {}
     for chunk in entry.chunks:
         size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize

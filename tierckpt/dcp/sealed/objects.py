@@ -1,14 +1,14 @@
 """Items of a checkpoint, loaded as data. What torch pickles can run code; here everything is read ``weights_only``.
 
 Invariants (tests cite them):
-    S7  No item is unpickled by anything but ``torch.load(weights_only=True)`` before it was written anew. What needs no
-        global is read by what knows none, and so calls nothing: by the machine of this package, which takes a tenth of
-        the time, or, with an integer that is too wide for both, by an unpickler.
-    S8  The bytes a planner gets for an object were made here from data that passed S7, and pass it too. So it does not
-        matter that planners load them with ``weights_only=False``, nor whether two readers of torch's formats agree
-        about the bytes of the file: no planner ever sees those.
-    S9  What comes of an item is not much larger than the item: ``torch.save`` compresses nothing, so what is
-        compressed, or says a length instead of having it, was made to fill the memory.
+    S7  No item is unpickled except by ``torch.load(weights_only=True)``, before it is rewritten. An item without
+        globals is read by a reader that knows none, and so calls nothing: the machine of this package, which takes a
+        tenth of the time, or an unpickler, for integers that are too wide for both.
+    S8  A planner gets bytes that were made here from data that passed S7, and that pass it, too. So it does not matter
+        that planners load them with ``weights_only=False``, nor whether two readers of torch's formats agree about the
+        bytes of the file: planners never get those.
+    S9  An unpacked item is not much larger than the item: ``torch.save`` never compresses, so an item that is
+        compressed, or has a length in place of data, was made to fill the memory.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Objects:
     def inert(self, data: bytes, name: str) -> bytes:
         """Return bytes of the same object that any ``torch.load`` reads without running code (S8).
 
-        Args:
-            data: the bytes of an item that is no tensor.
-            name: what errors call it.
+            Args:
+                data: the bytes of an item that is no tensor.
+                name: what errors call it.
 
         Raises:
-            UnsafeCheckpointError: it holds more than data, or is not what ``torch.save`` writes.
-        Cost: some 0.4 ms for what is small and new, nothing for what is small and known, else three passes.
+            UnsafeCheckpointError: it has more than data, or is not an item of ``torch.save``.
+        Cost: some 0.4 ms for a small new item, nothing for a small known one, else three passes.
         """
         known = self._known.get(data)
         if known is not None:
@@ -78,10 +78,10 @@ class Objects:
             save(value, stream)
         except Exception as error:
             raise UnsafeCheckpointError(
-                f"{name} is refused: it cannot be written anew ({type(error).__name__}: {error})"
+                f"{name} is refused: it cannot be written again ({type(error).__name__}: {error})"
             ) from error
         made = stream.getvalue()
-        if not is_simple:  # whose pickle names no global
+        if not is_simple:  # its pickle names no global
             _load_object(made, name)  # S8
         if len(data) <= SMALL_BYTES and len(self._known) < KNOWN_MAX:
             self._known[data] = made
@@ -93,7 +93,7 @@ def load_tensor(stream: Any, name: str, *, trusted: bool = False) -> torch.Tenso
     of a subclass that is not among torch's safe globals. ``trusted`` runs whatever code it names."""
     value = load_object(stream, "cpu", name, trusted=trusted)
     if not isinstance(value, torch.Tensor):
-        raise UnsafeCheckpointError(f"{name} is refused: a {type(value).__name__} stands where a tensor belongs")
+        raise UnsafeCheckpointError(f"{name} is refused: it has a {type(value).__name__} in the place of a tensor")
     return value
 
 
@@ -149,7 +149,7 @@ def load_object(stream: BinaryIO, map_location: str | None, name: str, *, truste
 
 
 def _check_growth(stream: BinaryIO, name: str) -> None:
-    """Refuse an archive whose records are far larger than itself. Torch's own reader says so, and unpacks nothing."""
+    """Reject an archive whose records are far larger than itself. Torch's own reader reports it without unpacking."""
     start, size_bytes = stream.tell(), stream.seek(0, io.SEEK_END)
     stream.seek(start)
     if stream.read(len(_ZIP)) != _ZIP:
@@ -163,7 +163,7 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
 
 
 def _records_bytes(stream: BinaryIO) -> int:
-    """What the records of an archive say they unpack to."""
+    """Return the unpacked size that the records of an archive state."""
     reader = PyTorchFileReader(stream)
     if hasattr(reader, "get_record_size"):
         return sum(map(reader.get_record_size, reader.get_all_records()))
@@ -172,12 +172,12 @@ def _records_bytes(stream: BinaryIO) -> int:
 
 
 def _size_bytes_max(size_bytes: int) -> int:
-    """What may come of an item of ``size_bytes``: TorchScript packs its code."""
+    """Return the largest unpacked size of an item of ``size_bytes``: TorchScript packs its code."""
     return GROWTH_MAX * size_bytes + GROWTH_BYTES_MIN
 
 
 def _size_bytes(value: Any, seen: set[int]) -> int:
-    """About what ``value`` takes: what one call in a pickle can make large is counted, each object once."""
+    """Return the approximate size of ``value``: objects that one pickled call can make large, each once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))

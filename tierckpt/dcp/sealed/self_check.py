@@ -19,10 +19,10 @@ remembered gives to each save."""
 def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = False) -> None:
     """Raise what ``load_metadata`` would raise for ``data``, the encoding of ``metadata``.
 
-    Entries that are the objects of the last call have been read; of such a save only the others and the places are.
-    Where ``data`` is that of the last call with other names, the names are.
+    Entries that are the objects of the last call were checked; only the other entries and the positions are checked. If
+    ``data`` is that of the last call with other names, only the names are.
     Cost: that of ``load_metadata`` for a new structure; nothing for one with other names; 1.5 microseconds for each
-    tensor where places have changed.
+    tensor whose position changed.
     """
     global _verified
     entries, planner = metadata.state_dict_metadata, metadata.planner_data
