@@ -241,7 +241,7 @@ def test_offline_nothing_is_asked(name: str, hub: FakeHub, tmp_path: Path, monke
 MISSING = {
     "hf://org/nothing-here": "no repository org/nothing-here",
     f"hf://{REPO}@v9": "no revision 'v9'",
-    f"hf://{REPO}/none": "no file|holds no files",
+    f"hf://{REPO}/none": "no file|has no files",
     "hf://gpt2": "names no repository",
     "hf://org/na#me": "names no repository",
     "hf://org/a b": "names no repository",

@@ -342,7 +342,7 @@ def test_wait_waits_for_what_is_not_there_yet_and_for_no_longer_than_it_is_told(
 ) -> None:
     late = tierckpt_("prefetch", "s3://bucket/run/later", "--wait", "--timeout", "1")
     assert late.code == 7
-    assert "holds no files" in late.error["message"]
+    assert "has no files" in late.error["message"]
     answers: list[Path] = []
     waiting = threading.Thread(
         target=lambda: answers.append(tierckpt.prefetch(f"{file_uri}/step-1", to=tmp_path / "served", wait_seconds=60))

@@ -94,7 +94,7 @@ def test_a_second_engine_of_the_node_reads_nothing_from_the_store(
 
 def test_what_is_not_there_is_said(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "root"))
-    with sglang.connect(url(tmp_path)) as client, pytest.raises(ObjectNotFoundError, match="holds no files"):
+    with sglang.connect(url(tmp_path)) as client, pytest.raises(ObjectNotFoundError, match="has no files"):
         client.pull_files()
 
 

@@ -1,1 +1,1 @@
-"""The node cache: what this node has of models and data files, as real files in plain directories."""
+"""The node cache: this node's models and data files, as real files in plain directories."""

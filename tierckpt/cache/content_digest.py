@@ -1,7 +1,7 @@
 """Checks a fetched file against its version, where that is a digest of its content (Hugging Face Hub).
 
-``sha256:HEX`` is that of the bytes (LFS of a Hugging Face Hub); ``git:HEX`` is the SHA-1 of a git blob, which is what a
-Hub knows of small files: it finds damage, and is no proof against forgery.
+``sha256:HEX`` is a digest of the bytes (LFS of a Hugging Face Hub). ``git:HEX`` is the SHA-1 of a git blob, a Hub's
+only digest of small files: it detects damage, but not forgery.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READ_BYTES = 1 << 20
 
 
 def check_content(file: int, item: FileSpec, where: str) -> None:
-    """Raise IntegrityError unless the open ``file`` holds what the etag of ``item`` says, where it says that.
+    """Raise IntegrityError if the open ``file`` differs from the digest in the etag of ``item``, if that has one.
 
     Cost: one read of the file, digested at some 1.5 GB/s without the interpreter lock.
     """
@@ -35,7 +35,7 @@ def check_content(file: int, item: FileSpec, where: str) -> None:
     if digest.hexdigest() != expected:
         raise IntegrityError(
             f"{item.path} of {where} has not the {kind} that its repository lists",
-            hint="It was damaged on its way, or where it lies: run it again, and it is fetched anew",
+            hint="It was damaged in transit or on the disk: run the command again to fetch it again",
             file=item.path,
             tier=Tier.SHARED,
         )

@@ -28,8 +28,8 @@ BUFFER_SECONDS = 600.0
 
 _buffers = BounceBufferPool(BUFFERS, "cache")
 _landing = BounceBufferPool(LANDING, "cache")
-"""Apart from ``_buffers``: these are held while a request is under way, and whoever waits for those must not wait for
-these."""
+"""Separate from ``_buffers``: requests in flight hold these, and a thread that waits for ``_buffers`` must not wait
+for them."""
 
 
 def write_at(path: Path, data: Buffer, offset: int) -> None:

@@ -199,7 +199,7 @@ class CacheEntry:
         return self._fetcher.peers if self._fetcher is not None else None
 
     async def close(self) -> None:
-        """Stop the fetches for the entry and give up its lease. Idempotent."""
+        """Stop the fetches for the entry and release its lease. Idempotent."""
         left = list(self._in_flight.values())
         for task in left:
             task.cancel()
@@ -328,7 +328,7 @@ class CacheEntry:
                 return
         raise CapacityError(
             f"the cache has no room for {path} of {self.frozen.uri}",
-            hint="`tierckpt cache ls` lists what it holds; raise cache_bytes_max, or unpin something",
+            hint="`tierckpt cache ls` lists its entries; raise cache_bytes_max, or unpin an entry",
         )
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:

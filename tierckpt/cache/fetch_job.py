@@ -257,7 +257,7 @@ class FetchJob:
         names = {self.frozen.files[index].path: error for index, error in sorted(self.failures.items())}
         return PartialTransferError(
             f"{len(errors)} of {len(self.wanted)} files of {self.frozen.uri} could not be fetched",
-            hint="Nothing was published; run the same command again to fetch only what is missing",
+            hint="Nothing was published; run the same command again to fetch the missing files",
             uri=self.frozen.uri,
             failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
         )

@@ -36,7 +36,7 @@ _PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """One file to fetch: where it lies, its size and version, and its digests when somebody recorded them."""
+    """One file to fetch: location, size, version, and digests, if recorded."""
 
     path: str
     key: str
@@ -88,7 +88,7 @@ class FileSet:
         return ByteRange(start, min(start + self.chunk_size_bytes, self.files[index].size_bytes))
 
     def blocks_range(self, index: int, chunk: int) -> ByteRange:
-        """Where the digests of a chunk's blocks lie among those of all files, one after another."""
+        """Return the position of a chunk's block digests among those of all files, in sequence."""
         start = self._first_blocks[index] + block_count(chunk * self.chunk_size_bytes, self.chunk_size_bytes)
         count = block_count(self.chunk_range(index, chunk).size_bytes, self.chunk_size_bytes)
         return ByteRange(BLOCK_DIGEST_BYTES * start, BLOCK_DIGEST_BYTES * (start + count))
@@ -127,19 +127,19 @@ class FileSet:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A decoded record: the frozen files, and the digests with which their chunks landed."""
+    """A decoded record: the frozen files, and the digests of fetched chunks."""
 
     frozen: FileSet
     landed: tuple[tuple[str, ...], ...]
 
     def digest(self, index: int, chunk: int) -> str:
-        """The digest of a chunk: as it landed, else as whoever wrote it says; '' when nobody knows one."""
+        """Return the digest of a chunk: as fetched, else as its writer recorded it; "" if unknown."""
         known = self.landed[index] if self.landed else self.frozen.files[index].digests
         return known[chunk] if known else ""
 
 
 def from_manifest(manifest: Manifest) -> list[FileSpec]:
-    """The files of a checkpoint of ours, whose digests are their version."""
+    """Return the files of a checkpoint of ours, with their digests as versions."""
     return [wanted_of(entry) for entry in manifest.entries]
 
 
@@ -148,7 +148,7 @@ def wanted_of(entry: FileEntry) -> FileSpec:
 
 
 def stem_of(uri: str) -> str:
-    """What the names of all versions of ``uri`` begin with."""
+    """Return the common prefix of the names of all versions of ``uri``."""
     return _PLAIN.sub("-", uri.rstrip("/").rpartition("/")[2]).strip(".-")[:80] or "files"
 
 
@@ -160,7 +160,7 @@ def decode(data: bytes, *, where: str) -> Receipt:
     """Raises ManifestError: damaged, or not a record of ours (F2)."""
 
     def bad(reason: str) -> NoReturn:
-        raise ManifestError(f"{where}: {reason}", hint="The record is damaged; what it says is not acted upon")
+        raise ManifestError(f"{where}: {reason}", hint="The record is damaged and was not used")
 
     body = unseal(data, _FIELDS, where=where, size_bytes_max=MANIFEST_BYTES_MAX)
     chunk, uri, wanted, landed = body["chunk_size_bytes"], body["uri"], body["wanted"], body["landed"]

@@ -3,19 +3,19 @@
     <cache>/models--org--name/blobs/<sha256, or git's sha1>      the bytes
     <cache>/models--org--name/snapshots/<commit>/PATH            relative links to them
     <cache>/models--org--name/refs/<revision>                    the commit
-    <cache>/models--org--name/.tierckpt/<commit>                 what is being fetched, as of any prefetch
-    <cache>/models--org--name/.tierckpt/.<commit>.<random>.tmp   a snapshot that is being made
+    <cache>/models--org--name/.tierckpt/<commit>                 files in flight, as in any prefetch
+    <cache>/models--org--name/.tierckpt/.<commit>.<random>.tmp   an unfinished snapshot
 
 Invariants:
-    L1  A blob appears whole, checked and durable, by a hard link; a snapshot links to nothing else, and appears with
-        all its links, by a rename; a ref names a snapshot that is durable. So whoever looks, by name or by commit,
-        finds all or nothing; or, while more files of a snapshot are fetched, what was asked for before.
-    L2  Every step can be done again. What was killed between two of them is finished by the next prefetch, which
-        fetches only blobs that are not there.
+    L1  A blob appears whole, checked and durable, by a hard link; a snapshot links only to blobs, and appears with all
+        its links, by a rename; a ref names a durable snapshot. So a reader, by name or by commit, finds all or nothing;
+        or, while more files of a snapshot are fetched, the files requested before.
+    L2  Every step can be repeated. The next prefetch finishes a step interrupted by a kill, and fetches only missing
+        blobs.
     L3  Without symbolic links (SMB, exFAT) a snapshot holds hard links, or else copies, and then no blob stays: the
         layout that those libraries write there.
 
-Source: "Hub local cache", the documentation for those who implement it again.
+Source: "Hub local cache", its documentation for other implementations.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def hub_of(store: Store) -> HubStore:
 
 
 async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> CacheCheck:
-    """Digest what the Hugging Face cache ``cache`` has of ``frozen``, by the names under which libraries read it.
+    """Digest the files of ``frozen`` in the Hugging Face cache ``cache``, by the names under which libraries read it.
 
     ``missing`` has files without a link or without its blob, and the ref of a revision that names another commit;
     ``bad`` those with other bytes than the repository lists. Changes nothing. Cost: one read of each file.
@@ -141,7 +141,7 @@ async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Cach
 
 
 def _check_file(path: Path, item: FileSpec) -> None:
-    """Raise IntegrityError for other bytes than the repository lists; it names the file behind the link."""
+    """Raise IntegrityError for bytes other than the repository lists; it names the file behind the link."""
     with path.open("rb", buffering=0) as file:
         size_bytes, where = os.fstat(file.fileno()).st_size, str(path.resolve())
         if size_bytes != item.size_bytes:
@@ -182,7 +182,7 @@ def _finish_all(root: Path) -> None:
 
 
 def _finish(root: Path, fetched: Path) -> None:
-    """Make blobs of what was fetched whole, which is what its receipt says, and remove it."""
+    """Turn files that were fetched whole, by the receipt, into blobs, and remove the receipt."""
     receipt = read_receipt(fetched)
     if receipt is None:
         return

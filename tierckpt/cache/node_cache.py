@@ -53,12 +53,12 @@ ANCESTORS_MAX = 16
 DIGESTS_AT_A_TIME = 4
 
 _kept: dict[str, ExitStack] = {}
-"""Leases on directories that were handed to this process: it may read them for as long as it lives."""
+"""Leases on directories given to this process: it may read them until it exits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedUri:
-    """What is at a URI now, frozen, and the store that has it."""
+    """The current version of a URI, frozen, and its store."""
 
     location: Location
     store: Store
@@ -82,7 +82,7 @@ class CacheCheck:
     missing: dict[str, int] = field(default_factory=dict)
     """Files that are not whole, and how many bytes each lacks."""
     bad: dict[str, str] = field(default_factory=dict)
-    """Files whose bytes are not what landed."""
+    """Files with bytes other than those fetched."""
     is_pinned: bool = False
     leases: int = 0
 
@@ -131,12 +131,12 @@ class NodeCache:
         """Fix what ``location`` holds now: a checkpoint, a directory of files, or one object.
 
         Args:
-            kind: what it is, where the caller knows: that saves requests.
-            info: size and etag of the object, where the caller knows them; no request is made then.
+            kind: of the URI, if the caller knows it: that saves requests.
+            info: size and etag of the object, if the caller knows them; no request is made then.
 
         Raises:
-            ObjectNotFoundError: nothing is there, or nothing matches.
-            UncommittedCheckpointError: a checkpoint that has not been committed on the shared tier.
+            ObjectNotFoundError: nothing exists there, or nothing matches.
+            UncommittedCheckpointError: a checkpoint without a commit on the shared tier.
         """
         if info is not None or kind == "object":
             return await self._object(location, info)
@@ -169,7 +169,7 @@ class NodeCache:
     async def _directory(self, location: Location, files: FileFilter) -> ResolvedUri:
         store = self.store_at(location)
         infos: list[ObjectInfo] | None = None
-        if location.scheme in REMOTE_SCHEMES:  # one request says that there is nothing of ours
+        if location.scheme in REMOTE_SCHEMES:  # one request proves that it has no manifest
             with contextlib.suppress(PermissionDeniedError):  # a checkpoint names its files: it needs no listing
                 infos = [info async for info in store.list()]
         if infos is None or any(info.key.startswith(f"{PRIVATE_DIR}/") for info in infos):
@@ -187,7 +187,7 @@ class NodeCache:
     def resolve_checkpoint(
         self, location: Location, store: Store, manifest: Manifest, files: FileFilter
     ) -> ResolvedUri:
-        """A checkpoint whose manifest is known. Raises ObjectNotFoundError: nothing of it matches."""
+        """Freeze a checkpoint with a given manifest. Raises ObjectNotFoundError: no file of it matches."""
         frozen = self._frozen(location, files.choose(from_manifest(manifest), location.uri), manifest.chunk_size_bytes)
         return ResolvedUri(location, store, frozen, manifest, is_filtered=bool(files))
 
@@ -203,7 +203,7 @@ class NodeCache:
         return max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds)
 
     async def open(self, resolved: ResolvedUri, *, whole: bool = False) -> CacheEntry:
-        """Open the entry of ``resolved``; make it if there is none. Close what is returned.
+        """Open the entry of ``resolved``, or make one. The caller closes it.
 
         Raises:
             CapacityError: ``whole``, and there is no room for all of it.
@@ -226,14 +226,14 @@ class NodeCache:
         return cached
 
     async def open_at(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> CacheEntry:
-        """Open what ``location`` holds now: files, a model, one object. Close what is returned.
+        """Open the current version of ``location``: files, a model, one object. The caller closes it.
 
         Raises ObjectNotFoundError. docs/internals/cache.md says how to use it.
         """
         return await self.open(await self.freeze(location, kind=kind, info=info))
 
     async def reopen(self, frozen: FileSet) -> CacheEntry:
-        """Open an entry by its receipt. The store is not asked for anything. Close what is returned."""
+        """Open an entry by its receipt, without a request to the store. The caller closes it."""
         location, files = parse_uri(frozen.uri), frozen.files
         is_object = len(files) == 1 and files[0].key == location.name
         resolved = ResolvedUri(location, self.store_at(location.parent if is_object else location), frozen)
@@ -302,7 +302,7 @@ class NodeCache:
 
         Args:
             pin: keep it until it is unpinned; other versions of the URI are unpinned.
-            keep: hold it for as long as this process lives.
+            keep: hold its lease until this process exits.
         """
         cached = await self.open(resolved, whole=True)
         try:
@@ -327,7 +327,7 @@ class NodeCache:
     async def check_at(
         self, location: Location, place: Callable[[ResolvedUri], Path | None], files: FileFilter
     ) -> CacheCheck:
-        """``check`` of what ``location`` holds now; while its store is away, of what was fetched last."""
+        """``check`` the current version of ``location``; while its store is down, the last fetched one."""
         try:
             resolved = await self.freeze(location, files=files)
         except (StoreUnavailableError, EndpointError) as error:
@@ -335,7 +335,7 @@ class NodeCache:
             frozen = self._contents(rows[-1]) if rows else None
             if frozen is None:
                 raise
-            log.warning("%s cannot be asked whether it has changed: %s", location.uri, error.message)
+            log.warning("%s: cannot check for a new version: %s", location.uri, error.message)
             resolved = ResolvedUri(location, self.store_at(location), frozen)
         return await asyncio.to_thread(self.check, resolved, place(resolved))
 
@@ -358,7 +358,7 @@ class NodeCache:
         return check
 
     async def read_again(self, check: CacheCheck) -> None:
-        """Digest every chunk of what is whole again; what is not as it landed goes into ``check.bad``."""
+        """Digest every chunk of the whole files again; differing files go into ``check.bad``."""
         if check.state != "whole" or check.directory is None:
             return
         receipt = await asyncio.to_thread(read_receipt, check.directory)
@@ -387,12 +387,12 @@ class NodeCache:
         """Remove all versions of a URI. Returns what went, and what stayed because it is pinned or in use.
 
         Raises:
-            ObjectNotFoundError: the cache has nothing of it.
+            ObjectNotFoundError: the cache has no files of it.
         """
         rows = self.pool.rows(location.uri)
         if not rows:
             raise ObjectNotFoundError(
-                f"the cache holds nothing of {location.uri}", hint="`tierckpt cache ls` lists what it holds"
+                f"the cache has no files of {location.uri}", hint="`tierckpt cache ls` lists its entries"
             )
         return evict_all(self.pool, rows)
 
@@ -401,7 +401,7 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_second
     """Do ``work`` when it can be done: again while ``what`` is not committed, not there, or its store is away.
 
     Raises:
-        OperationTimeoutError: not within ``timeout_seconds``; says what it waited for.
+        OperationTimeoutError: after ``timeout_seconds``; names the operation in progress.
     """
     poll, last = Poll(pauses=SHARED), "nothing went wrong"
     try:
@@ -420,7 +420,7 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_second
             raise
         raise OperationTimeoutError(
             f"{what} was not whole on this node after {timeout_seconds:g} s: {last}",
-            hint="Run it again: what has landed is kept",
+            hint="Run it again: fetched chunks are kept",
             tier=Tier.SHARED,
         ) from error
 
@@ -474,5 +474,5 @@ def _is_half(files: Sequence[FileSpec]) -> bool:
 
 
 async def _claimed(store: Store) -> bool:
-    """True when a save of ours has begun to drain here: its files are not a model to fetch as it stands."""
+    """Return True if a drain of ours has begun here: the files are not a complete model."""
     return bool(await store.list_dirs(PRIVATE_DIR)) or await shared_commit.read_claim(store) is not None

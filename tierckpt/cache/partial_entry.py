@@ -2,11 +2,11 @@
 
     <parent>/.NAME.<version>.incoming/                  the files, sparse or preallocated, each of its full size
     <parent>/.NAME.<version>.incoming/.tierckpt/filling/
-        entry.json            what is to be here (cache/file_set.py): uri, files, chunk size
-        progress-<boot>-<chunk size>    a line for each chunk that has landed: "<file> <chunk> <digest>"; "!<file>.":
+        entry.json            the files to fetch (cache/file_set.py): uri, files, chunk size
+        progress-<boot>-<chunk size>    a line for each fetched chunk: "<file> <chunk> <digest>"; "!<file>.":
                               forget its chunks; "=<file>.": it is whole and durable
-        claims                locks on its bytes: which processes fill it, and which chunk each fetches (disk/claims.py)
-        host                  which host fills it, on a file system that several have mounted
+        claims                locks on its bytes: the processes that fill it, and the chunk of each (disk/claims.py)
+        host                  the host that fills it, on a file system that several have mounted
     <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
     <parent>/NAME/.tierckpt/prefetched.blocks           digests of blocks, so that a small read verifies little
 
@@ -110,7 +110,7 @@ def incoming_beside(directory: Path, version: str) -> Path:
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
-    """Bytes of each file that have landed on the way to ``directory``; {} when no fill has begun. Changes nothing."""
+    """Return the fetched bytes of each file on the way to ``directory``; {} without a fill. Changes nothing."""
     incoming = incoming_of(directory, version)
     frozen = read_entry(incoming)
     if frozen is None or frozen.version != version:
@@ -144,7 +144,7 @@ def read_entry(incoming: Path) -> FileSet | None:
 
 
 def _entry_of(incoming: Path) -> FileSet:
-    """Raises ObjectNotFoundError: no fill has begun. ManifestError: the record is damaged."""
+    """Raises ObjectNotFoundError: there is no fill. ManifestError: the record is damaged."""
     return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
 
 
@@ -451,7 +451,7 @@ class PartialEntry:
         """Note a chunk of a file linked from another version, with its digest there.
 
         Args:
-            blocks: digests of its blocks, as far as they are known. They are believed when they pass ``digest`` (G5).
+            blocks: digests of its blocks, if known. They are used only if they pass ``digest`` (G5).
         """
         if len(blocks) == self.frozen.blocks_range(index, chunk).size_bytes:
             self._put_blocks(index, chunk, blocks)

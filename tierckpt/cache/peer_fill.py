@@ -22,7 +22,7 @@ class Work:
 
 
 class NotNowError(Exception):
-    """Nobody who was asked has the chunk now, and somebody is going to have it. Choose again."""
+    """No reachable node has the chunk now, but one is fetching it. Choose again."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class ChunkOrder(Protocol):
     """Which chunk comes next."""
 
     async def take(self) -> Work | None:
-        """The next chunk; None when none is left that nobody has taken."""
+        """Return the next chunk; None if all are assigned."""
 
     def put_back(self, work: Work) -> None:
         """It was not fetched: it comes again."""
 
     def done(self, work: Work) -> None:
-        """It is here, or has been given up."""
+        """Record that it is fetched, or abandoned."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class PeerSources:
         ]
 
     def report(self) -> Json:
-        """What the agent is told, for people to see."""
+        """Return the progress that is reported to the agent for display."""
         seconds, what, source = self.slowest
         return {
             "by_source": {"peer": sum(self.peer_bytes.values()), "shared": self.shared_bytes},
@@ -91,12 +91,12 @@ class PeerFill(Protocol):
         """Chunks that may be under way at a time."""
 
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> ChunkOrder:
-        """Which of ``todo``, files and chunks, comes next, and from whom."""
+        """Choose the next of ``todo``, files and chunks, and its source."""
 
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:
-        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: that of its ``Work``.
+        """Fill ``into`` with a chunk, from a peer or from the store. ``request`` is that of its ``Work``.
 
         Raises:
             NotNowError: it is to be chosen again.

@@ -6,7 +6,7 @@
     <local_root>/cache/.leases/NAME-<hex>.lock         flocks of the processes that use it (disk/read_lease.py)
     <local_root>/cache/.<hex>.evicted/                 renamed away; any process may remove the rest
 
-``cache/space.py`` decides what is evicted, and reserves.
+``cache/space.py`` selects entries to evict, and reserves space.
 
 Invariants:
     H1  The name of a reservation stays while its entry is renamed, so that no listing misses the entry.
@@ -42,7 +42,7 @@ log = logger("cache")
 
 RESERVED_BYTES_MAX = 64
 KNOWN_MAX = 4096
-"""Entries whose receipts need not be read again."""
+"""Entries with cached receipts."""
 
 _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
 
@@ -89,10 +89,10 @@ class Pool:
     def state_dir(self, name: str) -> Path:
         return self.root / ".state" / name
 
-    # --- what is there -------------------------------------------------------------------------------------------
+    # --- contents ------------------------------------------------------------------------------------------------
 
     def rows(self, *uris: str) -> list[CacheRow]:
-        """Return all entries, or those of ``uris``, the least recently used first.
+        """Return all entries, or those of ``uris``, least recently used first.
 
         Cost: three stats for each entry; its receipt is read once in a process.
         """
@@ -103,7 +103,7 @@ class Pool:
         return sorted(wanted, key=lambda row: (row.used_unix_ns, row.name))
 
     def _names(self) -> set[str]:
-        """Names of whole and partial entries, some of which may be gone.
+        """Return names of whole and partial entries, some of which may be evicted meanwhile.
 
         A listing may miss an entry that is renamed meanwhile, and finds its reservation (H1).
         """
@@ -218,7 +218,7 @@ class Pool:
             return 0
 
     def note_reserved(self, name: str, size_bytes: int) -> None:
-        """Note what the entry may take. A crash leaves the note before, which the next reservation replaces."""
+        """Record the entry's reserved bytes. A crash leaves the old record, which the next reservation replaces."""
         path = self.state_dir(name) / "reserved"
         temporary = path.with_name("reserved.new")
         temporary.write_text(str(size_bytes))

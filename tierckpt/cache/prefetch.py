@@ -1,12 +1,12 @@
 """Prefetch: fill a directory of this node with the files of a checkpoint or model, whole or not at all.
 
-1. Freeze what to fetch: the manifest of a checkpoint of ours, else a listing with size and version (etag) of each file.
-2. See that there is room, then fetch chunks in parallel into a directory beside the target (cache/partial_entry.py); a
-   progress file there names the chunks that have landed, so that a killed prefetch goes on where it stopped, and
-   several processes fill one directory together.
-3. When every file is whole (digests verified where the manifest has them), publish: one rename of the directory where
-   the target is new, else file by file, and files of the version before are removed. The receipt comes last: a
-   directory without it is not done.
+1. Freeze the files to fetch: the manifest of a checkpoint of ours, else a listing with size and version (etag) of each.
+2. Make room, then fetch chunks in parallel into a directory next to the target (cache/partial_entry.py). A progress
+   file there names the fetched chunks, so a killed prefetch resumes, and several processes fill one directory
+   together.
+3. When every file is whole (digests verified if the manifest has them), publish: one rename of the directory for a new
+   target, else file by file, and files of the old version are removed. The receipt comes last: a directory without it
+   is incomplete.
 
 Into the node cache it is the same, with a reservation and a lease (cache/node_cache.py).
 """
@@ -42,8 +42,8 @@ log = logger("prefetch")
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchResult(FetchStats):
-    """What a prefetch did. ``fetched_bytes`` came from shared storage now, ``peer_bytes`` from other nodes; the rest
-    was there already, or was fetched by other processes of this node meanwhile (``others_bytes``)."""
+    """Result of a prefetch. ``fetched_bytes`` came from shared storage now, ``peer_bytes`` from other nodes; the rest
+    existed already, or was fetched by other processes of this node meanwhile (``others_bytes``)."""
 
     directory: Path
     files: int
@@ -124,18 +124,18 @@ async def from_listing(
 ) -> list[FileSpec]:
     """Freeze every file under the store's root, except our own private ones. Links of a mount are followed.
 
-    A file that was written a moment ago, on a file system with coarse times, is looked at again when its time can no
-    longer be that of another write: else the cache would serve it for what another write makes of it. A key that is no
-    name of a file (``a//b``) gets one, with a warning.
+    On a file system with coarse times, a recently written file is listed again when its time can no longer be that of
+    a later write: else the cache could serve it as the later write's content. A key that is not a file name (``a//b``)
+    gets one, with a warning.
 
     Args:
-        infos: what the store has just listed, so that it need not be asked once more.
-        strict: refuse what is listed and cannot be fetched, if ``files`` would choose it.
+        infos: a fresh listing of the store, to save another one.
+        strict: reject listed objects that cannot be fetched, if ``files`` would choose them.
 
     Raises:
-        ObjectNotFoundError: there is nothing there.
-        ConfigError: a dangling link, a link to a directory above it, a device or pipe, or an object beside objects
-            below its name; names them.
+        ObjectNotFoundError: nothing exists there.
+        ConfigError: a dangling link, a link to a parent directory, a device or pipe, or an object with the name of a
+            directory; names them.
     """
     wanted = await _listed(store, files, strict, infos)
     if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
@@ -143,7 +143,7 @@ async def from_listing(
         wanted = await _listed(store, files, strict)
     if not wanted:
         raise ObjectNotFoundError(
-            f"{store.uri} holds no files", hint="Check the URI; `tierckpt ls` shows what is there", tier=Tier.SHARED
+            f"{store.uri} has no files", hint="Check the URI; `tierckpt ls` lists its content", tier=Tier.SHARED
         )
     return sorted(wanted, key=lambda item: item.path)
 
@@ -161,7 +161,7 @@ async def _listed(
     if any(f"/{PRIVATE_DIR}/" in info.key for info in infos):
         raise ConfigError(
             f"{store.uri} holds checkpoints, it is not one",
-            hint="Name one of them: `tierckpt ls` lists them",
+            hint="Choose one of them: `tierckpt ls` lists them",
             uri=store.uri,
         )
     chosen = [info for info in infos if files.has(info.key, {info.key})]
@@ -187,7 +187,7 @@ async def _listed(
 
 
 def _legal_name(key: str, taken: Container[str]) -> str:
-    """Return a path for an object whose key is none: without empty parts and ``.``, other odd parts spelled out."""
+    """Return a path for an object with an invalid key: without empty parts and ``.``, other odd parts encoded."""
     parts = [part for part in key.split("/") if part not in ("", ".")]
     path = "/".join(map(_legal_part, parts))[-PATH_BYTES_MAX:].strip("/")
     return path if path and path not in taken else f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
@@ -225,8 +225,8 @@ async def fill_directory(
     Files of an earlier prefetch that ``wanted`` lacks are removed when it is published, those that ``files`` leaves
     out excepted. Other files stay; a warning names those that look like weights.
 
-    Returns when every file is there, whole and durable. Idempotent: what is there already is not fetched again. Several
-    processes may do it at a time: each chunk is fetched by one of them; with ``sharing``, one of all nodes.
+    Returns when every file is whole and durable. Idempotent: existing files are not fetched again. Several processes
+    may run it at once: each chunk is fetched by one of them; with ``sharing``, by one of all nodes.
 
     Raises:
         PartialTransferError: some files could not be had; names each. Nothing was published.

@@ -1,4 +1,4 @@
-"""What a directory says of the prefetches that filled it: the receipt, and the names of other files they wrote."""
+"""The receipt of a directory: the prefetches that filled it, and the names of their files."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def inherit_group(directory: Path, incoming: Path) -> None:
     status = directory.stat()
     if status.st_mode & stat.S_ISGID:
         for folder in (incoming.parent, incoming):
-            with contextlib.suppress(PermissionError):  # it belongs to another user, whose process has done it
+            with contextlib.suppress(PermissionError):  # another user's file: that user's process does it
                 os.chown(folder, -1, status.st_gid)
                 folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
 

@@ -1,14 +1,13 @@
 """Takes files that have not changed over from another version of the same URI on this node, by links; by copies
 where the file system has none. ``copy_chunk`` copies chunks from the cache into a directory outside of it.
 
-An update of a model that changes one shard of thirty fetches this shard. A file is the same when its path, size and
-etag (or its digests) are, and nothing has written to it since: what is here is trusted as far as the files of a
-directory that is whole.
+An update of a model that changes one shard of thirty fetches this shard. A file is the same if its path, size and etag
+(or its digests) are, and it has not been written to since: local files are trusted like those of a whole directory.
 
-Safe: a link has all of the file or none; both names have the same bytes, and what is written over damage in one of them
-is right for the other. A fill that is killed has links in its own directory, which nobody reads. A copy writes the
-bytes that another process would write there (G2 of ``partial_entry``); nobody reads them before a line says that they
-have landed. The copies outside share no inode with the cache: a program that writes into them changes them alone.
+Safe: a link has all of the file or none; both names have the same bytes, and a repair of one is right for the other. A
+killed fill leaves links in its own directory, which is never read. A copy writes the same bytes that another process
+would write there (G2 of ``partial_entry``); readers use them only after their line is in the progress file. Copies
+outside the cache share no inode with it: a program that writes into them changes only them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ log = logger("cache")
 COPY_BYTES = 4 << 20
 
 Held: TypeAlias = tuple[Path, Receipt]
-"""A directory of this node, and the files in it with the digests with which their chunks landed ('': not there)."""
+"""A directory of this node, and its files with the digests of their fetched chunks ("": absent)."""
 
 
 def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
@@ -88,7 +87,7 @@ def copies_of(frozen: FileSet, held: Iterable[Held]) -> dict[tuple[int, int], tu
 def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expected: str) -> bool:
     """Copy a chunk from ``source`` into ``filling``, by a reflink where the file system can.
 
-    False when ``source`` has gone or does not hold the bytes of the digest ``expected``: the chunk is to be fetched.
+    False if ``source`` is missing or differs from the digest ``expected``: the chunk must be fetched.
 
     Raises:
         CapacityError, StoreError: it could not be written.
@@ -110,7 +109,7 @@ def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expe
 
 
 def _same(frozen: FileSet, receipt: Receipt | None) -> dict[int, int]:
-    """By index in ``frozen``, the index of the same file in a receipt whose chunks have the same size."""
+    """Map indexes in ``frozen`` to those of the same file in a receipt with chunks of the same size."""
     if receipt is None or not receipt.landed or receipt.frozen.chunk_size_bytes != frozen.chunk_size_bytes:
         return {}
     known = {item.path: index for index, item in enumerate(receipt.frozen.files)}
@@ -153,7 +152,7 @@ def _take(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
 
 
 def _copy(source: Path, path: Path) -> None:
-    """Copy the bytes, over what may be there already."""
+    """Copy the bytes over the existing ones."""
     with (
         source.open("rb") as whole,
         os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path)), "wb") as to,

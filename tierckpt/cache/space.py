@@ -4,7 +4,7 @@ Two limits are hard: the free bytes of the disk less a margin, and the quota of 
 checkpoints, ``cache_bytes_max`` for the node cache). ``local_high_water`` is soft: above it evictable data goes and
 saves wait for drains, but the disk is still used when other files keep it above the mark.
 
-    who asks      evicts                           without enough of it
+    caller        evicts                           without enough space
     save          checkpoints, then cache entries  waits for drains by ``local_full_policy``, or raises CapacityError
     replica       checkpoints                      is not made
     prefetch      cache entries                    raises CapacityError, and evicts nothing
@@ -61,7 +61,7 @@ MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
 """Room left on the disk for manifests, the journal, and small files of other programs."""
 EVICTED_FRACTION = 0.1
-"""Share of the disk by which a prefetch evicts below ``local_high_water``, so that the next one need not evict."""
+"""Share of the disk by which a prefetch evicts under ``local_high_water``, so that the next one need not evict."""
 ROOM_SECONDS = 600.0
 """How long a save waits for drains."""
 ADMISSION_SECONDS = 120.0
@@ -86,7 +86,7 @@ class Candidate:
 
 
 class Shortfall(NamedTuple):
-    """Bytes that must go: until the disk and the quota hold what is needed, and until the mark is met."""
+    """Bytes to evict: for the disk and the quota to hold the new data, and for the mark."""
 
     disk_bytes: int = 0
     quota_bytes: int = 0
@@ -144,7 +144,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
         if not plan.waits or sum(plan.waits.values()) < plan.lack.hard_bytes:
             if plan.lack.hard_bytes > 0:
                 break
-            log.warning("%s is above its high-water mark, and nothing of ours can go: saving all the same", directory)
+            log.warning("%s is above its high-water mark without evictable files: saving anyway", directory)
             return
         if settings.local_full_policy == "error":
             break
@@ -264,7 +264,7 @@ def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) ->
 
 
 def shrink_cache(pool: Pool, size_bytes: int) -> None:
-    """Evict ``size_bytes`` of the node cache, or as much as may go."""
+    """Evict ``size_bytes`` of the node cache, or all evictable bytes."""
     if pool.root.is_dir():
         with _admission(pool.settings, ADMISSION_SECONDS):
             for one in _choose(AdmissionPlan(Shortfall(size_bytes)), _entries(pool), "cache").evicted:
@@ -349,7 +349,7 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
 
 
 def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
-    """Cache entries in the order in which they go; none of a cache that cannot be read, unless ``rows`` are given.
+    """Return cache entries in order of eviction; none of an unreadable cache, unless ``rows`` are given.
 
     An entry that a process fills is leased, and stays for that.
     """
@@ -366,7 +366,7 @@ def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candida
 
 
 def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> Iterator[Candidate]:
-    """Checkpoints in the order in which they go, but for ``directory``. Adds drains under way to ``plan``."""
+    """Return checkpoints in order of eviction, except ``directory``. Adds running drains to ``plan``."""
     root = settings.local_root
     here = list(local_checkpoints(root))
     abandoned = abandoned_here(here)
@@ -376,7 +376,7 @@ def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> It
         place = local_dir(root, entry.location)
         busy.add(place)
         if entry.error:
-            plan.drain_error = entry.error  # its drain has given up: waiting does not bring it back
+            plan.drain_error = entry.error  # its drain has failed for good: waiting is useless
         elif entry.state == READY and settings.drain and place not in stay:
             plan.waits[f"the drain of {entry.uri}"] = plan.waits.get(f"the drain of {entry.uri}", 0) + entry.size_bytes
     for old, manifest in sorted(_oldest_first(here), key=lambda item: item[0] not in abandoned):
@@ -444,7 +444,7 @@ class _DirectorySize(NamedTuple):
 
 
 class SpaceCounter:
-    """Bytes of files on the local tier that only it has. What has not changed since is not looked at again.
+    """Return the bytes of files that only the local tier has. Unchanged directories are cached.
 
     A directory's time changes with its names; the times of its files say whether one is still being written. What
     changed less than SETTLED_SECONDS before it was counted is counted again.

@@ -1,8 +1,8 @@
 """Reads chunks of a frozen version from its store, verified; whole files where the server gives no ranges.
 
-Servers disagree about conditions: some refuse ``If-Match``, or compare a weak etag with it, which never matches; some
-give an object another etag in a listing than in an answer. After a refusal the store is asked once for each file: while
-it answers as it did in the listing, the file has not changed.
+Servers disagree about conditions: some reject ``If-Match``, or compare a weak etag with it, which never matches; some
+return different etags for listings and reads. After a rejection the store is queried once per file: if the response
+equals the listing, the file has not changed.
 
 Some servers answer a range with the whole file. Such a file is streamed: each chunk lands as it passes. One process of
 the node streams a file (the claim ``STREAM``), and the others see its chunks land. A stream that breaks off begins

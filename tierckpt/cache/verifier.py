@@ -36,9 +36,9 @@ class Checker:
     """The digests of one entry, or of any directory that was filled like one. Any thread may ask.
 
     Args:
-        digest: of (file, chunk); '' where nobody knows it: such a chunk is taken as it is.
-        read: reads exactly a range of a file; False when it cannot.
-        directories: where the digests of blocks may lie now.
+        digest: of (file, chunk); "" if unknown: such a chunk is not verified.
+        read: reads exactly a range of a file; False if it cannot.
+        directories: possible locations of the block digests.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
     frozen, digest = checker.frozen, checker.digest(index, chunk)
     item, at = frozen.files[index], frozen.chunk_range(index, chunk)
     if (index, chunk) not in checker.bad:
-        log.warning("%s: %s has gone from the cache, reading past it", frozen.uri, target)
+        log.warning("%s: %s is missing in the cache, reading from the store", frozen.uri, target)
         return (await chunks.read(index, chunk))[0]
     try:
         data, found = await chunks.read(index, chunk)
@@ -158,7 +158,7 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
         raise IntegrityError(
             f"bytes {at.start}-{at.stop} of {item.path} are damaged in the node cache, "
             f"and the store has no good ones: {error.message}",
-            hint=f"Load it again when {chunks.store.uri} can be reached, or fetch it anew: "
+            hint=f"Load it again when {chunks.store.uri} can be reached, or fetch it again: "
             f"`tierckpt cache evict {frozen.uri}`, then `tierckpt prefetch`",
             file=item.path,
             entry=target,

@@ -81,7 +81,7 @@ def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = N
     found = {uri: pool.rows(location_of(uri).uri) for uri in uris}
     if missing := [uri for uri, rows in found.items() if not rows]:
         raise ObjectNotFoundError(
-            f"the cache holds nothing of {', '.join(missing)}", hint="`tierckpt prefetch --pin` fetches and pins"
+            f"the cache has no files of {', '.join(missing)}", hint="`tierckpt prefetch --pin` fetches and pins"
         )
     names = []
     for *older, newest in found.values():  # in the order of their use
