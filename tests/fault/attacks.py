@@ -381,7 +381,7 @@ ITEMS = [
     Attack("good and evil under one name", lambda c, _: two_entries(BENIGN, evil_pickle(c)), "", "", item=True),
     Attack("evil and good under one name", lambda c, _: two_entries(evil_pickle(c), BENIGN), "", "runs", item=True),
     Attack("bytearray of 1 TiB", lambda *_: torch_saved(Call(bytearray, 1 << 40)), "MemoryError", "dies", item=True),
-    Attack("instance that says how it pickles", lambda *_: polluted_instance(), "written anew", "", item=True),
+    Attack("instance that says how it pickles", lambda *_: polluted_instance(), "written again", "", item=True),
     Attack("an item that is nothing", lambda *_: b"", "cannot read it", "", item=True),
     Attack("an item that is noise", lambda *_: bytes(range(256)), "cannot read it", "", item=True),
 ]

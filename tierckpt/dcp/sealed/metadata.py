@@ -443,7 +443,7 @@ class MetadataBuilder:
     def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return the fields of ``record`` of ``kind``, and its fields that are unknown here."""
         if type(record) is not InertObject or record.kind is not _CLASSES[kind]:
-            raise RefusedPickle(f"it has another object in the place of a {kind.__name__}")
+            raise RefusedPickle(f"it has another object where a {kind.__name__} belongs")
         state = {} if record.state is None else record.state
         if type(state) is not dict:
             raise RefusedPickle(f"the state of a {kind.__name__} is not its fields")

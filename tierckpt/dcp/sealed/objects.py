@@ -93,7 +93,7 @@ def load_tensor(stream: Any, name: str, *, trusted: bool = False) -> torch.Tenso
     of a subclass that is not among torch's safe globals. ``trusted`` runs whatever code it names."""
     value = load_object(stream, "cpu", name, trusted=trusted)
     if not isinstance(value, torch.Tensor):
-        raise UnsafeCheckpointError(f"{name} is refused: it has a {type(value).__name__} in the place of a tensor")
+        raise UnsafeCheckpointError(f"{name} is refused: it has a {type(value).__name__} where a tensor belongs")
     return value
 
 

@@ -191,7 +191,7 @@ def test_what_derives_from_a_class_of_dcp_is_not_written_as_that_class() -> None
         (lambda meta: tensor(meta, chunks=[]), "do not fill"),
         (lambda meta: tensor(meta, size=[4, 3]), "a size of w is none"),
         (lambda meta: tensor(meta, size=torch.Size([4, 4])), "do not fill"),
-        (lambda meta: tensor(meta, size=torch.Size([3, 3])), "lies outside"),
+        (lambda meta: tensor(meta, size=torch.Size([3, 3])), "is outside"),
         (lambda meta: tensor(meta, properties=None), "the properties of a tensor"),
         (lambda meta: meta.state_dict_metadata.update(w=MetadataIndex("w")), "a TensorStorageMetadata belongs"),
         (lambda meta: meta.planner_data.update(w=meta.state_dict_metadata["w"]), "more than plain data"),
@@ -643,7 +643,7 @@ def test_a_function_is_not_advised_to_be_registered() -> None:
 
 
 def test_what_stands_where_a_tensor_belongs() -> None:
-    with pytest.raises(UnsafeCheckpointError, match="w is refused: a dict stands"):
+    with pytest.raises(UnsafeCheckpointError, match="w is refused: it has a dict where"):
         sealed.load_tensor(io.BytesIO(saved({})), "w")
     with pytest.raises(UnsafeCheckpointError, match="cannot read it"):
         sealed.load_tensor(io.BytesIO(b""), "w")
