@@ -149,7 +149,9 @@ LANGUAGE = [
     Attack("text", lambda *_: b"<html>not found</html>", "no pickle"),
     Attack("a second pickle behind", lambda _, genuine: pickle.dumps(genuine) * 2, "goes on after", "believed"),
     Attack("cut short", lambda _, genuine: pickle.dumps(genuine)[:-3], "longer than the file"),
-    Attack("state twice", lambda _, g: program(pickle.dumps(g)[2:-1] + b"}b"), "sets the state of InertObject", "believed"),
+    Attack(
+        "state twice", lambda _, g: program(pickle.dumps(g)[2:-1] + b"}b"), "sets the state of InertObject", "believed"
+    ),
     Attack("item into a tuple", raw(b")" + text("a") + b"Ns"), "puts items into"),
     Attack("append to a dict", raw(b"}Na"), "appends to"),
     pollution(metadata.Metadata, "version"),

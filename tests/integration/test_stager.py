@@ -136,7 +136,7 @@ def test_a_copy_whose_memory_went_to_newer_ones_cannot_be_saved_again(file_uri: 
     old = stager.stage({"w": torch.full((50_000,), 1.0)})
     save(f"{file_uri}/step-1", old)
     newer = [stager.stage({"w": torch.full((50_000,), value)}) for value in (2.0, 3.0)]
-    with pytest.raises(StateMismatchError, match="is gone"):
+    with pytest.raises(StateMismatchError, match="is lost"):
         save(f"{file_uri}/step-9", old)
     for step, staged in enumerate(newer, 2):
         save(f"{file_uri}/step-{step}", staged)
