@@ -52,7 +52,6 @@ LONGEST_FIRST = (
     "test_rank_deaths.py",
     "test_cli.py",
     "test_attacks.py",
-    "test_removal_crashes.py",
     "test_resharding.py",
     "test_agent.py",
     "test_wire_save.py",

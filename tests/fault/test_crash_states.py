@@ -44,6 +44,7 @@ from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import MANIFEST, METADATA, local_dir, parse_uri
 from tierckpt.format.manifest import Manifest
 from tierckpt.read import block_digests, replicated_file
+from tierckpt.restore import prefetch
 from tierckpt.save import flush, write_ahead
 from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
@@ -208,7 +209,32 @@ def failing_saves(world: World) -> None:
         world.must(1, LOCAL)
 
 
-RUNS = (save_linked, save_ahead, prune, drain_copied, resume, save_of_two_ranks, failing_saves)
+def direct_put(world: World) -> None:
+    """Shards go straight to the shared tier. What remains of them on the SSD is no checkpoint (save.md)."""
+    client = Client(world.settings)
+    saver = sweep_saver.Saver(world.settings, lambda work: client.run(work))
+    saver.mover = client.mover
+    try:
+        for step, label in ((1, "a"), (2, "b"), (2, "c")):
+            world.may(step, SHARED)
+            saver.save(parse_uri(world.uri(step)), label, is_direct_put=True)
+            client.run(client.mover.drains.drain_all(patient=True))
+            world.must(step, SHARED)
+    finally:
+        client.close()
+
+
+def fetch(world: World) -> None:
+    """A node fetches a checkpoint that it no longer has."""
+    prune(world)
+    client = get_client(world.settings)
+    world.may(2, LOCAL, SHARED)
+    client.run(prefetch.fetch(client.mover, prefetch.PrefetchRequest(parse_uri(world.uri(2)))))
+    world.must(2, LOCAL, SHARED)
+    assert local_commit.read_local_manifest(world.directory((LOCAL, 2))) is not None
+
+
+RUNS = (save_linked, save_ahead, prune, drain_copied, resume, save_of_two_ranks, failing_saves, direct_put, fetch)
 
 
 @contextlib.contextmanager
@@ -688,6 +714,8 @@ SEEDED = {
     "no file fsync, written ahead": (no_fsync(stat.S_ISREG), save_ahead, {"lost", "torn", "damaged"}),
     "no directory fsync, written ahead": (no_fsync(stat.S_ISDIR), save_ahead, {"lost"}),
     "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
+    "no file fsync, direct put": (no_fsync(stat.S_ISREG), direct_put, {"lost", "torn", "damaged"}),
+    "no file fsync, fetch": (no_fsync(stat.S_ISREG), fetch, {"lost", "torn", "damaged"}),
     "rename before fsync": (rename_before_fsync, save_linked, {"damaged"}),
     "missing flush before fsync": (fsync_before_flush, save_linked, {"damaged"}),
     "unlink before rename": (unlink_before_rename, save_linked, {"lost"}),

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.sweep.bugs import FOUND_BY, KILLS, TRIED_IN_A_PART
+from tests.fault.sweep.bugs import BUGS
 from tests.fault.sweep.phases import PHASES
 from tests.fault.sweep.races import BUGS as RACE_BUGS
 from tests.services import needs
@@ -84,7 +84,9 @@ def judge(outcomes: list[dict[str, Any]], planned_min: int, record: Any) -> None
 
 
 def test_killed_before_any_call_nothing_is_torn_or_lost(folder: Path, record_property: Any) -> None:
-    judge(sweep("kills", folder), KILLS_MIN, record_property)
+    outcomes = sweep("kills", folder)
+    judge(outcomes, KILLS_MIN, record_property)
+    assert sum(outcome["ends"].get("killed again", 0) for outcome in outcomes) >= KILLS_MIN // 6
 
 
 @pytest.mark.slow
@@ -101,11 +103,8 @@ def test_two_errors_in_one_run(folder: Path, record_property: Any) -> None:
 
 @pytest.mark.slow
 def test_every_seeded_bug_is_found(folder: Path) -> None:
-    found = {bug: set(hits) for outcome in sweep("bugs", folder) for bug, hits in outcome["found"].items()}
-    assert found.keys() == FOUND_BY.keys()
-    for bug, harnesses in FOUND_BY.items():
-        wanted = harnesses if FULL else harnesses - ({KILLS} - TRIED_IN_A_PART.get(bug, set()))
-        assert wanted <= found[bug], f"{bug}: found by {found[bug] or 'none'}"
+    found = {bug: is_found for outcome in sweep("bugs", folder) for bug, is_found in outcome["found"].items()}
+    assert found == dict.fromkeys(BUGS, True)
 
 
 def raced(folder: Path, races: int, *bug: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ saver     a save as ``dcp/writer.py`` does it, without torch: starts in millisec
 phases    save, overwrite, drain, restore, fetch, retention, resume: what stands before and after each
 child     forked processes, alone or under strace, which kills them or answers for the kernel
 calls     what strace wrote: the system calls on our files, and what may be injected where
-order     what must be on the disk before what, read off such a list
 checker   what must hold afterwards, whatever happened
 bugs      seeded bugs; each harness must find those it is there for
 races     many processes that save to one id: ``python -m tests.fault.sweep.races FOLDER RACES``

@@ -1,4 +1,4 @@
-"""A place where one phase after the other is prepared, disturbed, and judged."""
+"""Prepares phases one after another, disturbs them, and judges the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fault.sweep import bugs, calls, checker, child, order
+from tests.fault.sweep import bugs, calls, checker, child
 from tests.fault.sweep.calls import Call
 from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import Phase, World, cannot_link
@@ -17,7 +17,7 @@ from tests.fault.sweep.phases import Phase, World, cannot_link
 
 @dataclass
 class Bench:
-    """Keeps what each phase begins with as a copy, so that each fault meets the same."""
+    """Keeps a copy of each phase's start, so that all faults have the same."""
 
     folder: Path
     bug: str = ""
@@ -27,11 +27,11 @@ class Bench:
     def world(self) -> World:
         return World(self.folder / "world")
 
-    def act(self, phase: Phase) -> Callable[[], None]:
+    def act(self, phase: Phase, *, again: bool = False) -> Callable[[], None]:
         def act() -> None:
             if not phase.links:
                 cannot_link()
-            phase.act(self.world)
+            (phase.again if again else phase.act)(self.world)
 
         return self._as_seeded(act)
 
@@ -43,7 +43,7 @@ class Bench:
         return seeded
 
     def set_up(self, phase: Phase) -> None:
-        """Make the world of ``phase`` as it is before the fault."""
+        """Make the world of ``phase`` before the fault."""
         template = self.folder / f"prepared {phase.name} {self.bug}".strip()
         if not template.exists():
             shutil.rmtree(self.world.root, ignore_errors=True)
@@ -55,34 +55,36 @@ class Bench:
         copy_tree(template, self.world.root)
         self.world.acknowledgements.unlink(missing_ok=True)
 
-    def record(self, phase: Phase) -> tuple[list[Call], list[str]]:
-        """The calls of ``phase`` on our files when nothing goes wrong, and what is wrong with their order."""
+    def record(self, phase: Phase) -> list[Call]:
+        """Return the calls of ``phase`` on our files, without a fault."""
         self.set_up(phase)
-        standing = [str(path) for path in self.world.root.rglob("*") if path.is_file()]
         log = self.folder / "trace"
         ended = child.trace(self.act(phase), "act", log)
         if ended.code != 0:
             raise RuntimeError(f"{phase.name} does not work undisturbed: {ended.text}")
-        acknowledged = self.world.acknowledgements
-        seen = calls.read(log, self.world.root, acknowledged)
-        ours = [call for call in seen if call.path != str(acknowledged)]
-        return ours, order.problems(seen, standing, str(acknowledged))
+        return calls.read(log, self.world.root)
 
     def kill(self, phase: Phase, call: Call) -> Ended:
         """Kill ``phase`` before ``call``."""
         self.set_up(phase)
-        injection = f"{call.name}:signal=KILL:when={call.number}"
-        return child.trace(self.act(phase), "act", self.folder / "trace", [injection], call.name)
+        return self._kill(self.act(phase), call.name, call.number)
+
+    def kill_again(self, phase: Phase, call: Call) -> Ended:
+        """Kill the next process, too: before one of its first calls of that name, if it makes one."""
+        return self._kill(self.act(phase, again=True), call.name, 1 + call.number % 5)
+
+    def _kill(self, act: Callable[[], None], name: str, number: int) -> Ended:
+        return child.trace(act, "act", self.folder / "trace", [f"{name}:signal=KILL:when={number}"], name)
 
     def answer(self, phase: Phase, injections: Sequence[str]) -> tuple[Ended, list[Call]]:
-        """Run ``phase`` while the kernel answers as told."""
+        """Run ``phase`` with injected results of system calls."""
         self.set_up(phase)
         log = self.folder / "trace"
         ended = child.trace(self.act(phase), "act", log, injections)
         return ended, calls.read(log, self.world.root)
 
     def halve(self, phase: Phase, number: int) -> Ended:
-        """Run ``phase`` with the ``number``-th write done by half. The answer says whether there was one."""
+        """Run ``phase`` with only half of its ``number``-th write done. The answer is True if there was one."""
         self.set_up(phase)
         act = self.act(phase)
 
@@ -94,7 +96,7 @@ class Bench:
         return child.run(act_by_half, "act")
 
     def judge(self, phase: Phase) -> str:
-        """What is wrong with the world, in a fresh process; nothing when all is well."""
+        """Return the problem of the world as a fresh process finds it; "" if there is none."""
 
         def look() -> list[str]:
             if not phase.links:
@@ -109,10 +111,9 @@ class Bench:
         return ""
 
     def learn(self, phase: Phase) -> list[Call]:
-        """The calls of ``phase``. Sees to it that it works without a fault, in the right order, and leaves nothing."""
+        """Return the calls of ``phase``, after a check that it works without a fault and leaves no files behind."""
         bug, self.bug = self.bug, ""
-        found, wrong = self.record(phase)
-        problem = self.judge(phase) or "; ".join(wrong)
+        found, problem = self.record(phase), self.judge(phase)
         self.bug = bug
         if problem:
             raise RuntimeError(f"{phase.name} goes wrong undisturbed: {problem}")
@@ -120,7 +121,7 @@ class Bench:
 
 
 def half_write(number: int, root: str) -> Callable[[], bool]:
-    """Let the ``number``-th write below ``root`` write half of what it is asked to."""
+    """Make the ``number``-th write below ``root`` write half of its data."""
     count = 0
 
     def halving(real: Callable[..., int]) -> Callable[..., int]:
@@ -139,7 +140,7 @@ def half_write(number: int, root: str) -> Callable[[], bool]:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copy with hard links kept: the local and the shared tier share files."""
+    """Copy with hard links: the local and the shared tier share files."""
     copied: dict[int, str] = {}
     for folder, _, names in os.walk(source):
         to = os.path.join(target, os.path.relpath(folder, source))  # noqa: PTH118

@@ -1,62 +1,32 @@
-"""Seeded bugs: what people get wrong about files. ``seed`` puts one of them into the process it is called in.
-
-Which harness must find which is in ``FOUND_BY``; ``run.py bugs`` sees to it.
-"""
+"""Seeded bugs: common errors with files. ``seed`` plants one in the calling process; ``run.py bugs`` finds each."""
 
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierckpt.checkpoint import local_commit
+from tierckpt.checkpoint import local_commit, retention
 from tierckpt.disk import durable
 from tierckpt.format import layout
-from tierckpt.format.manifest import Flushed, digests_of
+from tierckpt.format.manifest import Flushed, Manifest, digests_of
 from tierckpt.save import flush
+from tierckpt.stores.base import Store
+from tierckpt.stores.local import LocalStore
 
-KILLS, ERRNOS, ORDER = "kills", "errnos", "order"
+KILLS, ERRNOS = "kills", "errnos"
 
 
 def replace(real: Callable[..., Any], other: Callable[..., Any]) -> None:
-    """Put ``other`` in the place of ``real`` in every module of ours that has it by name."""
+    """Replace ``real`` by ``other`` in every module of ours that imported it."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("tierckpt", "tests.fault.sweep")):
             for attribute, value in list(vars(module).items()):
                 if value is real:
                     setattr(module, attribute, other)
-
-
-def no_fsync(kind: Callable[[int], bool]) -> None:
-    real = os.fsync
-    os.fsync = lambda fd: None if kind(os.fstat(fd).st_mode) else real(fd)  # type: ignore[assignment]
-
-
-def rename_before_fsync() -> None:
-    def durable_write(path: Path, data: Any, **_: Any) -> None:
-        temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        os.write(file, data)
-        temporary.replace(path)
-        os.fsync(file)
-        os.close(file)
-        durable.fsync_dir(path.parent)
-
-    replace(durable.durable_write, durable_write)
-
-
-def no_flush_before_fsync() -> None:
-    """The bug of stock DCP: the bytes are in a buffer of the process when the file is fsynced."""
-
-    def write_new(path: Path, data: Any, mode: int = 0o666) -> None:
-        with path.open("xb", buffering=1 << 20) as file:
-            file.write(data)
-            os.fsync(file.fileno())
-
-    replace(durable.write_new, write_new)
 
 
 def short_write_ignored() -> None:
@@ -72,7 +42,7 @@ def short_write_ignored() -> None:
 
 
 def commit_before_shards() -> None:
-    """The manifest is in place while the shards it names are still to be written."""
+    """The manifest exists before the shards that it names are written."""
     real_flush, real_commit = flush.flush, local_commit.commit_local
     later: list[Callable[[], Any]] = []
 
@@ -105,29 +75,8 @@ def retried_fsync() -> None:
     os.fsync = fsync  # type: ignore[assignment]
 
 
-def unlink_before_rename() -> None:
-    real = durable.durable_write
-
-    def durable_write(path: Path, data: Any, **options: Any) -> None:
-        path.unlink(missing_ok=True)
-        real(path, data, **options)
-
-    replace(real, durable_write)
-
-
-def data_name_reused() -> None:
-    """As stock DCP: the shards of the next save have the names of this one, and are opened with O_TRUNC."""
-    layout.shard_name = lambda prefix, index, token: f"{prefix}{index}-same.distcp"
-
-    def open_again(self: Any) -> None:
-        self.fd = os.open(self.shard.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self.direct = False
-
-    flush.ShardFile.open_file = open_again  # type: ignore[method-assign]
-
-
 def error_swallowed() -> None:
-    """A write that fails is taken for one that worked."""
+    """A failed write is treated as successful."""
     real = flush.ShardFile.write
 
     def write(self: Any, view: memoryview, offset: int) -> None:
@@ -140,7 +89,7 @@ def error_swallowed() -> None:
 
 
 def files_before_manifest() -> None:
-    """Removal the wrong way round."""
+    """A removal deletes the files before the manifest that names them."""
     real = local_commit.remove_local
 
     def remove_local(directory: Path, *arguments: Any) -> bool:
@@ -153,48 +102,47 @@ def files_before_manifest() -> None:
     replace(real, remove_local)
 
 
-BUGS: dict[str, Callable[[], None]] = {
-    "no fsync of files": lambda: no_fsync(stat.S_ISREG),
-    "no fsync of directories": lambda: no_fsync(stat.S_ISDIR),
-    "rename before fsync": rename_before_fsync,
-    "no flush before fsync": no_flush_before_fsync,
-    "short write ignored": short_write_ignored,
-    "commit before the shards": commit_before_shards,
-    "fsync tried again": retried_fsync,
-    "unlink before rename": unlink_before_rename,
-    "data name reused": data_name_reused,
-    "error swallowed": error_swallowed,
-    "files before the manifest": files_before_manifest,
-}
+def shared_files_before_manifest() -> None:
+    """The same on shared storage."""
 
-FOUND_BY = {
-    "no fsync of files": {ORDER},
-    "no fsync of directories": {ORDER},
-    "rename before fsync": {ORDER},
-    "no flush before fsync": {ORDER},
-    "short write ignored": {ERRNOS},
-    "commit before the shards": {KILLS, ORDER},
-    "fsync tried again": {ERRNOS},
-    "unlink before rename": {KILLS, ORDER},
-    "data name reused": {KILLS, ORDER},
-    "error swallowed": {ERRNOS},
-    "files before the manifest": {KILLS, ORDER},
-}
-"""At least these. Which others do is in the outcome."""
+    async def remove_shared(store: Store, manifest: Manifest) -> bool:
+        for name in (*(entry.key for entry in manifest.entries), layout.METADATA, layout.MANIFEST):
+            await store.delete(name)
+        return True
 
-TRIED_IN_A_PART: dict[str, set[str]] = {
-    "short write ignored": {ERRNOS},
-    "fsync tried again": {ERRNOS},
-    "error swallowed": {ERRNOS},
-    "commit before the shards": {KILLS},
-    "files before the manifest": {KILLS},
-}
-"""What is looked for besides the order when the sweep is not full: kills and errors take seconds for each bug."""
+    replace(retention.remove_shared, remove_shared)
 
-PHASE_OF = {"files before the manifest": "retention"}
-"""Where a bug shows, if not when a checkpoint is saved over another of the same id."""
+
+def no_record_of_removal() -> None:
+    """The names of the files to delete are not recorded before their manifest is."""
+    real = LocalStore.put
+
+    async def put(self: LocalStore, key: str, data: Any, **options: Any) -> None:
+        if layout.REMOVED_DIR not in key:
+            await real(self, key, data, **options)
+
+    LocalStore.put = put  # type: ignore[method-assign, assignment]
+
+
+@dataclass(frozen=True)
+class Bug:
+    seed: Callable[[], None]
+    harness: str
+    """The sweep that must find it. Crash states find bugs of ordering (test_crash_states.py)."""
+    phase: str = "overwrite"
+
+
+BUGS = {
+    "short write ignored": Bug(short_write_ignored, ERRNOS),
+    "fsync tried again": Bug(retried_fsync, ERRNOS),
+    "error swallowed": Bug(error_swallowed, ERRNOS),
+    "commit before the shards": Bug(commit_before_shards, KILLS),
+    "files before the manifest": Bug(files_before_manifest, KILLS, "retention"),
+    "shared files before the manifest": Bug(shared_files_before_manifest, KILLS, "retention"),
+    "no record of a removal": Bug(no_record_of_removal, KILLS, "retention"),
+}
 
 
 def seed(name: str) -> None:
     if name:
-        BUGS[name]()
+        BUGS[name].seed()

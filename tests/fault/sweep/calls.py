@@ -1,4 +1,4 @@
-"""What strace wrote: the system calls on our files, in order, each with its number among those of its name."""
+"""The log of strace: system calls on our files, in order, each numbered among calls of the same name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CHANGING = {
     *("openat", "write", "pwrite64", "fsync", "fallocate", "ftruncate"),
     *("rename", "link", "linkat", "unlink", "mkdir", "rmdir"),
 }
-"""The calls after which something on the disk is another than before (a flock ends with its holder). A kill before any
-other finds what the last of these left."""
+"""The calls that change the disk (a flock ends with its holder). A kill before any other call finds the state that the
+last of these left."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Call:
         return self.name in CHANGING and (self.name != "openat" or self.creates)
 
 
-def read(log: Path, root: Path, also: Path | None = None) -> list[Call]:
-    """The calls on paths below ``root``, and on ``also``. All calls are numbered, as strace does it."""
-    below, exactly = f"{root}/", (str(root), str(also))
-    return [call for call in _all(log) if any(path.startswith(below) or path in exactly for path in call.paths)]
+def read(log: Path, root: Path) -> list[Call]:
+    """Return the calls on paths below ``root``. All calls are numbered, as strace does it."""
+    below = f"{root}/"
+    return [call for call in _all(log) if any(path.startswith(below) or path == str(root) for path in call.paths)]
 
 
 def _all(log: Path) -> Iterator[Call]:
@@ -81,15 +81,15 @@ ERRNOS = {
     "flock": ("EINTR", "EIO"),
     "close": ("EIO", "EINTR"),
 }
-"""What each call may answer. The rest only read: EIO, or EINTR."""
+"""The injected errors of each call. All other calls read: EIO, or EINTR."""
 READING = ("EIO", "EINTR")
 CREATING = ("ENOSPC", "EIO", "EROFS", "EINTR")
 LIES = {"fsync": "retval=0", "write": "retval=0", "pwrite64": "retval=0"}
-"""An fsync that does nothing and says it did; a write that writes nothing and says so."""
+"""An fsync without effect that reports success; a write that writes no byte and returns 0."""
 
 
 def answers(call: Call) -> tuple[str, ...]:
-    """The injections that make sense for ``call``, as strace writes them."""
+    """Return the possible injections into ``call``, in strace's syntax."""
     errnos = CREATING if call.creates else ERRNOS.get(call.name, READING)
     lie = (LIES[call.name],) if call.name in LIES else ()
     return (*(f"error={errno}" for errno in errnos), *lie)

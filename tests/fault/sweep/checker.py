@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.fault.sweep.phases import LOCAL, PATIENT_WAIT_SECONDS, SHARED, TARGET, WAIT_SECONDS, Job, Phase, State, World
 from tests.fault.sweep.saver import content
-from tierckpt.checkpoint import local_commit
+from tierckpt.checkpoint import journal, local_commit
 from tierckpt.disk.local_root import LEFTOVER_SECONDS
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import METADATA, SHARD_SUFFIX
@@ -171,11 +171,12 @@ def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> l
 
 def recover(world: World) -> bool:
     """What the next process does. True when it finds a rank whose coordinator never committed: that one stays."""
+    job = Job(world)
     try:
-        Job(world).recover()
+        job.recover()
     except CommitAbandonedError:
         return True
-    return False
+    return any(entry.state in journal.ASIDE for entry in job.mover.journal.entries())
 
 
 def an_hour_passes(world: World) -> None:

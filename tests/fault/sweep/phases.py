@@ -133,6 +133,8 @@ class Phase:
     """The shared tier is on the same file system; False: it is told that it cannot link."""
     damaged: frozenset[tuple[str, str]] = frozenset()
     """Places with files missing: prepared so, or as long as what stands there has its files on the shared tier only."""
+    again: Callable[[World], None] = lambda world: Job(world).recover()
+    """What the next process does after a kill, and is killed in."""
 
     @property
     def end(self) -> State:
@@ -268,6 +270,7 @@ PHASES = (
         before=TWO,
         after={**TWO, ("step-2", TARGET): "2"},
         damaged=frozenset({("step-2", LOCAL)}),
+        again=restore,
     ),
     Phase(
         "fetch",
@@ -275,6 +278,7 @@ PHASES = (
         fetch,
         before={key: label for key, label in TWO.items() if key[1] == SHARED},
         after={key: label for key, label in TWO.items() if key != ("step-1", LOCAL)},
+        again=fetch,
     ),
     Phase(
         "retention",
@@ -282,6 +286,7 @@ PHASES = (
         retain,
         before={(f"step-{step}", tier): str(step) for step in (1, 2, 3) for tier in (LOCAL, SHARED)},
         after={("step-3", LOCAL): "3", ("step-3", SHARED): "3", ("step-2", SHARED): "2"},
+        again=retain,
     ),
     Phase(
         "resume",

@@ -36,6 +36,8 @@ LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
 KILLS, ERRNOS, HALVES = (40, 60, 4) if LENGTH == "quick" else (50, 120, 20)
 TRIES = 3
 """A call that comes with some timings only is waited for in so many runs."""
+TWICE = 3
+"""After every third kill the next process is killed, too."""
 PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
 """Of a sweep that is not full (PAIRS: of a full one). All phases together."""
 
@@ -114,9 +116,12 @@ class Sweep:
 
     def kills(self) -> None:
         points = [(phase, call) for phase, call in _points(self.calls()) if call.changes or is_full()]
-        for phase, call in self.mine(thinned(points, KILLS)):
+        for number, (phase, call) in enumerate(self.mine(thinned(points, KILLS))):
             for _ in range(TRIES):
                 ended = self.bench.kill(phase, call)
+                if ended.code == -9 and number % TWICE == 0:
+                    again = self.bench.kill_again(phase, call)
+                    self.outcome.ends["killed again"] += again.code == -9
                 wrong = self.bench.judge(phase)
                 if ended.code == -9 or wrong:
                     break
@@ -168,21 +173,16 @@ class Sweep:
                 break
         self.outcome.note(phase, kind, fired, ended.error or str(ended.code), wrong)
 
-    def bugs(self) -> dict[str, list[str]]:
-        """Which harnesses find each seeded bug: the same sweeps, until one violation."""
-        for name in {bugs.PHASE_OF.get(bug, "overwrite") for bug in bugs.BUGS}:
+    def bugs(self) -> dict[str, bool]:
+        """Return whether its sweep finds each seeded bug: the same sweep, until one violation."""
+        for name in {bug.phase for bug in bugs.BUGS.values()}:
             self.bench.learn(BY_NAME[name])
         found = {}
-        for bug in self.mine(bugs.BUGS):
-            self.bench.bug = bug
-            phase = BY_NAME[bugs.PHASE_OF.get(bug, "overwrite")]
-            calls, disorder = self.bench.record(phase)
-            found[bug] = hits = [bugs.ORDER] if disorder else []
-            tried = {bugs.KILLS, bugs.ERRNOS} if is_full() else bugs.TRIED_IN_A_PART.get(bug, set())
-            if bugs.KILLS in tried and self._kills_find(phase, calls):
-                hits.append(bugs.KILLS)
-            if bugs.ERRNOS in tried and self._errnos_find(phase, calls):
-                hits.append(bugs.ERRNOS)
+        for name in self.mine(bugs.BUGS):
+            self.bench.bug, phase = name, BY_NAME[bugs.BUGS[name].phase]
+            calls = self.bench.record(phase)
+            find = self._kills_find if bugs.BUGS[name].harness == bugs.KILLS else self._errnos_find
+            found[name] = find(phase, calls)
         self.bench.bug = ""
         return found
 
