@@ -420,7 +420,7 @@ class Log(logging.Handler):
 
     def ends(self) -> list[str]:
         """The reasons for which logs ended in training."""
-        return [line.partition("until the next checkpoint: ")[2] for line in self.lines if "is logged, until" in line]
+        return [line.partition("until the next checkpoint: ")[2] for line in self.lines if "is logged until" in line]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def test_what_two_ranks_have_saved_is_restored_in_fresh_processes(kind: str, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("one rank edits", "beside the optimizer"), ("one rank loads", "load_state_dict")]
+    ("fault", "reason"), [("one rank edits", "outside the optimizer"), ("one rank loads", "load_state_dict")]
 )
 def test_a_rank_that_gives_up_has_all_ranks_copy_the_same_step_whole(fault: str, reason: str, tmp_path: Path) -> None:
     saved = run("save", tmp_path, kind="fsdp", fault=fault)

@@ -314,10 +314,10 @@ def reset_momentum_data(job: Job) -> None:
 
 
 EDITS = {
-    clamp: "changed beside the optimizer",
+    clamp: "changed outside the optimizer",
     clamp_data: "version counters do not show",
     clamp_numpy: "version counters do not show",
-    step_fused: r"another optimizer \(SGD\) was stepped",
+    step_fused: r"another optimizer \(SGD\) stepped its parameters",
     reset_momentum: "its state was",
     reset_momentum_data: "version counters do not show",
 }
@@ -355,7 +355,7 @@ def test_an_edit_beside_the_optimizer_ends_the_log_and_the_next_step_is_saved(
             digests[number] = job.digest()
             checkpointer.step(number, job.state)
             checkpointer.wait("local")
-    [ended] = [record.getMessage() for record in caplog.records if "is logged, until" in record.getMessage()]
+    [ended] = [record.getMessage() for record in caplog.records if "is logged until" in record.getMessage()]
     assert re.search(EDITS[edit], ended)
     [_, saved] = [record.step for record in checkpointer.stats]
     assert saved in ([5] if "next" in where else [4, 5])  # the digest thread sees it in time, or at the next step
@@ -539,7 +539,7 @@ def test_a_parameter_of_no_optimizer_that_is_edited_unseen_ends_the_log_once(
                 copy.weight.data[1, 1] += 1.0
             checkpointer.step(number, state)
             checkpointer.wait("local")
-    [ended] = [record.getMessage() for record in caplog.records if "is logged, until" in record.getMessage()]
+    [ended] = [record.getMessage() for record in caplog.records if "is logged until" in record.getMessage()]
     assert "no step after 3 is logged" in ended and "copy.weight, which no optimizer" in ended
     [_, saved] = [record.step for record in checkpointer.stats]
     assert saved in (4, 5)

@@ -1,11 +1,11 @@
 """Replays recorded steps with the ``torch.optim`` implementation of training.
 
 Invariants:
-    A1  A step is applied to a state of the version before it only: no step is missed, repeated or reordered.
+    A1  A step is applied only to a state of the version before it: no step is missed, repeated or reordered.
     A2  Equal bits need the same class, implementation (fused or not), and shape and strides of each parameter and its
-        gradient: a fused step goes through memory in order, and rounds the last few elements differently. Hooks for
-        steps of all optimizers are skipped: they ran in training. The grouping of parameters and the number of threads
-        do not matter (R1).
+        gradient: a fused step reads memory in order, and rounds the last few elements differently. Step hooks of all
+        optimizers are skipped: they ran in training. The grouping of parameters and the number of threads do not
+        matter (R1).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .optimizers import base_of
 Key = tuple[str, str]
 """A tensor of an optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
 NARROW = (torch.bfloat16, torch.float16)
-"""Types of gradients of float32 parameters that are widened without loss (F3)."""
+"""Dtypes of gradients of float32 parameters that are widened without loss (F3)."""
 
 
 class Replay:
-    """Some of an optimizer's parameters with their state, at one version, to which steps are applied.
+    """Applies steps to some of an optimizer's parameters and their state, all at one version.
 
     Args:
-        kind: the class of the optimizer.
+        kind: class of the optimizer.
         parameters: by key ("group.index"). Changed in place.
         state: of each parameter by key; empty before its first step. Changed in place.
-        version: of all parameters.
+        version: version of all parameters.
 
     Example:
         >>> weight = torch.ones(4)
@@ -50,7 +50,7 @@ class Replay:
         state: Mapping[str, Mapping[str, Any]],
         version: int,
     ) -> None:
-        self.kind = base_of(kind)  # a derived class may take other arguments
+        self.kind = base_of(kind)  # a subclass may take other arguments
         self.version = version
         self.parameters = dict(parameters)
         self._state = {key: dict(state.get(key, {})) for key in parameters}
@@ -80,7 +80,7 @@ class Replay:
         }
 
     def moved(self, device_of: Callable[[Key], torch.device]) -> Replay:
-        """Return this part with each tensor on ``device_of`` its key. Copies only tensors on another device."""
+        """Return this replay with each tensor on ``device_of`` its key. Copies only tensors on another device."""
         parameters, state = dict[str, torch.Tensor](), {key: dict(one) for key, one in self.state.items()}
         for (key, name), tensor in self.tensors().items():
             device = device_of((key, name))
@@ -91,13 +91,13 @@ class Replay:
         """Bring the parameters and their state from ``step.version - 1`` to ``step.version``.
 
         Raises:
-            IntegrityError: they are at another version (A1).
-            StateMismatchError: ``step`` knows no such group, or a gradient has another shape or type.
+            IntegrityError: the parameters are at another version (A1).
+            StateMismatchError: ``step`` lacks a group, or a gradient has another shape or dtype.
         """
         if step.version != self.version + 1:
             raise IntegrityError(
                 f"step {step.version} of the log cannot follow version {self.version}",
-                hint="A frame is missing, or they are out of order. Restore the version before it",
+                hint="A frame is missing, or frames are out of order. Restore the previous version",
             )
         self.version = step.version
         if step.is_skipped:
@@ -108,7 +108,7 @@ class Replay:
         for key, tensor in self.parameters.items():
             tensor.grad = self._fitting(key, step.gradients.get(key))
         if self.kind is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups):
-            for tensor in self.parameters.values():  # foreach writes over them (torch 2.13), and they are the caller's
+            for tensor in self.parameters.values():  # foreach overwrites them (torch 2.13), and the caller owns them
                 tensor.grad = tensor.grad.clone() if tensor.grad is not None else None
         update: Any = type(optimizer).step
         (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer)
@@ -122,9 +122,9 @@ class Replay:
         is_narrow = tensor.dtype is torch.float32 and gradient.dtype in NARROW
         if gradient.shape != tensor.shape or not (is_narrow or gradient.dtype == tensor.dtype):
             raise StateMismatchError(
-                f"the gradient of parameter {key} is {gradient.dtype} {list(gradient.shape)}, and the parameter is "
+                f"the gradient of parameter {key} is {gradient.dtype} {list(gradient.shape)}, but the parameter is "
                 f"{tensor.dtype} {list(tensor.shape)}",
-                hint="The log is of another sharding or precision. Restore the newest whole checkpoint",
+                hint="The log has another sharding or precision. Restore the newest whole checkpoint",
             )
         found = gradient.to(tensor.device).to(tensor.dtype)
         return found if found.stride() == tensor.stride() else torch.empty_like(tensor).copy_(found)
@@ -137,7 +137,7 @@ class Replay:
             self._groups = sorted(members)
             if self._groups and self._groups[-1] >= len(hyperparameters):
                 raise StateMismatchError(
-                    f"the log has {len(hyperparameters)} groups, and the state has parameters of group "
+                    f"the log has {len(hyperparameters)} groups, but the state has parameters of group "
                     f"{self._groups[-1]}",
                     hint="Restore the newest whole checkpoint",
                 )
@@ -146,7 +146,7 @@ class Replay:
             for key, tensor in self.parameters.items():
                 if self._state[key]:
                     self._optimizer.state[tensor] = self._state[key]
-                elif self.kind is not torch.optim.Adagrad:  # its constructor makes the state
+                elif self.kind is not torch.optim.Adagrad:  # its constructor creates the state
                     self._optimizer.state.pop(tensor, None)
             self._state.clear()
         return self._optimizer

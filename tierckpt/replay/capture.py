@@ -1,16 +1,16 @@
 """Records each step of an optimizer: gradients, hyperparameters, whether it was skipped.
 
-Subclasses define how gradients are copied: to a gradient log (``log``) or to a window of a multi-step save
+Subclasses define where gradients are copied: to a gradient log (``log``) or to a window of a multi-step save
 (``multi_step``). The owner takes the recorded steps at the end of a training step.
 
 Invariants:
     C1  Gradients are copied as the update reads them: when the step begins, after ``clip_grad_norm_`` and the closure.
-        Foreach SGD with Nesterov's momentum overwrites them later. A fused step under a GradScaler unscales them in
+        Foreach SGD with Nesterov momentum overwrites them later. A fused step under a GradScaler unscales them in
         place, so these are copied when the step ends.
     C2  Hyperparameters are read before the step: a scheduler may change them between two steps.
     C3  The recording ends, with a reason, at anything that a replay cannot repeat: changed groups,
-        ``load_state_dict``, a write to a parameter or its state outside of a step, a write to gradients after they were
-        copied. Other hooks of a step are not part of it: this one runs first after the update.
+        ``load_state_dict``, a write to a parameter or its state outside the optimizer, a write to gradients after they
+        were copied. Other step hooks are not replayed: the hook that checks for such writes runs first after it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logger("replay")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an optimizer, with all inputs of its replay.
+    """One step of an optimizer: all inputs of its replay.
 
-    ``hyperparameters`` has one mapping for each group. ``gradients`` has this rank's shard of each gradient by key of
-    its parameter ("group.index"). Reading one may wait for its copy (``link.CopiedGradients``).
+    ``hyperparameters`` has one mapping for each group. ``gradients`` has this rank's shard of each gradient by
+    parameter key ("group.index"). Reading one may wait for its copy (``link.CopiedGradients``).
     """
 
     version: int
@@ -44,20 +44,20 @@ class Step:
     hyperparameters: Sequence[Mapping[str, Any]]
     gradients: Mapping[str, torch.Tensor]
     found_inf: torch.Tensor | None = None
-    """The GradScaler's flag for a fused step: nonzero skips the update."""
+    """The GradScaler's flag for a fused step. Nonzero: the update is skipped."""
 
     @property
     def is_skipped(self) -> bool:
-        """True when the step changed nothing. Waits for the device."""
+        """True if the step changed nothing. Waits for the device."""
         return self.found_inf is not None and bool(self.found_inf.item())
 
 
 class Capture:
-    """Records the steps of ``optimizer`` from within ``optimizer.step()``, on the thread that calls it.
+    """Records the steps of ``optimizer`` inside ``optimizer.step()``, on the calling thread.
 
     Raises:
         ConfigError: ``optimizer`` cannot be replayed.
-    Cost: ``copy``, and a copy of each group's hyperparameters. Does not wait for a device.
+    Cost: ``copy``, and a copy of the hyperparameters of each group. Does not wait for a device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +68,7 @@ class Capture:
         self.steps: list[Step] = []
         """Steps since the last ``take``."""
         self.broken = ""
-        """Reason why recording ended; '' before."""
+        """Reason why the recording ended; '' before."""
         self.implementations = [implementation_of(group) for group in optimizer.param_groups]
         self._gradients: Mapping[str, torch.Tensor] | None = None
         self._is_taken = False
@@ -90,14 +90,14 @@ class Capture:
         ]
 
     def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-        """Return copies of ``gradients``, this rank's shards; None: the step is not recorded.
+        """Return copies of ``gradients``, this rank's shards; None if the step is not recorded.
 
-        On a device the copies may be queued in stream order.
+        Copies on a device may be queued in stream order.
         """
         return {key: gradient.clone() for key, gradient in gradients.items()}
 
     def step_ends(self) -> None:
-        """Run after the update. The caller may overwrite the gradients as soon as this returns."""
+        """Run after the update. After it returns, the caller may overwrite the gradients."""
 
     def other_steps(self) -> None:
         """Run before another optimizer steps the same parameters, which ends the recording."""
@@ -111,7 +111,7 @@ class Capture:
         """Stop recording. The first ``reason`` is kept."""
         if not self.broken:
             self.broken = reason
-            log.info("steps of %s are not recorded any more: %s", type(self.optimizer).__name__, reason)
+            log.info("steps of %s are no longer recorded: %s", type(self.optimizer).__name__, reason)
 
     def look(self) -> str:
         """Check parameters and state for changes outside of a step. Return ``broken``."""
@@ -121,8 +121,8 @@ class Capture:
             self.end("its groups or parameters changed")
         elif writes_of(self.optimizer) != self._writes:
             self.end(
-                "a parameter was changed beside the optimizer, or its state was, or a step went past its hooks (fused "
-                "into backward, or made by another optimizer)"
+                "a parameter or its state was changed outside the optimizer, or a step bypassed its hooks (fused "
+                "into backward, or by another optimizer)"
             )
         return self.broken
 
@@ -134,20 +134,20 @@ class Capture:
         self.broken = self.broken or "closed"
 
     def _other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Run before a step of any optimizer: a fused one leaves no trace in the parameters."""
+        """Run before a step of any optimizer: a fused step leaves the version counters of its parameters unchanged."""
         if optimizer is self.optimizer or self.broken:
             return
         if any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"]):
             self.other_steps()
             name = type(optimizer).__name__
-            self.end(f"another optimizer ({name}) was stepped over its parameters, beside the optimizer of the state")
+            self.end(f"another optimizer ({name}) stepped its parameters")
 
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._gradients, self._taken, self._is_taken = None, [], False
         if _is_compiled():
-            self.end("its step is compiled, and rounds otherwise than torch.optim does")
+            self.end("its step is compiled, and rounds differently from torch.optim")
         if not self.look():
             groups = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
             self._hyperparameters = explicit(groups, self.implementations)
@@ -190,11 +190,11 @@ class Capture:
         if self.broken:
             return
         self._writes, self._held = writes_of(optimizer), state_values(optimizer)
-        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself may write to them (C1)
+        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself may overwrite them (C1)
             return
         for parameter, gradient, version in taken:
             if torch_internals.version_of(gradient) != version or parameter.grad is not gradient:
-                self.end("a hook of its step changed gradients behind the one that records them")
+                self.end("a step hook changed gradients after they were recorded")
                 return
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -211,14 +211,14 @@ class Capture:
 
 
 def _is_compiled() -> bool:
-    """True inside a compiled step, if torch can tell."""
+    """True inside a compiled step, if torch reports it."""
     ask = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
     return ask is not None and bool(ask())
 
 
 def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return ``hyperparameters`` with torch's own choice of ``foreach``: it depends on the type of the parameters, and
-    a replay has a plain tensor for a DTensor."""
+    """Return ``hyperparameters`` with torch's choice of ``foreach``, which depends on the type of the parameters: a
+    replay has a plain tensor for a DTensor."""
     return [
         {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
         for one, chosen in zip(hyperparameters, implementations, strict=True)
@@ -226,7 +226,7 @@ def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequ
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the options in ``group`` that the optimizer's class defines."""
+    """Return copies of the options in ``group`` that the optimizer class defines."""
     return {name: _copied(group[name]) for name in optimizer.defaults if name in group}
 
 

@@ -1,4 +1,4 @@
-"""Compares the bits of tensors by 8 bytes of each."""
+"""Compares tensors bit by bit, by a digest of 8 bytes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHUNK_ELEMENTS = 1 << 20
 ROW_ELEMENTS = 1 << 12
 SAMPLES = 64
 SMALL_BYTES, TOGETHER = 1 << 14, 1 << 10
-"""Size of a small tensor, and the number of them that are digested together."""
+"""Maximum size of a small tensor, and the number of small tensors that are digested together."""
 JOINED_BYTES = 64 << 20
-"""Size to which tensors on an accelerator are joined: launching a kernel takes as long as reading a megabyte."""
+"""Size to which tensors on an accelerator are joined: a kernel launch takes the time of reading a megabyte."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over all elements of (bits of the element) x (2 x its index + 1), modulo 2**64.
 
-    An int64 scalar on the device of ``tensor``, without waiting for it. Addition of integers is associative, so every
-    device returns the same sum. A changed element, or two swapped ones, change it.
+    An int64 scalar on the device of ``tensor``; does not wait for the device. Integer addition is associative, so every
+    device returns the same sum. A changed element, or two swapped elements, change the sum.
     """
     data = tensor.detach()
     if data.is_complex():
@@ -46,9 +46,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(bits: torch.Tensor) -> torch.Tensor:
-    """Return the same sum with a few kernels for any size: by rows, and by columns.
+    """Return the same sum with a few kernels for any size, by rows and by columns.
 
-    The weight of an element, 2 (row x ROW_ELEMENTS + column) + 1, is one of its row plus one of its column.
+    The weight of an element, 2 (row x ROW_ELEMENTS + column) + 1, is the sum of a row weight and a column weight.
     """
     weights = _weights(bits.device)
     whole = bits.numel() // ROW_ELEMENTS * ROW_ELEMENTS
@@ -66,15 +66,15 @@ def _by_rows(bits: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return the odd numbers. Cached, as a state has hundreds of tensors."""
+    """Return the first odd numbers. Cached, as a state has hundreds of tensors."""
     return torch.arange(1, 2 * CHUNK_ELEMENTS, 2, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Fingerprint of a tensor: XXH3 in host memory (10 GB/s, ``checksum`` 0.3), else ``checksum``.
+    """Fingerprint of a tensor: XXH3 in host memory (10 GB/s; ``checksum``: 0.3 GB/s), ``checksum`` on a device.
 
-    ``sample`` has some of the elements, to tell other rounding from another tensor.
+    ``sample`` has some of the elements, to distinguish different rounding from a different tensor.
     """
 
     value: int | torch.Tensor
@@ -105,15 +105,15 @@ Marks = list[int | torch.Tensor]
 
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
-    """Return the marks of ``tensors`` without waiting for a device. Cost: one pass over them."""
+    """Return the marks of ``tensors``. Does not wait for a device. Cost: one pass over the tensors."""
     return begin_marks(tensors)()
 
 
 def begin_marks(tensors: Iterable[torch.Tensor]) -> Callable[[], Marks]:
-    """Digest the tensors on a device in stream order. Return a function for those in host memory.
+    """Digest tensors on a device in stream order. Return a function for the tensors in host memory.
 
-    That function returns the marks of all ``tensors``, and may run on another thread while nothing writes to them.
-    Small tensors are digested together: each call into torch costs more than their bytes do.
+    The function returns the marks of all ``tensors``. It may run on another thread if nothing writes to them meanwhile.
+    Small tensors are digested together: a call into torch costs more than reading their bytes.
     """
     host, device = list[torch.Tensor](), list[torch.Tensor]()
     for one in tensors:
@@ -123,7 +123,7 @@ def begin_marks(tensors: Iterable[torch.Tensor]) -> Callable[[], Marks]:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield large tensors, then small ones of equal device and dtype joined."""
+    """Yield large tensors, then small ones joined by device and dtype."""
     small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in tensors:
         if one.nbytes > (SMALL_BYTES if one.is_cpu else JOINED_BYTES):
@@ -135,7 +135,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield them in order, in groups of bounded count and size."""
+    """Yield ``tensors`` in order, in groups of bounded count and size."""
     group: list[torch.Tensor] = []
     size_bytes = 0
     for one in tensors:
@@ -154,12 +154,12 @@ def numbers_of(marks: Marks) -> list[int]:
 
 
 def digest_of(marks: Marks) -> str:
-    """Return one digest of ``marks``. Waits for their devices."""
+    """Return one digest of all ``marks``. Waits for their devices."""
     return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "little") for one in numbers_of(marks)))
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements of ``tensor``, spread over all of it. May share its memory."""
+    """Return some elements of ``tensor``, evenly spaced. May share its memory."""
     flat = tensor.detach().contiguous().view(-1)
     return flat[:: max(1, -(-flat.numel() // SAMPLES))]
 

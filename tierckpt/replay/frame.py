@@ -1,11 +1,11 @@
-"""Encodes an optimizer's step as JSON and tensors, and a training step as a frame of a gradient log.
+"""Encodes an optimizer step as JSON and tensors, and a training step as a frame of a gradient log.
 
 ``save.log_segments`` defines the bytes of a frame. A redo log (``redo``) uses the same JSON, and stores the gradients
 as tensors of a checkpoint.
 
 Invariant:
-    F3  No value is rounded. A gradient is stored as it crossed the link (``link.Copy``): as bfloat16 if that loses no
-        bit. The layout of the optimizer has the parameter's dtype, and ``apply`` widens to it.
+    F3  No value is rounded. A gradient is stored as the link copied it (``link.TensorCopy``): as bfloat16 if that loses
+        no bit. The layout of the optimizer has the parameter's dtype, and ``apply`` widens the gradient to it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Frame:
 
 
 def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[bytes, list[memoryview], str]:
-    """Return the record of a frame, its data (views of host memory), and the digest that names it.
+    """Return the record of a frame, its data (views of host memory), and its digest.
 
     Args:
-        previous: digest of the record before.
-        parameters: digest of parameters and state after the step (``checksum.digest_of``); '' if not taken.
+        previous: digest of the previous record.
+        parameters: digest of parameters and state after the step (``checksum.digest_of``); '' if not computed.
 
     Cost: one pass over the gradients. Waits for their copies to host memory.
     """
@@ -68,7 +68,7 @@ def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[byte
 
 
 def decode(read: Read, *, where: str) -> Frame:
-    """Return a frame. Its gradients are copies. ``where``: the file, for messages.
+    """Return a frame; its gradients are copies. ``where``: the file, for messages.
 
     Raises:
         IntegrityError: the bytes are cut short, damaged, or not a frame.
@@ -79,7 +79,7 @@ def decode(read: Read, *, where: str) -> Frame:
 
     def fill(view: memoryview) -> None:
         if next(sizes, None) != len(view):
-            raise log_segments.damaged(where, "its header is none that tierckpt writes")
+            raise log_segments.damaged(where, "its header was not written by tierckpt")
         done = 0
         while done < len(view):
             piece = next(pieces)
@@ -124,7 +124,7 @@ def step_of(described: Json, gradients: Iterable[torch.Tensor], device_of: Devic
 class _JoinedViews:
     """Joins the bytes of adjacent tensors in host memory into few views.
 
-    Tensors that share a storage cost one call into torch: each call may yield the interpreter to the training thread.
+    Tensors that share a storage need only one call into torch, which may yield the interpreter to the training thread.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ def to_json(value: Any) -> Any:
         return [to_json(one) for one in value]
     if not isinstance(value, bool | int | float | str | None):
         raise ConfigError(f"an option of the optimizer is a {type(value).__name__} ({value!r}), which cannot be logged",
-            hint="Use numbers of Python: float(...)",
+            hint="Use Python numbers: float(...)",
         )  # fmt: skip
     return value
 

@@ -1,16 +1,16 @@
-"""Digests parameters and optimizer state around each step, to find writes that version counters miss.
+"""Digests parameters and optimizer state around each step, to detect writes that version counters miss.
 
     update n   |                  | forward and backward n+1       | update n+1
     after(n)   | end_of_step(n)   | digest thread reads            | before(n+1)
 
 Invariants:
-    D1  Every frame has the digest of all parameters and state at ``end_of_step``, taken during the next forward pass.
-        The next update waits until tensors in host memory are read. Tensors on a device are digested in stream order,
-        and no step waits for them. A frame is written when its digest is known.
-    D2  ``before`` and ``after`` digest the tensors of one optimizer on the training thread, next to its update, so that
-        nothing can write in between: at the first step after each base, at every step if that takes less than
-        ``FREE_SECONDS``, and else within ``CHECK_SHARE`` of training time. An edit that they miss changes the digest of
-        the next frame (D1), and a restore ends at the step before it.
+    D1  Every frame has the digest of all parameters and state at ``end_of_step``, computed during the next forward
+        pass. The next update waits until tensors in host memory are read. Tensors on a device are digested in stream
+        order, and no step waits for them. A frame is written after its digest is computed.
+    D2  ``before`` and ``after`` digest the tensors of one optimizer on the training thread, directly before and after
+        its update, so that nothing can write in between: at the first step after each base, at every step if that takes
+        less than ``FREE_SECONDS``, otherwise within ``CHECK_SHARE`` of training time. An edit that they miss changes
+        the digest of the next frame (D1), and a restore ends at the step before it.
     D3  A difference fails the digest of the frame, with the reason, and the log ends before that frame.
 """
 
@@ -32,13 +32,13 @@ CHECK_SHARE = 0.01
 """Share of training time that digests on the training thread may take."""
 FREE_SECONDS = 0.002
 CHANGED = (
-    "parameters or state{} were changed beside the optimizer between {} and {}, in a way that version counters do not "
+    "parameters or state{} were changed outside the optimizer between {} and {}, in a way that version counters do not "
     "show (.data, numpy, a fused kernel)"
 )
 
 Check = Callable[[], Callable[[], tuple[str, int]]]
-"""Reads parameters outside of the optimizers in host memory, on the digest thread. Returns a function that waits for
-devices, and returns the reason not to log the step ('' for none) and a digest."""
+"""Reads parameters outside the optimizers in host memory, on the digest thread. Returns a function that waits for
+devices and returns the reason not to log the step ('' for none) and a digest."""
 
 
 def no_check() -> Callable[[], tuple[str, int]]:
@@ -46,9 +46,10 @@ def no_check() -> Callable[[], tuple[str, int]]:
 
 
 class Guard:
-    """Digests parameters and state of ``optimizers``, and compares.
+    """Digests parameters and state of ``optimizers``, and compares the digests between steps.
 
-    Cost: one pass over them for each step, on its own thread; two passes on the training thread in some steps (D2).
+    Cost: one pass over them for each step, on a thread of its own; two passes on the training thread in some steps
+        (D2).
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -56,10 +57,10 @@ class Guard:
         self._thread = ThreadPool(1, "tierckpt-digest")
         self._newest: tuple[int, threading.Event, Future[str]] | None = None
         self._seen: dict[str, list[int]] = {}
-        """Numbers by optimizer at the end of the newest step. Used by the digest thread."""
+        """Digests by optimizer at the end of the newest step. Used by the digest thread."""
         self._before: dict[str, Marks] = {}
         self._after: dict[str, Marks] = {}
-        """Marks taken in this step."""
+        """Marks of the current step."""
         self._failure: tuple[int, str] | None = None
         self._looks, self._is_new = False, True
         self._look_seconds = self._taken_seconds = self._spent_seconds = 0.0
@@ -74,12 +75,12 @@ class Guard:
         return (self._newest[0], str(error)) if error is not None else None
 
     def begin(self, step: int, check: Check) -> None:
-        """Begin another log at the current state, after ``step``."""
+        """Begin a new log at the current state, after ``step``."""
         self._before, self._after, self._is_new, self._failure = {}, {}, True, None
         self._submit(step, check)
 
     def rebase(self) -> None:
-        """A checkpoint has the current state: check the next step."""
+        """Check the next step: a checkpoint has the current state."""
         self._is_new = True
 
     def before(self, name: str) -> None:
@@ -93,16 +94,16 @@ class Guard:
             if self._newest is not None and all(isinstance(one, int) for one in marks):  # else ``_submit`` compares
                 step, _, digest = self._newest
                 if digest.exception() is None and numbers_of(marks) != self._seen[name]:
-                    self._failure = (step + 1, _changed(name, f"step {step}", "the update behind it"))
+                    self._failure = (step + 1, _changed(name, f"step {step}", "the next update"))
         self._taken_seconds = time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Wait until the digest thread has read host memory, which may be written then."""
+        """Wait until the digest thread has read host memory; then the caller may write to it."""
         if self._newest is not None:
             self._newest[1].wait()
 
     def after(self, name: str) -> None:
-        """Run right after the update of the optimizer ``name``."""
+        """Run directly after the update of the optimizer ``name``."""
         if self._looks:
             begun = time.perf_counter()
             self._after[name] = self._marks(name)
@@ -141,7 +142,7 @@ class Guard:
             reason, others = checked()
             for name, one in before.items():
                 if numbers_of(one) != self._seen.get(name):
-                    reason = _changed(name, "the step before", f"the update of step {step}")
+                    reason = _changed(name, "the previous step", f"the update of step {step}")
             for name, one in after.items():
                 if numbers_of(one) != seen[name]:
                     reason = reason or _changed(name, f"the update of step {step}", "its end")
@@ -156,7 +157,7 @@ class Guard:
 
 
 def total_of(seen: Mapping[str, list[int]], others: int) -> str:
-    """Return the digest for a frame: of each optimizer's numbers, and of ``others``, the number of a ``Check``."""
+    """Return the digest for a frame: of the numbers of each optimizer, and of ``others``, the digest of a ``Check``."""
     return digest_of([*(number for name in sorted(seen) for number in seen[name]), others])
 
 

@@ -1,10 +1,10 @@
-"""Copies tensors to host memory in the background: gradients before parts of the state, in chunks.
+"""Copies tensors to host memory in the background, in chunks: gradients before parts of the state.
 
-One thread copies from host memory. Parts are cut into chunks, so a gradient, which the next backward pass overwrites,
-waits for one chunk at most.
+One thread copies from host memory. A gradient, which the next backward pass overwrites, waits for one chunk of a part
+at most.
 
-From CUDA, copies to page-locked memory are queued on two more streams, gradients on the one of higher priority. The
-training stream waits for them by events; the training thread does not wait.
+From CUDA, copies to page-locked memory are queued on two more streams; the stream of gradients has the higher priority.
+The training stream waits for the copies by events; the training thread does not wait.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ SEVERAL_BYTES = 2 * CHUNK_BYTES
 """Size of a group of small gradients, which are checked and copied together."""
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
-"""Limit of the delay that a throttled link makes up for."""
+"""Maximum delay that a throttled link makes up for."""
 COPY_TIMEOUT_SECONDS = 600.0
 """Timeout of background threads that wait for a copy."""
 UPDATE_SECONDS = 0.25
-"""Longest time that background threads pause for an update of the optimizer."""
+"""Maximum pause of background threads during an update of the optimizer."""
 ALIGNMENT_BYTES = 64
 SLOTS_MAX = 1024
-"""Enough for the parts and gradients of two windows: an open one, and one being written."""
+"""Enough for the parts and gradients of two windows: an open one and one that is being written."""
 _LOWER_HALVES = 0x0000FFFF_0000FFFF
 """Lower halves of two float32 values."""
 
 
 class TensorCopy:
-    """A copy of tensors to host memory. ``result`` is complete when ``done`` is.
+    """A copy of tensors to host memory. ``result`` is complete when ``done`` is set.
 
     Args:
-        allocate: returns memory for all sources; called on the copying thread, as new memory is slow. None: copies
+        allocate: returns memory for all sources; called on the copying thread, because new memory is slow. None: copies
             float32 tensors as bfloat16 if that loses no bit (gradients that were reduced in bfloat16).
         gives_way: the copy begins after the current update of the optimizer.
     """
@@ -117,8 +117,10 @@ class TensorCopy:
         return self._pieces.pop()
 
     def fence(self) -> bool:
-        """Allow work queued after this call to overwrite the sources: the device's current stream waits for the copy,
-        this thread does not. False without a device."""
+        """Allow work queued after this call to overwrite the sources: the device's current stream waits for the copy.
+
+        Does not block this thread. Returns False without a device.
+        """
         if self.on_device is None:
             return False
         self.on_device.wait(poll.LOOK_SECONDS)
@@ -134,7 +136,7 @@ class TensorCopy:
             self.done.set_result(None)
 
     def _add_gradients(self) -> int:
-        """Add the next gradient, or several small ones as one; return their number.
+        """Add the next gradient, or several small ones joined. Return their number.
 
         Each call into torch may yield the interpreter to the training thread.
         """
@@ -184,9 +186,9 @@ class OverwrittenError(CheckpointError):
 
 
 class CopiedGradients(Mapping[str, torch.Tensor]):
-    """Gradients by parameter key, being copied to host memory.
+    """Gradients by parameter key, which are being copied to host memory.
 
-    Reading one waits for all of them. Raises OverwrittenError, or the error of the copy.
+    Reading one waits for the copy of all. Raises OverwrittenError, or the error of the copy.
     """
 
     def __init__(self, copy: TensorCopy, keys: Sequence[str]) -> None:
@@ -198,7 +200,7 @@ class CopiedGradients(Mapping[str, torch.Tensor]):
         if self._found is None:
             self.copy.done.result(COPY_TIMEOUT_SECONDS)
             if self.copy.was_changed:
-                raise OverwrittenError("gradients were written over before they were copied (zero_grad in place?)")
+                raise OverwrittenError("gradients were overwritten before they were copied (zero_grad in place?)")
             self._found = dict(zip(self._keys, self.copy.result, strict=True))
         return self._found[key]
 
@@ -210,13 +212,13 @@ class CopiedGradients(Mapping[str, torch.Tensor]):
 
 
 class PinnedMemory:
-    """Host memory for copies, mapped once and reused when no tensor refers to it; page-locked for copies from CUDA."""
+    """Host memory for copies: mapped once, reused when no tensor refers to it, page-locked for copies from CUDA."""
 
     def __init__(self) -> None:
         self._arena = Arena(slots_max=SLOTS_MAX, policy=SlotPolicy.SKIP)
 
     def tensors(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return targets for ``sources``: contiguous tensors in one slot. Raises MemoryError if none is free."""
+        """Return targets for ``sources``: contiguous tensors in one slot. Raises MemoryError if all are in use."""
         offsets, size_bytes = [], 0
         for source in sources:
             offsets.append(size_bytes)
@@ -238,12 +240,12 @@ class PinnedMemory:
         ]
 
     def close(self) -> None:
-        """Release unused slots. Others are released with their last tensor."""
+        """Release unused slots. Used slots are released with their last tensor."""
         self._arena.close()
 
 
 def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper halves of float32 values in host memory as int16; None unless all lower halves are 0."""
+    """Return the upper halves of float32 values in host memory as int16; None if a lower half is not 0."""
     if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
         return None
     values = tensor.numpy(force=True).reshape(-1)  # numpy's views do not yield the interpreter
@@ -255,7 +257,7 @@ def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Link:
-    """Copies to host memory in order of priority, on its own thread.
+    """Copies to host memory in order of priority, on a thread of its own.
 
     Args:
         bytes_per_second: simulates a slower link, for tests without an accelerator. 0: unlimited.
@@ -289,27 +291,30 @@ class Link:
         return self._moved_bytes, time.clock_gettime(self._clock)
 
     def update_begins(self) -> None:
-        """Pause copies that give way: this thread steps an optimizer now."""
+        """Pause copies that give way: this thread is about to step an optimizer."""
         self._no_update.clear()
 
     def update_ends(self) -> None:
-        """Resume them: the step has ended, or waits."""
+        """Resume copies that give way: the step has returned, or waits."""
         self._no_update.set()
 
     def give_way(self) -> None:
-        """Wait for the end of the current update. For background threads, which would hold the interpreter while the
-        update needs it at each call into torch, and can use the time of the next forward and backward passes."""
+        """Wait for the end of the current update, on a background thread.
+
+        Each call into torch may take the interpreter from the update. Background work can run during the next forward
+        and backward passes instead.
+        """
         if not self._no_update.is_set():
             self._no_update.wait(UPDATE_SECONDS)
-            self._no_update.set()  # a step that raised does not call update_ends
+            self._no_update.set()  # a step that raised did not call update_ends
 
     def wait(self, copy: TensorCopy) -> bool:
-        """Wait until the sources of ``copy`` may be overwritten. False when the link hangs: the copy is useless."""
+        """Wait until the sources of ``copy`` may be overwritten. False if the link hangs: the copy is unusable."""
         self.update_ends()
         return copy.fence() or poll.wait_while([copy.done], self.progress)
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> TensorCopy:
-        """Begin to copy ``sources``, which must not be overwritten before the copy is done, or ``wait`` returns.
+        """Begin to copy ``sources``, which must not be overwritten before the copy is done or ``wait`` returns.
 
         From a device: on a stream of this priority, after the work queued on the current stream.
 
@@ -327,13 +332,13 @@ class Link:
         return made
 
     def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> TensorCopy:
-        """Does not wait for the device, so float32 gradients are not narrowed."""
+        """Copy on a side stream. Does not wait for the device, so float32 gradients are not narrowed."""
         if self._is_closed:
             raise RuntimeError("the link is closed")
         made = TensorCopy(sources, self._pinned.tensors)
         made.allocate()
-        made.on_device = Copies(made.result, sources, priority=priority - PARTS)  # the lowest number goes first
-        made.on_device.run_now(lambda one: not one.is_cuda)  # counters of steps, which torch keeps on the host
+        made.on_device = Copies(made.result, sources, priority=priority - PARTS)  # the lowest number has priority
+        made.on_device.run_now(lambda one: not one.is_cuda)  # step counters, which torch keeps on the host
         begun = time.monotonic()
 
         def ended(error: BaseException | None) -> None:
@@ -399,7 +404,7 @@ class Link:
 def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     try:
         return [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in sources]
-    except RuntimeError as error:  # torch has no type of its own for it on the host
+    except RuntimeError as error:  # torch has no error type for it on the host
         if "alloc" in str(error) or "memory" in str(error):
             raise MemoryError(str(error)) from error
         raise

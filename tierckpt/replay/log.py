@@ -2,15 +2,16 @@
 
 Invariants (F1, F2, S1 and S2 are in ``save.log_segments``, L5 and L6 in ``log_writer``):
     L1  A frame is appended after its update, with the gradients that the update read. Frames have no gap, even across
-        segments: a log fits the checkpoints that it names, and no other.
-    L2  All steps up to ``durable_step`` are on the disk (fdatasync). A crash loses later steps only.
-    L3  Anything that cannot be logged (a parameter changed outside of the optimizer, gradients overwritten at once, a
-        full or hung disk) ends the log with a reason. The next base begins another log.
+        segments: a log fits only the checkpoints that it names.
+    L2  All steps up to ``durable_step`` are on the disk (fdatasync). A crash loses only later steps.
+    L3  Anything that cannot be logged (a parameter changed outside the optimizer, gradients overwritten too early, a
+        full or hung disk) ends the log with a reason. The next base begins a new log.
     L4  A new base begins a segment, in order with the frames, when its state is taken. The segment continues the log of
-        the base before, so it does not matter whether the new base is ever committed.
-    L7  A step is logged only if it began with the state after the step before: by version counters, and by digests
-        (``guard``) for writes that these miss (``.data``, fused kernels). Every frame has the digest of parameters and
-        state after its step. Roll-forward to another digest raises, and names the last step with the right one.
+        the previous base, so it does not matter whether the new base is ever committed.
+    L7  A step is logged only if it began with the state after the previous step. Version counters detect writes
+        between steps; digests (``guard``) detect those that bypass them (``.data``, fused kernels). Every frame has the
+        digest of parameters and state after its step. Roll-forward to another digest raises an error that names the
+        last verified step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SAID_SECONDS = 1.0
 HANGS = "gradients do not reach host memory: the link hangs"
 
 Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
-"""Other state of a step, and the check of parameters outside of the optimizers (``guard.Check``)."""
+"""Other state of a step, and the check of parameters outside the optimizers (``guard.Check``)."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
@@ -65,11 +66,11 @@ class Recovered:
     steps: int
     """Number of steps applied."""
     ended: str = ""
-    """Reason why the rest of the log is unusable: a torn tail, damage, a frame of another log. '' for no rest."""
+    """Reason why later frames are unusable: a torn tail, damage, a frame of another log. '' if there are none."""
     digest: str = ""
-    """Digest of the newest frame, from which a log is continued."""
+    """Digest of the newest frame, at which a log continues."""
     verified_step: int = -1
-    """The newest step whose parameters and optimizer state had the digest of training."""
+    """The newest step after which parameters and optimizer state had the digest of training."""
 
 
 class GradientLog:
@@ -77,18 +78,18 @@ class GradientLog:
 
     Args:
         optimizers: one, or several by name, whose steps share a frame.
-        directory: of this rank, on storage that outlives the process.
-        every_steps: number of steps per fdatasync: the limit of steps that are not durable when a step ends.
+        directory: directory of this rank, on storage that survives the process.
+        every_steps: number of steps per fdatasync: the maximum of steps that are not durable when a step ends.
         every_seconds: seconds between two fdatasync calls, instead of ``every_steps``.
-        link: between accelerator and host; None makes one.
+        link: link between accelerator and host; None creates one.
         owner: job, rank and world size, for readers of the log.
         reserve: called with the bytes of each frame before it is written. An error ends the log.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
     Cost: this rank's gradients of each step, on the link and on the disk; an fdatasync for ``every_steps`` steps; one
-        pass over parameters and state during the next forward pass (``guard``). A step waits while two steps, and
-        64 MiB, of gradients are unwritten; a disk that hangs costs at most half a second in all. 8 MiB of memory.
+        pass over parameters and state during the next forward pass (``guard``). A step waits while two steps
+        and 64 MiB of gradients are unwritten. A hung disk costs at most half a second in all. 8 MiB of memory.
     Source: LowDiff, Checkmate; gradients are not compressed.
 
     Example:
@@ -151,7 +152,7 @@ class GradientLog:
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds that steps of this log waited for the disk."""
+        """Seconds that steps of this log have waited for the disk."""
         return self._writer.blocked_seconds if self._writer is not None else 0.0
 
     @property
@@ -161,12 +162,12 @@ class GradientLog:
 
     @property
     def is_stepped(self) -> bool:
-        """True after a step of an optimizer, until ``end_of_step``."""
+        """True between a step of an optimizer and ``end_of_step``."""
         return any(one.steps for one in self._recorders.values())
 
     @property
     def needs_base(self) -> bool:
-        """True when the log ended for another reason than its disk: a checkpoint would begin another."""
+        """True if the log ended, but not because of its disk: a checkpoint would begin a new log."""
         return self._writer is not None and self._is_broken() and not self._writer.is_disk_to_blame
 
     def begin(
@@ -174,13 +175,13 @@ class GradientLog:
     ) -> None:
         """Continue in a new segment: the checkpoint ``base`` has the current state. Returns at once.
 
-        Continues the log of the base before (L4) if that has not ended, and else begins another.
+        Continues the log of the previous base (L4), or begins a new log if that one has ended.
 
         Args:
-            after: the result of ``roll_forward``, before the first step: continues the log from there. Later frames
-                become obsolete with the first step logged.
-            step: number of the state's step. None: the last one ended.
-            check: reads the checkpoint's parameters outside of the optimizers, for another log.
+            after: the result of ``roll_forward``, before the first step: continues the log from there. The first step
+                logged makes later frames obsolete.
+            step: number of the state's step. None: the last step logged.
+            check: reads the checkpoint's parameters outside the optimizers, for a new log.
         """
         reached = after if after is not None and after.steps else None
         at = step if step is not None else reached.step if reached is not None else self._newest
@@ -193,7 +194,7 @@ class GradientLog:
                 return
             if writer.is_stuck:
                 writer.end("its disk hangs")
-                log.warning("steps after %d are not logged either: the disk of %s hangs", at, self.directory)
+                log.warning("steps after %d are not logged: the disk of %s hangs", at, self.directory)
                 return
             writer.turn_to(None)
         self._unhook()
@@ -229,7 +230,7 @@ class GradientLog:
         if not self.is_stepped or self._writer is None:
             return
         if number <= self._newest:
-            self.fail(f"step {number} came after step {self._newest}")
+            self.fail(f"step {number} follows step {self._newest}")
             return
         made = attachment if isinstance(attachment, bytes) else attachment()
         data, check = made if isinstance(made, tuple) else (made, no_check)
@@ -241,13 +242,13 @@ class GradientLog:
         """Wait until all steps are durable.
 
         Raises:
-            CheckpointError: the log ended before.
+            CheckpointError: the log has ended.
         """
         if not self._is_broken() and self._writer is not None:
             self._writer.sync()
         if self.failure:
             raise CheckpointError(
-                f"steps are not logged any more: {self.failure}", hint="Save a whole checkpoint: a new log begins there"
+                f"steps are no longer logged: {self.failure}", hint="Save a whole checkpoint, which begins a new log"
             )
 
     def close(self) -> None:
@@ -295,7 +296,7 @@ class _Recorder(Capture):
         self._written: dict[int, int] = {}
         """Version counters of the last step's gradients, by address."""
         self._is_kept = False
-        """The gradients may be overwritten as soon as the step ends."""
+        """The gradients may be overwritten when the step ends."""
         updated = optimizer.register_step_post_hook(lambda *_: guard.after(name))
         torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
         self._handles += [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), updated]
@@ -331,8 +332,8 @@ class _Recorder(Capture):
     def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
         """True if the copy may run after the update: no gradient's memory was written since the last step.
 
-        False in the first step. ``grad.data.zero_()`` leaves no trace, so other gradients are copied before the step
-        returns.
+        False in the first step. ``grad.data.zero_()`` does not change version counters, so other gradients are copied
+        before the step returns.
         """
         known, self._written = self._written, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
         was_written = any(known.get(place, version) != version for place, version in self._written.items())
@@ -368,7 +369,7 @@ def roll_forward(
         if not place.layouts.items() <= layouts.items():
             raise IntegrityError(
                 f"the gradient log {place.where} was written by another optimizer, or with other parameters or shards",
-                hint="Restore the checkpoint alone: a log fits the optimizer and the sharding that made it",
+                hint="Restore the checkpoint alone: a log fits only the optimizer and the sharding that wrote it",
                 path=place.segment.path,
             )
         if last_step is not None and place.number > last_step:
@@ -398,8 +399,8 @@ def roll_forward(
 
 def _other_parameters(step: int, path: Path, verified: int) -> IntegrityError:
     return IntegrityError(
-        f"the gradient log leads to other parameters or optimizer state than training had after step {step}: "
-        "something changed them beside the optimizer (.data, a fused kernel), or this is another build or device",
+        f"the gradient log ends at other parameters or optimizer state than training had after step {step}: they were "
+        "changed outside the optimizer (.data, a fused kernel), or the build or device differs",
         hint=f"Restore the checkpoint again, and roll forward to step {verified}" if verified >= 0 else
         "Restore the checkpoint alone",
         path=path, verified_step=verified,
@@ -440,7 +441,7 @@ class _Target:
             yield from with_state(local(one.tensor.detach()), state[one.key])
 
     def finish(self) -> None:
-        """Give the optimizer state that its first step made; other state was changed in place."""
+        """Set state that a parameter's first step created. Other state was changed in place."""
         state = self.replay.state if self.replay is not None else {}
         for one in self._members:
             if made := state.get(one.key):

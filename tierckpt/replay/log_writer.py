@@ -1,11 +1,11 @@
 """Writes the frames of a gradient log on a thread of its own, and bounds the time that training waits for the disk.
 
 Invariants:
-    L5  Training waits for a slow disk, and not for one that hangs: after a request has run for ``ILL_SECONDS``, steps
+    L5  Training waits for a slow disk, but not for a hung one: after a request has run for ``ILL_SECONDS``, steps
         continue without being durable, and a warning is logged. When the frames in memory reach their limit, the log
         ends (L3) and drops them.
-    L6  One thread at a time uses the directory: the writer of the next log first joins that of the previous one. No log
-        begins while that one hangs.
+    L6  One thread at a time uses the directory: the writer of the next log first joins the thread of the previous
+        writer. No log begins while that thread hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .link import COPY_TIMEOUT_SECONDS, OverwrittenError
 log = logger("replay")
 
 FRAMES_AHEAD, FRAMES_AHEAD_MAX, AHEAD_BYTES = 2, 256, 64 << 20
-"""Limit of steps that wait in memory to be written: two, or the number that fits into 64 MiB. The next one blocks."""
+"""Maximum number of steps that wait in memory to be written: two, or what fits into 64 MiB. The next step blocks."""
 JOIN_SECONDS = 0.05
 
 
@@ -62,8 +62,8 @@ class LogWriter:
     """Writes one log, until it ends or fails.
 
     Args:
-        base: the state that the log begins with.
-        previous: digest of the frame that it continues; '' for none.
+        base: the state at the beginning of the log.
+        previous: digest of the frame that the log continues; '' for none.
         owner: written to the head of each segment.
         reserve: called with the bytes of each frame before it is written. An error ends the log.
         overwritten: receives the names of optimizers whose gradients were overwritten before they were copied.
@@ -91,7 +91,7 @@ class LogWriter:
         self._group, self._owner = group, owner
         self._reserve, self._overwritten = reserve, overwritten
         self._superseded_from: int | None = base.step
-        """Segments that begin at this step or later are obsolete, and removed before this log makes its first."""
+        """Segments that begin at this step or later are obsolete; removed before this log creates its first one."""
         self._file: SegmentFile | None = None
         self._queue: deque[tuple[Frame, Future[str]] | Base | Future[None] | None] = deque()
         """Frames with the digest of the state after them; futures to set when all earlier frames are durable."""
@@ -99,13 +99,13 @@ class LogWriter:
         self._unsynced_since = 0.0
         self._newest, self._written, self._ahead, self._not_durable = base.step, base.step, 0, 0
         self._asked_at: float | None = None
-        """Start of the request that the disk is serving."""
+        """Start of the current disk request."""
         self._is_ill = self._is_given_up = self._is_done = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, args=(after,), name="tierckpt-gradient-log", daemon=True)
         start_thread(self._thread)
 
-    # --- for the thread that trains -------------------------------------------------------------------------------
+    # --- for the training thread ----------------------------------------------------------------------------------
 
     @property
     def is_stuck(self) -> bool:
@@ -122,7 +122,7 @@ class LogWriter:
         begun = time.monotonic()
         with self._changed:
             if not self._await(lambda: self._ahead < self._group.frames_ahead):
-                self._give_up(f"{self._hung()}, and {self._ahead} steps wait in memory: {HINT}")
+                self._give_up(f"{self._hung()} while {self._ahead} steps wait in memory: {HINT}")
             if self._is_given_up:
                 return
             self._newest, self._ahead, self._not_durable = frame.number, self._ahead + 1, self._not_durable + 1
@@ -131,8 +131,8 @@ class LogWriter:
             if not (self._group.seconds or self._await(lambda: self._not_durable <= self._group.steps) or self._is_ill):
                 self._is_ill = True
                 log.warning(
-                    "step %d has ended, and the steps before it are not on the disk: %s. The log continues when the "
-                    "disk does, and ends when %d steps wait in memory: %s",
+                    "steps before %d are not durable: %s. The log continues when the disk does, and ends when %d "
+                    "steps wait in memory: %s",
                     frame.number, self._hung(), self._group.frames_ahead, HINT,
                 )  # fmt: skip
         waited = time.monotonic() - begun
@@ -140,7 +140,7 @@ class LogWriter:
         LOG_BLOCKED_SECONDS.emit(waited)
 
     def turn_to(self, base: Base | None) -> None:
-        """Write the next frames to another segment; None: expect no more frames. Returns at once."""
+        """Write the next frames to another segment; None: no more frames follow. Returns at once."""
         with self._changed:
             self._queue.append(base)
             self._changed.notify_all()
@@ -171,7 +171,7 @@ class LogWriter:
             if not self.failure and not self._is_done:
                 self.failure = reason
                 newest = self._newest if newest is None else newest
-                log.warning("no step after %d is logged, until the next checkpoint: %s", newest, reason)
+                log.warning("no step after %d is logged until the next checkpoint: %s", newest, reason)
             self._queue.append(None)
             self._changed.notify_all()
 
@@ -183,7 +183,7 @@ class LogWriter:
             self._queue.clear()  # with its gradients
 
     def _await(self, is_so: Callable[[], bool], *, since: float = 0.0) -> bool:
-        """Wait until ``is_so`` or the log ends. False when a request hangs, counted from ``since``."""
+        """Wait until ``is_so`` or the log ends. False if a request hangs, counted from ``since``."""
         while not (is_so() or self._is_given_up):
             asked = self._asked_at
             seconds = ILL_SECONDS if asked is None else max(asked, since) + ILL_SECONDS - time.monotonic()
@@ -193,12 +193,12 @@ class LogWriter:
         return True
 
     def _hung(self) -> str:
-        return f"the disk below {self._directory} has not ended a request for {ILL_SECONDS:g} s"
+        return f"the disk of {self._directory} has not completed a request for {ILL_SECONDS:g} s"
 
-    # --- the thread that writes -----------------------------------------------------------------------------------
+    # --- the writer thread ----------------------------------------------------------------------------------------
 
     def _work(self, after: LogWriter | None) -> None:
-        while after is not None and after._thread.is_alive():  # a request that hangs there blocks this log too
+        while after is not None and after._thread.is_alive():  # its hung request blocks this log too
             self._asked_at = after._asked_at
             after._thread.join(JOIN_SECONDS)
         self._asked_at = after = None
@@ -224,7 +224,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def _next(self) -> tuple[Frame, Future[str]] | Base | Future[None] | None:
-        """Return the next entry. Frames that have waited for ``GroupCommit.seconds`` are made durable first."""
+        """Return the next entry. Syncs frames first that have waited for ``GroupCommit.seconds``."""
         while True:
             with self._changed:
                 waits = self._unsynced and self._group.seconds
@@ -264,7 +264,7 @@ class LogWriter:
     def _on_write(self) -> None:
         self._asked_at = time.monotonic()
         if self._is_given_up:
-            raise CheckpointError(self.failure)  # do not write the rest of the frame
+            raise CheckpointError(self.failure)  # skip the rest of the frame
 
     def _commit(self) -> None:
         if self._file is None or not self._unsynced or self._is_given_up:
@@ -281,7 +281,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def _turn_to(self, base: Base) -> None:
-        """Begin another segment with the next frame. Bases without a frame between them share a segment."""
+        """Begin another segment at the next frame. Bases without a frame between them share a segment."""
         if self._file is None:
             self._base = Base(base.step, [*self._base.bases, *base.bases])
             return

@@ -1,7 +1,7 @@
 """Copies a training state to host memory over several steps, and brings it to one version.
 
     step n          n+1              n+2                    n+K-1
-    part 0 ->       part 1 ->        part 2 ->       ...    part K-1 ->, everything that is no optimizer's
+    part 0 ->       part 1 ->        part 2 ->       ...    part K-1 ->, state outside the optimizers
                     gradients of 0   gradients of 0-1       gradients of 0 to K-2
 
 Each part is copied during the next forward and backward passes. Gradients of the copied parts follow, and the
@@ -9,12 +9,12 @@ optimizer's own implementation replays the missing steps on the copies. All part
 step n+K-1 (``redo``).
 
 Invariants:
-    W1  A part is copied before the update that would overwrite it: the step waits for the copy. A link that hangs ends
-        the window (W3).
+    W1  A part is copied before the update that would overwrite it: the step waits for the copy. A hung link ends the
+        window (W3).
     W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, on
         the training thread between two steps: at the version that the parts reach.
-    W3  No mixed version is returned: fingerprints of each parameter and its state, taken at the last version, decide.
-        A change outside of the optimizer, gradients overwritten before they were copied, a change of groups,
+    W3  No mixed version is returned. Fingerprints of each parameter and its state, at the last version, verify the
+        copies. A change outside the optimizer, gradients overwritten before they were copied, a change of groups,
         ``load_state_dict`` or a lack of memory end the window. The state is then copied whole, at the next end of a
         step.
 
@@ -63,7 +63,7 @@ log = logger("replay")
 
 STEPS_MEASURED = 9
 OUT_OF_MEMORY = "host memory ran out"
-HANGS = "copies to host memory, or the steps made again on them, hang"
+HANGS = "copies to host memory, or the replay of steps on them, hang"
 Take = Callable[[], Any]
 
 
@@ -89,7 +89,7 @@ class _OpenWindow:
     steps: list[Step] = field(default_factory=list)
     """Steps to replay later, with gradients in host memory."""
     fingerprints: Future[dict[Key, Fingerprint]] | None = None
-    """At the last version. The next step waits for them."""
+    """At the last version. The next step waits for their completion."""
     failure: str = ""
     sealed: int = -1
 
@@ -105,7 +105,7 @@ class _OpenWindow:
 
 
 class _Follower(Capture):
-    """Records the steps of a window, with gradients of copied parts. ``waits``: each step waits for their copy."""
+    """Records the steps of a window, with the gradients of copied parts. ``waits``: each step waits for their copy."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, window: _OpenWindow, link: Link, *, waits: bool) -> None:
         super().__init__(optimizer)
@@ -137,22 +137,22 @@ class _Follower(Capture):
 class MultiStepStager:
     """Copies the state of an optimizer, and the rest of a checkpoint, over ``window_steps`` steps.
 
-    Call ``begin`` between two steps, then ``end_of_step`` after every step, when the schedule has been stepped too.
-    Wait for the future of ``begin`` between two steps. One window at a time.
+    Call ``begin`` between two steps, then ``end_of_step`` last in every step, after the schedule. Wait for the future
+    of ``begin`` between two steps. One window at a time.
 
     Args:
-        optimizer: an elementwise one of ``torch.optim``, after its first step.
-        window_steps: at least 1; "auto" chooses by the sizes of state and gradients.
-        link: shared by several optimizers of a process; None makes one.
+        optimizer: one of ``optimizers.ELEMENTWISE``, after its first step.
+        window_steps: at least 1. "auto": by the sizes of state and gradients.
+        link: shared by the optimizers of a process; None creates one.
         exact: for parameters on an accelerator, which rounds differently from the CPU. "required": keeps the steps in
-            ``Snapshot.redo``, to be replayed on the accelerator. "approximate": replays on the CPU, within
+            ``Snapshot.redo``, to be replayed on an accelerator. "approximate": replays them on the CPU, within
             ``redo.tolerance``, and sets ``Snapshot.inexact``. Parameters in host memory are always exact.
         defers: keep the steps of parameters in host memory too. For tests.
 
     Raises:
         ConfigError: the optimizer cannot be replayed, or an argument is invalid.
-    Cost: host memory for a copy of the state and the gradients of two steps, or of all steps if kept; on the link
-        1 + r (K - 1) / 2 times the bytes of the state, with r bytes of gradient for each byte of state.
+    Cost: host memory for a copy of the state and the gradients of two steps, or of all steps if they are kept. On the
+        link 1 + r (K - 1) / 2 times the bytes of the state, with r bytes of gradient for each byte of state.
     Source: GoCkpt.
 
     Example:
@@ -189,7 +189,7 @@ class MultiStepStager:
         self.optimizer = optimizer
         self.link = link or Link()
         self._owns_link = link is None
-        self._fences = [  # first: gradients would overtake the part
+        self._fences = [  # before the hooks of ``_Follower``: otherwise gradients are copied before the part
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -205,9 +205,9 @@ class MultiStepStager:
         """Seconds that steps have waited for parts, in all windows."""
         self._stepped_at = 0.0
         self._hidden_seconds: deque[float] = deque(maxlen=STEPS_MEASURED)
-        """Seconds from the end of a step to the next: the time that hides copies."""
+        """Seconds between the end of a step and the next step, during which copies are hidden."""
         self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
-        """Gradients are overwritten early (Nesterov, ``zero_grad`` in place), so steps wait for their copies."""
+        """Gradients are overwritten early (Nesterov, ``zero_grad`` in place): steps wait for their copies."""
 
     def __enter__(self) -> MultiStepStager:
         return self
@@ -225,7 +225,7 @@ class MultiStepStager:
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer since the begin of the window."""
+        """Steps of the optimizer since the beginning of the window."""
         return self._capture.version if self._capture is not None else 0
 
     @property
@@ -235,7 +235,7 @@ class MultiStepStager:
         return window.failure if window is not None else ""
 
     def traffic(self) -> Traffic:
-        """Return the bytes of a window now, and the measured rate and time of a step."""
+        """Return the bytes of a window now, the measured rate, and the measured time of a step."""
         return self._traffic(sum(map(self._size, parameters_of(self.optimizer))))
 
     def _traffic(self, state_bytes: int) -> Traffic:
@@ -247,20 +247,20 @@ class MultiStepStager:
 
         Args:
             take: returns the checkpoint's content: dicts and lists of tensors and plain values. Called at the end of
-                the window's last step. Tensors of the optimizer are replaced by their copies, others copied then.
-            window_steps: of this window; 0: the stager's.
-            falls_back: False: the future raises the failure of a window instead of a whole copy.
+                the window's last step. The optimizer's tensors are replaced by their copies; others are copied then.
+            window_steps: steps of this window; 0: the default of the stager.
+            falls_back: copy the state whole if the window fails. False: the future raises the failure.
 
         Raises:
             CheckpointError: a window is open.
         """
         if self._window is not None:
             raise CheckpointError(
-                "a multi-step checkpoint is still being copied, and a second one cannot begin",
-                hint="Save less often than window_steps, or wait for the first one's result",
+                "a multi-step checkpoint is still being copied; a second one cannot begin",
+                hint="Save less often than window_steps, or wait for the result of the first one",
             )
         if self._capture is not None:
-            self._capture.close()  # forgets its failure, and moves its hooks after those of a log
+            self._capture.close()  # drops its failure, and moves its hooks behind the hooks of a log
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
         traffic = self._traffic(sum(sizes.values()))
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
@@ -305,8 +305,10 @@ class MultiStepStager:
             window.result.set_exception(CheckpointError(reason))
 
     def wait(self, work: Sequence[Future[Any]]) -> bool:
-        """Wait for ``work`` of this stager while it makes progress (bytes, replayed steps, CPU time). False when it
-        hangs. Copies from a device have a timeout instead."""
+        """Wait for ``work`` of this stager while it makes progress (bytes, replayed steps, CPU time).
+
+        Returns False if the work hangs. Copies from a device have a timeout instead.
+        """
         self.link.update_ends()
         window = self._window
         copies = window.copies if window is not None else []
@@ -320,7 +322,7 @@ class MultiStepStager:
         return self.link.progress(), done, sum(map(time.clock_gettime, self._clocks))
 
     def close(self) -> None:
-        """Give up an open window, and remove the hooks."""
+        """Cancel an open window, and remove the hooks."""
         if self._capture is not None:
             self._capture.close()
         self.link.logged.pop(id(self.optimizer), None)
@@ -333,7 +335,7 @@ class MultiStepStager:
             self.link.close()
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of a step's gradients on the link, for this rank: from the current ones, else float32."""
+        """Return this rank's bytes of one step's gradients on the link: from the current ones, else float32."""
         total = 0
         is_narrow: bool | None = None
         for one in parameters_of(self.optimizer):
@@ -365,7 +367,7 @@ class MultiStepStager:
         def build() -> None:
             copy.done.result(COPY_TIMEOUT_SECONDS)
             if copy.was_changed:
-                raise CheckpointError("a part was changed by something beside the optimizer while it was copied")
+                raise CheckpointError("a part was changed outside the optimizer while it was being copied")
             tensors = map(_with_strides, copy.result, strides)
             copied = {}
             for key, state in states.items():
@@ -379,7 +381,7 @@ class MultiStepStager:
         return dict(self.optimizer.state.get(parameter.tensor, {}))
 
     def _before_step(self, *_: Any) -> None:
-        """W1."""
+        """Wait for the copies of parts that the step would overwrite (W1)."""
         begun = time.perf_counter()
         if self._stepped_at:
             self._hidden_seconds.append(begun - self._stepped_at)
@@ -394,7 +396,7 @@ class MultiStepStager:
                 self.waited_seconds += time.perf_counter() - at
             if part.copy is not None and part.copy.has_no_memory:
                 window.failure = window.failure or OUT_OF_MEMORY
-        if window.fingerprints is not None:  # fingerprints read the tensors that this step overwrites
+        if window.fingerprints is not None:  # they read the tensors that this step overwrites
             window.expect(self.wait([window.fingerprints]))
         window.blocked_seconds += time.perf_counter() - begun
 
@@ -403,7 +405,7 @@ class MultiStepStager:
         self.link.logged[id(self.optimizer)] = None
 
     def _follow(self, window: _OpenWindow, step: Step) -> None:
-        """Replay ``step`` on the parts copied before it, in the background; or keep it for later."""
+        """Replay ``step`` in the background on the parts copied before it, or keep it for later."""
         behind = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
@@ -460,7 +462,7 @@ class MultiStepStager:
             conditions = redo.conditions
             if self._defers and self.exact == "required":
                 return window.snapshot(None, window.sealed, conditions=conditions, redo=redo, tree=tree, held=held)
-            redo.devices = dict.fromkeys(redo.devices, "cpu")  # where the steps are made again
+            redo.devices = dict.fromkeys(redo.devices, "cpu")  # the steps are replayed on the CPU
             inexact = redo.fold(self.exact)
             state = put(tree, held, redo.tensors)
             return window.snapshot(state, window.sealed, conditions=conditions, inexact=inexact)
@@ -487,8 +489,8 @@ class MultiStepStager:
         except MemoryError as error:
             self._window = None
             failure = CapacityError(
-                "host memory ran out, for the parts of a multi-step checkpoint and for a whole copy too",
-                hint='Give the job the memory of one copy of its state, or save with mode="sync"',
+                "host memory ran out, both for the parts of a multi-step checkpoint and for a whole copy",
+                hint='Give the job memory for one more copy of its state, or save with mode="sync"',
             )
             failure.__cause__ = error
             window.result.set_exception(failure)
@@ -507,7 +509,7 @@ class MultiStepStager:
         self._settle(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the live tensors by parameter key: the parameter as "", and its state by name."""
+        """Return the current tensors by parameter key: the parameter as "", and its state by name."""
         return {
             one.key: {"": one.tensor} | {n: v for n, v in self._state(one).items() if isinstance(v, torch.Tensor)}
             for one in parameters_of(self.optimizer)
@@ -525,7 +527,7 @@ def checked_steps(asked: int | Literal["auto"]) -> int:
     if asked == "auto":
         return 0
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise ConfigError(f"window_steps is {asked!r}: 'auto', or a whole number of steps of at least 1")
+        raise ConfigError(f"window_steps is {asked!r}: use 'auto' or a whole number of steps, at least 1")
     return asked
 
 

@@ -1,9 +1,9 @@
-"""Optimizers that can be replayed: their parameters, state and layout.
+"""Optimizers that can be replayed: parameters, state and layout.
 
 Invariant:
-    R1  An optimizer is replayable when its step computes each element of a parameter and of its state from that
-        element, its gradient and the hyperparameters of the group alone. Then any subset of the parameters can be
-        stepped by itself, at any time, with the same bits as in training.
+    R1  An optimizer is replayable if its step computes each element of a parameter and of its state only from that
+        element, its gradient and the hyperparameters of the group. Any subset of the parameters can then be stepped
+        separately, at any time, with the same bits as in training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WHY_NOT = {
     "Adafactor": "its second moments are sums over rows and columns",
     "SparseAdam": "its gradients are sparse",
     "ASGD": "its averaging reads state across steps of its own schedule",
-    "Rprop": "it changes the gradients that it is given",
+    "Rprop": "it changes its gradients",
 }
 
 
@@ -63,35 +63,35 @@ def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
 
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the replayable class of ``torch.optim`` that ``kind`` derives from."""
+    """Return the replayable base class of ``kind`` in ``torch.optim``."""
     return next(known for known in kind.__mro__ if known in ELEMENTWISE)
 
 
 def check_replayable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless ``optimizer`` can be replayed (R1)."""
     kind = type(optimizer)
-    hint = f'Use one of {", ".join(BY_NAME)}, or save whole checkpoints (mode="async") with this one'
+    hint = f'Use one of {", ".join(BY_NAME)}, or save whole checkpoints (mode="async")'
     if not issubclass(kind, ELEMENTWISE):
-        why = _WHY_NOT.get(kind.__name__, "its step is not known here")
+        why = _WHY_NOT.get(kind.__name__, "it is not a supported optimizer of torch.optim")
         raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
     base = base_of(kind)
-    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps it for each class
+    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps the step of each class
         raise ConfigError(
             f"steps of {kind.__name__} cannot be replayed: it replaces the step of {base.__name__}", hint=hint
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
-            raise ConfigError(f"group {number} of {kind.__name__} is differentiable, and is not replayed", hint=hint)
+            raise ConfigError(f"group {number} of {kind.__name__} is differentiable: it cannot be replayed", hint=hint)
     for parameter in parameters_of(optimizer):
         if parameter.tensor.is_meta:
             raise ConfigError(
                 f"parameter {parameter.name} is on the meta device and has no values",
-                hint="Materialise the model (to_empty and its initialisation, or a restore) before the first save",
+                hint="Materialise the model (to_empty and initialisation, or a restore) before the first save",
             )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
-    """Return the parameters of ``optimizer`` in its own order. Cached; cost: one comparison for each."""
+    """Return the parameters of ``optimizer`` in order. Cached. Cost: one comparison for each parameter."""
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
     sizes, known, parameters = _known.get(optimizer, ((), (), ()))
@@ -112,15 +112,17 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
 def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return values that change with a write to a parameter or its state, or with another tensor in its place. Misses
-    writes through ``.data`` and by a fused step."""
+    """Return values that change with a write to a parameter or its state, or if a tensor is replaced.
+
+    Misses writes through ``.data`` and by a fused step.
+    """
     tensors = [one.tensor for one in parameters_of(optimizer)]
     shards = [torch_internals.local_tensor_of(one) if isinstance(one, DTensor) else one for one in tensors]
     version_of = torch_internals.version_of
     found: list[Any] = [*map(version_of, tensors), *map(version_of, shards), *map(torch.Tensor.data_ptr, shards)]
     states = optimizer.state.values()
     found += map(id, state_values(optimizer))
-    try:  # a model has thousands of these, and this is done several times a step
+    try:  # a model has thousands of states, read several times a step
         found += map(version_of, itertools.chain.from_iterable(map(dict.values, states)))
     except (AttributeError, TypeError):
         found += [getattr(one, "_version", one) for state in states for one in state.values()]
@@ -128,18 +130,18 @@ def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the values of the optimizer's state. While the caller holds them, no other object has their ``id``."""
+    """Return the values of the optimizer's state. Keep the list: the ``id`` of a freed object is reused."""
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a step changes: this rank's shard of each parameter, and of its state by name."""
+    """Yield the tensors that a step changes: this rank's shard of each parameter, then of its state by name."""
     for one in parameters_of(optimizer):
         yield from with_state(local(one.tensor.detach()), optimizer.state.get(one.tensor) or {})
 
 
 def with_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield ``parameter`` and the tensors of its ``state``, by name."""
+    """Yield ``parameter``, then the tensors of its ``state`` by name."""
     yield parameter
     for name in sorted(state):
         if isinstance(state[name], torch.Tensor):
@@ -152,7 +154,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(value: Any, like: torch.Tensor) -> Any:
-    """Return ``value`` with the placement of the parameter ``like`` if it has the shape of its shard."""
+    """Return ``value`` with the placement of the parameter ``like`` if it has the shape of the parameter's shard."""
     if not (isinstance(value, torch.Tensor) and isinstance(like, DTensor)) or value.shape != local(like).shape:
         return value
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
@@ -160,7 +162,7 @@ def sharded(value: Any, like: torch.Tensor) -> Any:
 
 
 def implementation_of(group: Mapping[str, Any]) -> str:
-    """Return which of an optimizer's implementations steps this group: "fused", "foreach" or "forloop"."""
+    """Return the optimizer implementation that steps this group: "fused", "foreach" or "forloop"."""
     if group.get("fused"):
         return "fused"
     foreach = group.get("foreach")
@@ -172,7 +174,7 @@ def implementation_of(group: Mapping[str, Any]) -> str:
 
 
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of class, groups, shapes and dtypes, which must be equal for a log to fit an optimizer."""
+    """Return a digest of class, groups, shapes and dtypes. A log fits an optimizer with an equal digest."""
     described = [
         type(optimizer).__name__,
         *([p.key, str(local(p.tensor).dtype), list(local(p.tensor).shape)] for p in parameters_of(optimizer)),

@@ -2,17 +2,17 @@
 
     parts at their versions, steps between them, fingerprints of all tensors at the last version
 
-An optimizer on an accelerator rounds differently from its implementation for the CPU. Its steps are therefore replayed
-where the window is used, by the same implementation on the same kind of device. On the CPU they are replayed during
-training. In both cases the fingerprints decide.
+An optimizer on an accelerator rounds differently from its implementation for the CPU, so its steps are replayed when
+the window is used, by the same implementation on the same kind of device. Steps on the CPU are replayed during
+training. In both cases the fingerprints verify the result.
 
 Invariants:
-    D1  No mixed version leaves this module as a state: ``fold`` returns one of the last version, or raises. The output
-        of ``pack`` is stored where readers do not look for checkpoints (``training/every_step/redo_log.py``).
+    D1  This module returns no mixed version as a state: ``fold`` returns a state at the last version, or raises. The
+        output of ``pack`` is stored where readers do not find it as a checkpoint (``training/every_step/redo_log.py``).
     D2  A window has every step from the version of each part to the last. A missing or repeated step raises (A1); a
         wrong gradient, part or hyperparameter changes a fingerprint.
     D3  A tensor with another fingerprint is accepted only with "approximate", on another build, device or
-        implementation than in training, with a sample of its elements within ``tolerance``. The result is reported.
+        implementation than in training, if a sample of its elements is within ``tolerance``. The result is reported.
 
 Source: docs/adr/0015-redo-log.md.
 """
@@ -42,7 +42,7 @@ FORMAT = 2
 
 
 def checked_exact(exact: Exact) -> Exact:
-    """Return ``exact``. Raises ConfigError for another word."""
+    """Return ``exact``. Raises ConfigError for another value."""
     if exact not in get_args(Exact):
         raise ConfigError(f"exact is {exact!r}", hint="Write one of " + ", ".join(map(repr, get_args(Exact))))
     return exact
@@ -50,7 +50,7 @@ def checked_exact(exact: Exact) -> Exact:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions that must be equal for a step to have the same bits."""
+    """Conditions that must be equal for a replayed step to have the same bits."""
 
     build: str
     device: str
@@ -76,9 +76,9 @@ class Redo:
 
     Attributes:
         layout: ``layout_digest`` of the optimizer.
-        parts: each at the version of its copy, or of the steps applied since. ``fold`` overwrites them.
+        parts: each at the version of its copy or of the last step applied. ``fold`` overwrites them.
         devices: kind of device of each tensor in training.
-        sharded: parameters of which this rank has a shard.
+        sharded: keys of the parameters that are DTensors.
         steps: steps to apply, with the gradients of parts copied before them.
         wanted: fingerprints of all tensors at the last version.
     """
@@ -100,7 +100,7 @@ class Redo:
 
     @property
     def replayed(self) -> int:
-        """Number of steps that the oldest part lacks."""
+        """Number of steps that the oldest part is behind the last version."""
         return max((self.version - part.version for part in self.parts), default=0)
 
     def fold(self, exact: Exact = "required") -> str:
@@ -111,7 +111,7 @@ class Redo:
         Raises:
             StateMismatchError: other bits on another build, device or implementation.
             IntegrityError: other bits under the same conditions, or a missing step: the window is damaged, or a
-                parameter was changed outside of the optimizer.
+                parameter was changed outside the optimizer.
         Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
         """
         accepted = ""
@@ -124,27 +124,27 @@ class Redo:
                 if replay.version != self.version:
                     raise IntegrityError(
                         f"a part of the window ends at version {replay.version} and not at {self.version}",
-                        hint="A step is missing. The checkpoint before it is used",
+                        hint="A step is missing. The previous checkpoint is used",
                     )
                 made = replay.tensors()
                 for place, tensor in made.items():
                     accepted = self._check(place, tensor, part.version, exact) or accepted
                 if missing := [one for one in self.wanted if one[0] in replay.parameters and one not in made]:
                     raise IntegrityError(
-                        f"the window has no {missing[0]} after its steps", hint="The checkpoint before is used"
+                        f"the window has no {missing[0]} after its steps", hint="The previous checkpoint is used"
                     )
                 self.parts[number] = replay.moved(lambda _: HOST)
             except (TierckptError, torch.OutOfMemoryError):
                 raise
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise IntegrityError(
-                    f"the steps of a window cannot be made again: {type(error).__name__}: {error}",
-                    hint="It is damaged, or of another release: the checkpoint before it is used",
+                    f"the steps of a window cannot be replayed: {type(error).__name__}: {error}",
+                    hint="It is damaged, or of another release. The previous checkpoint is used",
                 ) from error
         return accepted
 
     def _check(self, place: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
-        """Return '' for the bits of training, else the accepted differences. ``version``: of the part's copy."""
+        """Return '' for the bits of training, else the accepted differences. ``version``: that of the part's copy."""
         (key, name), wanted = place, self.wanted.get(place)
         if wanted is not None and wanted.fits(tensor):
             return ""
@@ -154,17 +154,17 @@ class Redo:
         if not differences or wanted is None:
             raise IntegrityError(
                 f"{what}, with the same build, device and implementation",
-                hint="The window is damaged, or something beside the optimizer changed it while it was being copied",
+                hint="The window is damaged, or it was changed outside the optimizer while it was being copied",
             )
         if exact == "approximate" and self._is_close(place, tensor, version):
             return differences
         raise StateMismatchError(
             f"{what}: {differences}",
-            hint='Use the build and device of training, or exact="approximate" to accept a difference in the last bits',
+            hint='Use the build and device of training, or exact="approximate" to accept differences in the last bits',
         )
 
     def _is_close(self, place: Key, tensor: torch.Tensor, version: int) -> bool:
-        """True when the sampled elements of ``tensor`` lie within ``tolerance`` of those in training."""
+        """True if the sampled elements of ``tensor`` are within ``tolerance`` of those in training."""
         (key, name), wanted = place, self.wanted[place].sample.cpu()
         found = sample_of(tensor).cpu()
         gradients = [step.gradients[key] for step in self.steps if step.version > version and key in step.gradients]
@@ -181,26 +181,26 @@ class Snapshot:
     state: Any
     """The value of ``take``, with tensors in host memory."""
     steps: int
-    """Optimizer steps from the begin of the window to this state."""
+    """Optimizer steps from the beginning of the window to this state."""
     moved_bytes: int
     blocked_seconds: float
-    """Seconds that training waited, over the whole window."""
+    """Seconds that training waited during the window."""
     fallback: str = ""
     """Reason for a whole copy; '' for a copy in parts."""
     waited_bytes: int = 0
-    """Bytes that training waited for, because forward and backward passes did not hide their copy."""
+    """Bytes whose copy forward and backward passes did not hide, so training waited."""
     inexact: str = ""
-    """Differences to training in the conditions of the replay; '' for bit-for-bit equality."""
+    """Differences between the conditions of the replay and of training; '' for bit-for-bit equality."""
     conditions: Conditions | None = None
     """Conditions of training, if steps are replayed."""
     redo: Redo | None = None
-    """The parts, still at several versions; ``state`` is None."""
+    """The parts, at several versions; ``state`` is None."""
     tree: Any = None
     """With ``redo``: the value of ``take``, with gaps in place of the optimizer's tensors (``tree.gaps``)."""
     held: Mapping[Key, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def fold(self, exact: Exact = "required") -> Snapshot:
-        """Return this snapshot, with ``redo`` folded into ``state``. One call at a time. Raises as ``Redo.fold``."""
+        """Return this snapshot with ``redo`` folded into ``state``. One call at a time. Raises as ``Redo.fold``."""
         if self.redo is None:
             return self
         inexact = self.redo.fold(exact)
@@ -209,7 +209,7 @@ class Snapshot:
 
 
 class SnapshotFuture(Future[Snapshot]):
-    """The snapshot of a window. ``result`` on the training thread makes the whole copy that a failed window needs."""
+    """The snapshot of a window. ``result`` on the training thread makes the whole copy if the window failed."""
 
     def __init__(self, end_of_step: Callable[[], None]) -> None:
         super().__init__()
@@ -221,8 +221,8 @@ class SnapshotFuture(Future[Snapshot]):
         sealed, is_here = self.sealed, threading.get_ident() == self._thread and not self.done()
         if is_here and sealed is None and timeout != 0:
             raise CheckpointError(
-                "a window is waited for by the thread that is to make the rest of its steps",
-                hint="Call end_of_step after each of them, and then result()",
+                "the training thread waits for a multi-step copy before the last step of its window",
+                hint="Call end_of_step after each step of the window, then result()",
             )
         if is_here and sealed is not None and futures.wait([sealed], timeout).done and not self.done():
             self._end_of_step()
@@ -237,8 +237,8 @@ def put(tree: Any, held: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.
 def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
     """Return the bound on the error of each element after ``steps`` steps by another implementation.
 
-    Parameter: 8 K u max(abs(p), lr); second moment: 4 K u v; other state: 8 u max(abs(m)) + 4 K u max(abs(g)), with u
-    half a unit in the last place of 1 (2**-24 for float32). Measured for an emulation of CUDA's fused AdamW of torch
+    Parameter: 8 K u max(abs(p), lr). Second moment: 4 K u v. Other state: 8 u max(abs(m)) + 4 K u max(abs(g)). u is
+    half a unit in the last place of 1 (2**-24 for float32). Measured with an emulation of CUDA's fused AdamW of torch
     2.13 against the CPU's. Integers must be equal.
     """
     if not wanted.is_floating_point() or name == "step":
@@ -259,14 +259,14 @@ def _device_of(name: str) -> torch.device:
     return HOST
 
 
-# --- as tensors, and a recipe in JSON ----------------------------------------------------------------------------
+# --- encoding as tensors and a JSON recipe ------------------------------------------------------------------------
 
 
 def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], Json]:
     """Return the tensors of a window by name, and a recipe in JSON.
 
     Args:
-        names: prefix of the names of each parameter's tensors. Equal on two ranks only for equal tensors.
+        names: prefix of the names of each parameter's tensors. Equal on two ranks only if the tensors are equal.
     """
     tensors: dict[str, torch.Tensor] = {}
     stored_as = []
@@ -323,11 +323,11 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise IntegrityError(
             f"the recipe of a window cannot be used: {type(error).__name__}: {error}",
-            hint="It is damaged, or of another release: the checkpoint before it is used",
+            hint="It is damaged, or of another release. The previous checkpoint is used",
         ) from error
     return redo
 
 
 def gradient_names(described: Json, names: Mapping[str, str]) -> list[str]:
-    """Return the names of a step's gradients, in its order."""
+    """Return the names of a step's gradients, in order."""
     return [f"{names[key]}/gradient-{described['version']}" for key, *_ in described["gradients"]]

@@ -1,4 +1,4 @@
-"""Takes the tensors of optimizers out of a nested state, and puts copies of them in their place."""
+"""Replaces the tensors of optimizers in a nested state by gaps, and fills the gaps with copies."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Other:
 def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, TensorCopy | None]:
     """Return ``tree`` with a gap for each tensor of ``held``, and a copy of everything else in host memory.
 
-    Tensors of ``held`` are recognised by their memory, as a state dict wraps them. Tensors on CUDA are copied by
-    ``link`` in stream order, and complete when the returned copy is done.
+    Recognises the tensors of ``held`` by their memory, because a state dict wraps them. ``link`` copies other tensors
+    on CUDA in stream order; they are complete when the returned copy is done.
     """
     objects = {id(tensor): place for place, tensor in held.items()}
     known: dict[tuple[Any, ...], Any] = {}
@@ -65,7 +65,7 @@ def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any
     if not others:
         return made, None
     moved = link.copy([local(one.detach()) for one in others], PARTS)
-    moved.fence()  # later work on the device waits, this thread does not
+    moved.fence()  # later work on the device waits; this thread does not
     shards = zip(others, moved.result, strict=True)
     return fill(made, {_Other(number): like(*pair) for number, pair in enumerate(shards)}), moved
 
@@ -79,12 +79,13 @@ def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[st
             yield from gaps(value, (*path, key))
     elif isinstance(tree, tuple) and any(isinstance(one, _Gap) for one in tree):
         raise CheckpointError(
-            "a tuple of the state holds a tensor of the optimizer", hint='Put it into a list, or save with mode="async"'
+            "a tuple of the state contains a tensor of the optimizer",
+            hint='Put it into a list, or save with mode="async"',
         )
 
 
 def without_gaps(tree: Any) -> Any:
-    """Return ``tree`` without its gaps; None in lists."""
+    """Return ``tree`` without its gaps. In lists, gaps become None."""
     if isinstance(tree, dict):
         return {key: without_gaps(one) for key, one in tree.items() if not isinstance(one, _Gap)}
     if type(tree) is list:
@@ -93,7 +94,7 @@ def without_gaps(tree: Any) -> Any:
 
 
 def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    """Return ``tree`` with ``copies`` in its gaps; others stay."""
+    """Return ``tree`` with ``copies`` in its gaps. Gaps without a copy stay."""
     if isinstance(tree, _Gap):
         return copies.get(tree.place, tree)
     if isinstance(tree, dict):
@@ -104,10 +105,10 @@ def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return ``shard``, a copy of this rank's part of ``tensor``, as the same type of tensor."""
+    """Return ``shard``, a copy of this rank's part of ``tensor``, as the same tensor type."""
     if not isinstance(tensor, DTensor):
         return shard
-    # from_local would send it back to the device
+    # from_local would move it to the device
     made = cast(Any, DTensor)(shard, torch_internals.spec_of(tensor), requires_grad=False)
     return cast(DTensor, made)
 

@@ -184,7 +184,7 @@ def test_gradients_in_buffers_that_are_used_again() -> None:
     with contextlib.closing(Link(bytes_per_second=2e4)) as link, MultiStepStager(job.optimizer, 4, link=link) as stager:
         first, states = windowed(job, stager, 4)
         check(first.state, states[first.steps])
-        assert "written over" in first.fallback
+        assert "overwritten" in first.fallback
         second, states = windowed(job, stager, 4)
     check(second.state, states[second.steps])
     assert not second.fallback
@@ -200,7 +200,7 @@ def changes() -> dict[str, Callable[[Job], None]]:
     def grown(job: Job) -> None:
         job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
-    return {"beside the optimizer": edited, "load_state_dict": loaded, "groups or parameters changed": grown}
+    return {"outside the optimizer": edited, "load_state_dict": loaded, "groups or parameters changed": grown}
 
 
 @pytest.mark.parametrize("reason", changes())
@@ -242,7 +242,7 @@ def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
             stager.end_of_step()
             time.sleep(0.02)
         snapshot = pending.result(SECONDS)
-    assert "exp_avg of parameter" in snapshot.fallback and "beside the optimizer" in snapshot.fallback
+    assert "exp_avg of parameter" in snapshot.fallback and "outside the optimizer" in snapshot.fallback
     check(snapshot.state, states[snapshot.steps])
 
 
@@ -255,7 +255,7 @@ def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
         stager.link.copy([torch.ones(1)], PARTS).done.result(SECONDS)  # behind the first part
         next(job.model.parameters()).data.mul_(0.5)
         stager.end_of_step()
-        with pytest.raises(CheckpointError, match="beside the optimizer"):
+        with pytest.raises(CheckpointError, match="outside the optimizer"):
             pending.result(SECONDS)
         stager.abandon("seen")
         assert not stager.is_open
@@ -270,7 +270,7 @@ def test_a_change_of_the_last_part_while_it_is_copied_is_seen(slow_link: Link) -
         stager.end_of_step()
         with torch.no_grad():
             list(job.model.parameters())[-1].mul_(0.5)
-        with pytest.raises(CheckpointError, match="while it was copied"):
+        with pytest.raises(CheckpointError, match="while it was being copied"):
             pending.result(SECONDS)
 
 
@@ -308,7 +308,7 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
         for _ in range(6):  # a failure that the end of the window meets is seen at the step behind it
             job.train()
             stager.end_of_step()
-        with pytest.raises(CapacityError, match="and for a whole copy too"):
+        with pytest.raises(CapacityError, match="and for a whole copy"):
             pending.result(SECONDS)
 
 
@@ -390,7 +390,7 @@ def test_waiting_for_steps_that_nobody_makes_is_refused() -> None:
     job = Job()
     with MultiStepStager(job.optimizer, window_steps=3) as stager:
         pending = stager.begin(job.state)
-        with pytest.raises(CheckpointError, match="the rest of its steps"):
+        with pytest.raises(CheckpointError, match="before the last step of its window"):
             pending.result()
         for _ in range(2):
             job.train()
@@ -467,7 +467,7 @@ def test_stale_hyperparameters_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
             job.train()
             stager.end_of_step()
             time.sleep(0.02)
-        assert "beside the optimizer" in pending.result(SECONDS).fallback
+        assert "outside the optimizer" in pending.result(SECONDS).fallback
 
 
 def test_the_number_of_steps_is_that_of_the_published_system() -> None:

@@ -259,8 +259,8 @@ def changed(change: Callable[[Job], object]) -> Snapshot:
 def test_what_breaks_a_window_breaks_one_that_is_kept(reason: str) -> None:
     """An edit that torch's counter of writes does not see (``.data``) is found when it is folded."""
     snapshot = changed(changes()[reason])
-    if reason == "beside the optimizer":
-        with pytest.raises(IntegrityError, match="something beside the optimizer"):
+    if reason == "outside the optimizer":
+        with pytest.raises(IntegrityError, match="changed outside the optimizer"):
             kept(snapshot).fold()
     else:
         assert reason in snapshot.fallback and snapshot.redo is None
@@ -268,7 +268,7 @@ def test_what_breaks_a_window_breaks_one_that_is_kept(reason: str) -> None:
 
 def test_an_edit_that_is_seen_has_the_state_copied_whole() -> None:
     edit = torch.no_grad()(lambda job: next(job.model.parameters()).mul_(0.5))
-    assert "beside the optimizer" in changed(edit).fallback
+    assert "outside the optimizer" in changed(edit).fallback
 
 
 def test_a_learning_rate_that_is_a_tensor() -> None:
