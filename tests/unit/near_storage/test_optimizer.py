@@ -1,4 +1,4 @@
-"""The optimizer near storage: the bits of the one in the trainer, without its state; and what it refuses."""
+"""The optimizer near storage has the bits of one in the trainer, without its state, and rejects invalid input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ KINDS: dict[str, Any] = {
 
 
 class Model(nn.Module):
-    """Three layers, of which one is used in every other step only; one parameter is more than a block."""
+    """Three layers; one is used only in every other step. One parameter is larger than a block."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 class Reference:
-    """The same training, with float32 masters and an ordinary optimizer in this process."""
+    """The same training with float32 masters and an optimizer in this process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.model = Model()
@@ -116,7 +116,7 @@ class Reference:
                 one.copy_(self.masters[name])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """By the names that a checkpoint gives them."""
+        """Return the tensors by their names in a checkpoint."""
         found = {f"model.{name}": one.detach() for name, one in self.named.items()}
         for name, master in self.masters.items():
             found[f"optimizer.state.{name}.master"] = master
@@ -134,7 +134,7 @@ def save_step(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Opt
 def train(model: Model, number: int, step: Any) -> None:
     model.backward(number)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    if number != 4:  # as a GradScaler leaves one out
+    if number != 4:  # a GradScaler skips this step
         step()
     for one in model.parameters():
         one.grad = None
@@ -167,7 +167,7 @@ def stock(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """But for a buffer, which none of the references has."""
+    """Except buffers, which no reference has."""
     is_all = found.keys() - {"model.seen"} == wanted.keys()
     return is_all and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -203,7 +203,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_each_step_is_there_when_the_trainer_is_gone(self, trainer: Trainer, tmp_path: Path) -> None:
-        """Nothing is asked for, and the process ends with its trainer."""
+        """Without a save. The process ends with its trainer."""
         reference = Reference(KINDS["AdamW"]())
         for number in (1, 2, 3):
             trainer.train(number)
@@ -256,7 +256,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_a_rank_goes_back_to_what_all_ranks_have(self, trainer: Trainer, tmp_path: Path) -> None:
-        """And what it trains from there counts, though the steps have numbers that were used before."""
+        """Its later steps count, although their numbers were used before."""
         reference = Reference(KINDS["AdamW"]())
         for number in (1, 2, 3, 5, 6, 7, 8, 9):
             trainer.train(number)
@@ -288,7 +288,7 @@ class TestTraining:
         count = sum(one.numel() for one in trainer.model.parameters())
         parameters = sum(one.nbytes for one in trainer.model.parameters())
         assert all(not state for state in trainer.optimizer.state.values())
-        opened = Path(f"/proc/{trainer.optimizer.process_id}/fd").iterdir()  # it was given the trainer's, and no other
+        opened = Path(f"/proc/{trainer.optimizer.process_id}/fd").iterdir()  # only the trainer's memory
         shared = {one.stat().st_ino: one.stat().st_size for one in opened if "memfd:" in str(one.readlink())}
         assert parameters == 2 * count and 2 * count <= sum(shared.values()) <= 2 * count + (2 << 20)
         gradients_up, parameters_down = 2 * count, 2 * count
@@ -321,7 +321,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_a_checkpoint_that_does_not_fit_changes_nothing(self, trainer: Trainer, tmp_path: Path) -> None:
-        """And takes no room."""
+        """Nor does it take space."""
         trainer.train(1)
         had = sorted((tmp_path / "near").iterdir())
         job = {"model": trainer.model, "optimizer": trainer.optimizer}
@@ -344,7 +344,7 @@ class TestTraining:
         full.train(1)
         with tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
             saved = checkpointer.save(1, job)
-            trainer.train(2)  # beside it
+            trainer.train(2)  # during the save
             saved.result()
             wanted = [one.detach().clone() for one in trainer.model.parameters()]
             assert checkpointer.restore(job) == 1
@@ -354,13 +354,13 @@ class TestTraining:
             assert equal_all(trainer.model.parameters(), wanted)
         found = stock(tmp_path / "run/step-1")
         in_files = {index.fqn for index in staged[0].in_files}
-        assert in_files == {name for name in found if name.startswith("optimizer.state.")}  # nothing of it was copied
+        assert in_files == {name for name in found if name.startswith("optimizer.state.")}  # not copied
         for name, one in full.state().items():
             assert torch.equal(found[name], one)
 
     @pytest.mark.slow
     def test_state_dict_has_groups_and_no_state(self, trainer: Trainer, tmp_path: Path) -> None:
-        """Loaded without its state, it is not taken for whole."""
+        """Loaded without state, it is incomplete."""
         for number in (1, 2):
             trainer.train(number)
         state = trainer.optimizer.state_dict()
@@ -400,7 +400,7 @@ class TestTraining:
         with pytest.raises(ConfigError, match="cannot be copied"):
             copy.deepcopy(trainer.optimizer)
         with torch.no_grad():
-            trainer.model.large.fill_(0.5)  # weights are loaded before the first step
+            trainer.model.large.fill_(0.5)  # weights loaded before the first step
         trainer.train(1)
         assert trainer.optimizer.steps == 1
         kept = trainer.model.large.detach().clone()
@@ -431,7 +431,7 @@ def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
         build(model.parameters(), torch.optim.LBFGS)
     with pytest.raises(ConfigError, match="meta"):
         build(nn.Linear(2, 2, dtype=torch.bfloat16, device="meta").parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match=r"is float32.*gradient_log"):  # the parameters of autocast and a GradScaler
+    with pytest.raises(ConfigError, match=r"is float32.*gradient_log"):  # parameters of autocast and a GradScaler
         build(nn.Linear(2, 2).parameters(), torch.optim.AdamW)
     model.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="has float32 gradients"):
@@ -459,7 +459,7 @@ def flip(path: Path, at: int) -> None:
 
 
 class TestDamage:
-    """Bits that flip on the disk are neither stepped from nor saved, and where a good copy is left it is used."""
+    """Flipped bits on the disk are neither stepped nor saved; a good copy is used if one exists."""
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> StateFile:
@@ -474,7 +474,7 @@ class TestDamage:
     def test_a_block_is_compared_with_what_was_written_before_each_step(
         self, file: StateFile, steps: int, is_counted: bool
     ) -> None:
-        """Recorded behind the second step, so that behind it each version has a state; the other is written over."""
+        """Recorded after the second step, so that each version then has a state; the other one is overwritten."""
 
         def apply() -> None:
             step = Step(live.step + 1, [{"lr": 0.1}], {"0.0": torch.ones(3000)})
@@ -494,23 +494,23 @@ class TestDamage:
             if is_counted == is_recorded:
                 with pytest.raises(UpdaterLostError, match=r"block 0 of .*/state .* does not match its digest"):
                     apply()
-                assert file.digest(block, 1 - changed) == had, "the other version is what is left"
+                assert file.digest(block, 1 - changed) == had, "the other version is unchanged"
             else:
                 apply()
                 assert live.step == steps + 1
             if is_counted:
                 with pytest.raises(UpdaterLostError, match="block 0 of"):
-                    live.check()  # as a save does that has read it
+                    live.check()  # like a save after reading it
 
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[torch.Tensor]]:
-        """The directory of step 8, at which the first block was recorded; what its process was told; the masters."""
+        """The directory of step 8 (first block recorded then); its process's arguments; the masters."""
         directory = tmp_path_factory.mktemp("trained") / "near"
         trainer = Trainer(directory, KINDS["AdamW"](), persist_every=4)
         for number in (1, 2, 3, 5, 6, 7, 8, 9):
             trainer.train(number)
-        order = trainer.optimizer._process.order  # private: a process of another directory is told the same
+        order = trainer.optimizer._process.order  # private: the arguments for a process of another directory
         trainer.optimizer.close()
         memory = Memory.allocate(1 << 22, shared=True)
         order |= {"last_step": None, "memory": [memory.fd, str(memory.kind)], "keep": memory}
@@ -520,9 +520,9 @@ class TestDamage:
 
     @staticmethod
     def opened(order: dict[str, Any], directory: Path) -> tuple[int, list[torch.Tensor]]:
-        """Open a directory as its process does."""
+        """Open a directory like its process."""
         updater = Updater({**order, "directory": str(directory)}, Pipe()[0])
-        found = [one.clone() for live in updater._blocks for one in live.masters().values()]  # private: nobody asks
+        found = [one.clone() for live in updater._blocks for one in live.masters().values()]  # private: no other access
         return updater.step, found
 
     @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ class TestDamage:
     def test_training_and_saves_go_on_from_the_good_version(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between steps, and while a save reads. Where no version is left, step says which call goes on."""
+        """Between steps, and while a save reads. If no version is intact, the error of ``step`` has the next call."""
         reference, trainer = Reference(KINDS["AdamW"]()), Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
         wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))
 
@@ -636,7 +636,7 @@ class TestDamage:
             checkpointer.save(6, state).result()
             assert equal(stock(tmp_path / "run/step-6"), reference.state())
             pid, at = optimizer.process_id, path.stat().st_size // 2 + 4096
-            for one in (4096, at):  # the one that counts, whichever it is, is stepped from
+            for one in (4096, at):  # flipped and flipped back
                 flip(path, one)
                 flip(path, one)
             versions = path.read_bytes()[4096], path.read_bytes()[at]
@@ -658,7 +658,7 @@ class TestDamage:
 
 
 def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path) -> None:
-    """A torn tail, a new process, a way back to an earlier step, segments that have gone, damage."""
+    """A torn tail, a new process, a return to an earlier step, removed segments, damage."""
 
     def frame(number: int, value: float) -> Frame:
         step = Step(number, [{}], {"0.0": torch.full((3,), float(value))})

@@ -27,7 +27,7 @@ def flat(rate: float) -> Trace:
 
 
 def noise(seed: int) -> Trace:
-    """Minutes of log-normal weather, each leaning on the last."""
+    """Log-normal noise by the minute, correlated with the minute before."""
     chance, rates, level = random.Random(seed), [], 0.0
     for _ in range(HOURS_2 // 60 + 1):
         level = 0.8 * level + 0.5 * chance.gauss(0, 1)
@@ -52,7 +52,7 @@ TRACES: dict[str, tuple[Trace, Trace]] = {
 
 def regret(outcome: Outcome, shared: Trace, local: Trace) -> float:
     best = oracle(RULES.rpo_seconds, HOURS_2, shared, local)
-    assert best is not None, "not even who knows the trace holds the bound on it: the trace proves nothing"
+    assert best is not None, "not even the oracle keeps the bound on this trace: it proves nothing"
     return outcome.cost / best.cost - 1
 
 
@@ -121,9 +121,9 @@ def test_after_a_long_outage_the_newest_is_sent_next() -> None:
     outcome = run(RULES, HOURS_2, lambda now: 0.0 if 600 <= now < 5400 else 2.0, FAST_SSD)
     assert outcome.stalls == 0
     stuck, first = next((before, after) for before, after in itertools.pairwise(outcome.sent) if after - before > 50)
-    assert first >= 5400 // INTERVAL  # not one of the eighty that were waiting
+    assert first >= 5400 // INTERVAL  # none of the eighty that were waiting
     assert outcome.sent[-1] > first
-    assert stuck <= 600 // INTERVAL + 1 + EVERY  # what was begun before anybody knew was finished
+    assert stuck <= 600 // INTERVAL + 1 + EVERY  # drains that began before the outage was detected
 
 
 def test_both_tiers_at_a_standstill_and_back() -> None:
@@ -136,7 +136,7 @@ def test_an_ssd_without_room_sends_saves_straight_to_shared_storage() -> None:
     tiny = replace(RULES, local_bytes_max=0.5 * SIZE, every=1)
     outcome = run(tiny, 1800, flat(4.0), FAST_SSD)
     assert outcome.direct >= 25
-    assert outcome.local_max <= SIZE  # the first save, before anything was asked
+    assert outcome.local_max <= SIZE  # the first save, before the first decision
 
 
 # --- single decisions -----------------------------------------------------------------------------------------------

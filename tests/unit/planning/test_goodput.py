@@ -1,4 +1,4 @@
-"""What the records of a run say about its time: against a run whose every second is known, and against the models."""
+"""Goodput from the records of a run, against a simulated run and against the models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST = [
     line("save", 112, 10, productive=9, blocked=1, starting=2, saves=1),
     line("step", 122, 20, productive=19, blocked=1, starting=2, saves=1),
 ]
-"""Ten steps, a save that blocks a second, ten more steps; then it is killed."""
+"""Ten steps, a save that blocks for a second, ten more steps, then a kill."""
 SECOND = [
     line("start", 133, process_at=130, starting=3),
     line("restored", 135, 10, starting=3, loading=2),
@@ -104,8 +104,8 @@ def test_without_records_there_is_a_sentence() -> None:
 # --- against the simulator, and the formulas ----------------------------------------------------------------------
 
 
-class Witnessed(simulator._Job):  # private: what a job does is written down as it happens
-    """A job that writes down what its own records would say, a list of lines for each start. A step is a millisecond
+class Witnessed(simulator._Job):  # private: records the job's events
+    """A job that keeps the lines of its own records, a list for each start. A step is a millisecond
     of work."""
 
     def __init__(self, world: Any) -> None:
@@ -200,7 +200,7 @@ def test_the_measured_ettr_is_the_simulated_one_and_that_of_the_model(
 
 
 def test_the_formula_fed_with_measured_means_agrees_within_three_percent() -> None:
-    """What `tierckpt report` prints beside the measured value, for a job with failures that its SSDs survive."""
+    """`tierckpt report` prints it next to the measured value. For a job with failures that its SSDs survive."""
     cluster = Cluster(NODES, RATES, (failing(1800, "process", wipes=False),))
     run, found = measured(cluster, TIERED, 20, 2)
     assert found.expected_ettr == pytest.approx(run.ettr, rel=0.03)
@@ -215,7 +215,7 @@ def test_two_tiers_are_measured_as_the_nested_model_has_them() -> None:
 
 
 def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
-    """The comparison can fail."""
+    """Seeded: the comparison can fail."""
     run, records = recorded(CLUSTER, with_peers(NODES), days=10, seed=1)
     for start in records:
         for one in start:
@@ -231,7 +231,7 @@ def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
 def start_of(
     at: float, steps: range, saves: Iterable[int], *, resumes: int | None = None, end: str = "", by: str = "step"
 ) -> list[dict[str, Any]]:
-    """A start that trains ``steps``, a second each, and saves after those in ``saves``."""
+    """A start that trains ``steps`` of a second each, and saves after the steps in ``saves``."""
     first = steps[0] if by == "step" else min(saves)
     lines = [line("start", at, first if resumes is None else None, process_at=at)]
     if by:
@@ -263,7 +263,7 @@ def every(interval: int, last: int) -> range:
 
 
 def test_a_run_that_lost_nothing_keeps_all_of_its_steps() -> None:
-    """Also where the loop calls nothing but ``save``, whose first step is not the first of the run."""
+    """Also if the loop calls only ``save``, first after a later step than the first of the run."""
     run = range(1, 301)
     assert counts(start_of(0, run, every(10, 300), end="closed")) == (300, 0, 0)
     assert counts(start_of(0, run, every(10, 300), end="closed", by="save")) == (300, 0, 0)

@@ -1,4 +1,4 @@
-"""How often: the optima against each other and against what a search finds, ETTR against its own derivation."""
+"""Optimal intervals against each other and against a search; ETTR against its derivation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierckpt.planning import (
 
 stalls = st.floats(1e-3, 1e3)
 ratios = st.floats(3.0, 1e6)
-"""MTBF over stall: below 2 nothing is near anything."""
+"""MTBF over stall. Below 2 the formulas are not close to each other."""
 
 
 def searched(stall: float, mtbf: float) -> float:
@@ -74,7 +74,7 @@ def test_neither_restart_nor_latency_moves_the_optimum() -> None:
 
 
 def test_latency_costs_exactly_what_so_much_more_restart_costs() -> None:
-    """The derivation, by drawing runs: what counts of a run is what was durable when it ended."""
+    """The derivation, by random runs: the state that was durable when a run ended counts."""
     chance, mtbf, span, stall, latency, restart = random.Random(7), 600.0, 100.0, 5.0, 60.0, 30.0
     kept = wall = 0.0
     for _ in range(60_000):
@@ -104,7 +104,7 @@ def test_one_level_nested_is_exact() -> None:
 
 
 def test_two_levels_waste_a_tenth_where_one_wastes_a_fifth() -> None:
-    """C 2 s and 60 s, a failure an hour and one in ten. A grid of simulations had 10.0 % at best, 22.8 % with one."""
+    """Stalls of 2 s and 60 s, a failure per hour and per ten hours. Simulated: 10.0 % at best, 22.8 % with one."""
     both = plan([LOCAL, SHARED], step_seconds=1.0)
     assert 1 / both.ettr - 1 == pytest.approx(0.098, abs=0.006)
     all_failures = 1 / (1 / 3600 + 1 / 36000)
@@ -157,7 +157,7 @@ def test_without_failures_the_interval_is_long_and_finite() -> None:
 
 def test_rounding_takes_the_better_neighbour() -> None:
     steps = to_steps(exact(2, 3600), 50.0, 2, 3600)
-    assert steps == 2  # 118.7 s lie between 2 and 3 steps
+    assert steps == 2  # 118.7 s are between 2 and 3 steps
     assert to_steps(1.0, 50.0, 2, 3600) == 1
 
 

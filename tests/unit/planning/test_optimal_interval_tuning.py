@@ -1,4 +1,4 @@
-"""The interval of a running job: chosen from a profile, and moved both ways by what it costs."""
+"""The interval of a running job: chosen from a profile, then adapted in both directions by the overhead."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_too_dear_makes_it_longer_by_a_quarter_and_cheap_shorter_step_by_step() 
         longer = adapt(longer, choice, 0.01, 0.035)
         steps.append(longer.steps)
     assert steps[CALM_WINDOWS] == 24
-    assert steps[-1] == 20, "back where it was chosen, and no shorter"
+    assert steps[-1] == 20, "back at the choice, and no shorter"
     assert adapt(Pace(25, 1, calm=2), choice, 0.03, 0.035).calm == 0, "between half the bound and the bound it stays"
 
 
@@ -141,7 +141,7 @@ def test_overhead_is_what_saves_cost_beside_the_median_of_undisturbed_steps() ->
     assert window.overhead(0.5) == pytest.approx((1.0 + 2.0) / 50)
     assert MeasuredSpan().overhead(0.5) == 0.0
     assert MeasuredSpan(flushing=Steps(3, 1.8, 0.6)).baseline(0.5) == 0.5, (
-        "all were disturbed: what was known before counts"
+        "all steps were disturbed: the earlier baseline counts"
     )
 
 
@@ -153,7 +153,7 @@ def sending(**overrides: Any) -> DrainDecider:
 
 
 class Job:
-    """Steps and saves at times that the test gives."""
+    """Steps and saves at the test's times."""
 
     def __init__(self, pacer: IntervalController, blocked: float, durable: float, shared: float | None) -> None:
         self.pacer, self.costs = pacer, (blocked, durable, shared)
@@ -271,13 +271,13 @@ def test_the_exposure_bound_sends_sooner() -> None:
     assert sent(25.0) == 4
 
 
-# --- adaptive: the way, and the rate -------------------------------------------------------------------------------
+# --- adaptive: path and rate ---------------------------------------------------------------------------------------
 
 
 def saves(
     adaptive: DrainDecider, count: int, local: float, shared: float, sight: RankView | None = None
 ) -> list[SaveDirective]:
-    """``count`` saves of 1 GB every 10 s, which take ``local`` seconds to the SSD and ``shared`` from there."""
+    """``count`` saves of 1 GB every 10 s: ``local`` seconds to the SSD, then ``shared`` seconds to shared storage."""
     orders, records = [], list[SaveRecord]()
     for number in range(1, count + 1):
         for record in records:
@@ -298,14 +298,14 @@ def test_storage_that_is_as_fast_as_the_ssd_gets_saves_straight() -> None:
 
 
 def test_storage_that_is_slower_never_does() -> None:
-    """The control."""
+    """Control experiment."""
     assert not any(
         order.is_direct_put for order in saves(sending(exposure_seconds_max=math.inf), 20, local=1.0, shared=5.0)
     )
 
 
 def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
-    """Nobody knows its own yet, and nothing is not what it takes."""
+    """Its own size is unknown, and must not count as 0."""
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
     assert not adaptive.decide(3, records, 1, 10.0, sight=RankView(2.5)).is_direct_put
@@ -318,14 +318,14 @@ def test_little_room_is_no_reason_and_none_is() -> None:
         return [order.is_direct_put for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
 
     assert not any(straight(1.0))
-    # What is known of earlier saves may go from the SSD, so it is full only when two are kept and no room is left.
+    # Older saves may be evicted, so the SSD is full only if it keeps two saves and has no space left.
     assert straight(0.2)[1:3] == [True, True]
 
 
 def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_may(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """D7: a model of training that a free drain at 200 MB/s slows down by 24 %, in proportion to its rate."""
+    """D7: a model of training that an unlimited drain at 200 MB/s slows by 24 %, in proportion to its rate."""
     caplog.set_level(logging.INFO, "tierckpt.policy")
     adaptive = sending(exposure_seconds_max=math.inf)
     records: list[SaveRecord] = []

@@ -1,4 +1,4 @@
-"""Where replicas go: Gemini's groups by brute force over every loss there is."""
+"""Replica placement: Gemini's groups by brute force over all losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierckpt.planning.replica_placement import group_placement, survival_probab
 
 
 def brute_force(holders: list[tuple[int, ...]], lost: int) -> float:
-    """Share of all ways to lose ``lost`` nodes at once that leave a copy of everything."""
+    """Share of the losses of ``lost`` nodes at once that leave a copy of each shard."""
     ways = list(itertools.combinations(range(len(holders)), lost))
     return sum(survives(holders, set(way)) for way in ways) / len(ways)
 
@@ -45,7 +45,7 @@ def test_the_formula_is_what_brute_force_counts(nodes: int, replicas: int) -> No
 
 @pytest.mark.parametrize("nodes", [8, 12, 16])
 def test_groups_are_better_than_a_ring(nodes: int) -> None:
-    """With two replicas, a ring loses a shard in N of the pairs of nodes, groups in N/2."""
+    """With two replicas, a ring loses a shard with N pairs of nodes, groups with N/2."""
     pairs = math.comb(nodes, 2)
     ring = [(node, (node + 1) % nodes) for node in range(nodes)]
     assert brute_force(ring, 2) == pytest.approx(1 - nodes / pairs)

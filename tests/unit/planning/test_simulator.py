@@ -1,6 +1,6 @@
-"""The simulator against closed forms: single tiers, two tiers, placement of replicas, sharing; and the size it is for.
+"""The simulator against closed forms: one tier, two tiers, replica placement, sharing; and at its largest size.
 
-Tolerances are those of the sample: a run of n failures has its ETTR right to about 1/sqrt(n) of what the failures cost.
+Tolerances follow the sample: the ETTR of a run with n failures is accurate to about 1/sqrt(n) of their cost.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_youngs_and_dalys_interval_beat_half_and_twice_of_it() -> None:
 
 
 def test_a_formula_without_the_restart_is_found_wrong() -> None:
-    """The comparison can fail: leave one term out, and it does."""
+    """Seeded: without one of its terms the comparison fails."""
     run = simulate(CLUSTER, BLOCKING, days=60, seed=3)
     assert run.ettr != pytest.approx(ettr.exact(230, 60, MTBF, 0), rel=0.02)
 
@@ -106,7 +106,7 @@ def test_losses_at_once_are_survived_as_often_as_gemini_has_it(nodes: int, repli
 
 
 def burst(nodes: int, lost: int) -> FailureKind:
-    """Several nodes anywhere, at once, every five hours."""
+    """Loss of ``lost`` random nodes at once, every five hours."""
     return FailureKind("burst", 86400 / 18000 / nodes, nodes=lost, together=False)
 
 
@@ -114,7 +114,7 @@ def test_a_rack_that_fails_takes_no_shard_with_it() -> None:
     cluster = Cluster(64, RATES, (FailureKind("rack", 24 / 64 / 5, nodes=16),))
     run = simulate(cluster, replace(with_peers(64), interval_seconds=600.0), days=60, seed=1)
     assert run.failures["rack"] > 200
-    assert run.restores.get("shared", 0) < 0.05 * run.failures["rack"]  # only those of a second rack soon after
+    assert run.restores.get("shared", 0) < 0.05 * run.failures["rack"]  # only if a second rack fails soon after
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_each_tier_that_is_added_helps_and_agrees_with_the_sizer() -> None:
     ratios = [run.ettr for run in runs]
     assert ratios == sorted(ratios)
     for run in runs:
-        assert run.ettr == pytest.approx(run.expected_ettr, rel=0.03)  # what issue and guide promise
+        assert run.ettr == pytest.approx(run.expected_ettr, rel=0.03)  # the accuracy that the guide promises
 
 
 # --- time, seeds, sharing -----------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_without_failures_only_the_stalls_are_lost() -> None:
 
 
 def test_jobs_share_the_bandwidth() -> None:
-    """Four jobs whose saves collide take four times as long each."""
+    """Each of four jobs whose saves collide takes four times the time."""
     alone = simulate(Cluster(16, RATES, ()), BLOCKING, days=2)
     four = simulate(Cluster(64, RATES, (), jobs=4), BLOCKING, days=2)
     assert alone.stalled_seconds / alone.checkpoints == pytest.approx(60, rel=0.01)
@@ -195,7 +195,7 @@ def test_a_pipe_is_shared_fairly_and_no_flow_passes_its_cap() -> None:
         flow.done.callbacks.append(lambda _: ends.setdefault(name, env.now))
 
     note("capped", pipe.send(20.0, 2.0))  # 2 a second throughout: 10 s
-    note("first", pipe.send(40.0))  # 8, then 4 beside the second one
+    note("first", pipe.send(40.0))  # 8 a second, then 4 next to the second flow
     env.run(until=2)
     note("second", pipe.send(24.0))
     given_up = pipe.send(1000.0)
@@ -205,7 +205,7 @@ def test_a_pipe_is_shared_fairly_and_no_flow_passes_its_cap() -> None:
     env.run(until=17)
     pipe.set_capacity(10.0)
     env.run()
-    # After 2 s: 24 left of each, at 4 a second: 6 s, of which ten passed in the outage.
+    # After 2 s each has 24 left, at 4 a second: 6 s, plus ten seconds of outage.
     assert ends == pytest.approx({"first": 18.0, "second": 18.0, "capped": 20.0})
 
 
@@ -225,12 +225,12 @@ def test_bad_input_gets_a_sentence(make, says) -> None:  # type: ignore[no-untyp
         make()
 
 
-# --- the size it is for -------------------------------------------------------------------------------------------
+# --- the largest size ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_16384_nodes_for_30_days_have_as_many_checkpoints_and_failures_as_such_a_job() -> None:
-    """It takes seconds; what grew faster than the nodes would not end before the test's deadline."""
+    """Takes seconds. With cost growing faster than the nodes it would miss the test's deadline."""
     sizing = size(
         from_number("1e12"), state_of(), Mesh(tp=8, pp=16, dp=1024),
         Site(rates=replace(RATES, shared_write=1 * TB, shared_read=1 * TB), step_seconds=60.0),

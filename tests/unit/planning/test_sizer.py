@@ -1,4 +1,4 @@
-"""The sizer against what others published, and the sentences it has for input that cannot be.
+"""The sizer against published figures, and its messages for invalid input.
 
 Units: bytes and decimal multiples of them (GB is 1e9), seconds. Tolerances are stated where they are used.
 """
@@ -61,7 +61,7 @@ def gpt3(mesh: Mesh = SUPERPOD, **site: Any) -> Sizing:
 def test_model_and_checkpoint_sizes_are_the_published_ones(parameters: str, model_gb: float, state_tb: float) -> None:
     sizing = size(from_number(parameters), state_of("adam"))
     assert sizing.model_bytes == model_gb * GB
-    # No one number of bytes per parameter gives all three in one unit: 14 lies between 2 % and 9 % above them.
+    # No single number of bytes per parameter fits all three in one unit: 14 is 2 % to 9 % above them.
     assert 1.0 <= sizing.checkpoint_bytes / (state_tb * TB) <= 1.10
     assert sizing.bytes_per_parameter == 14
 
@@ -296,7 +296,7 @@ def test_each_tier_that_is_added_raises_ettr() -> None:
     assert all(below < above for below, above in itertools.pairwise(ratios))
 
 
-# --- input that cannot be -----------------------------------------------------------------------------------------
+# --- invalid input ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

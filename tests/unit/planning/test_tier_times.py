@@ -1,4 +1,4 @@
-"""How the records of a run become times and counts for each tier."""
+"""Times and counts of each tier, from the records of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiers(*starts: Start, commits: list[dict[str, Any]] = [], seen: Seen = HERE)
 
 
 def saves(*steps: int, local: float | None = 1.0, **more: Any) -> list[Save]:
-    """One every ten seconds."""
+    """A save every ten seconds."""
     return [Save(step, 10.0 * step, local, **more) for step in steps]
 
 
@@ -51,7 +51,7 @@ def test_times_are_those_between_save_and_commit() -> None:
 
 
 def test_no_time_is_negative_or_0_for_lack_of_a_record() -> None:
-    """A store with a clock 100 s slow; one that has whole seconds; one without times."""
+    """A store whose clock is 100 s slow, one with times in whole seconds, and one without times."""
     made = saves(20, 21, 22)
     commits = [commit(20, 200.5, 100.0), commit(21, 210.5, 209.2), commit(22, 220.5, None)]
     *_, shared = tiers(Start(made), commits=commits)
@@ -97,7 +97,7 @@ def test_what_is_under_way_waits_unless_its_process_has_gone() -> None:
 
 
 def test_two_saves_of_one_step_are_told_apart() -> None:
-    """The first of them by a start that was killed, which has not drained it."""
+    """A killed start saved the first of them, and did not drain it."""
     first, second = Start([Save(1, 10.0, 1.0)]), Start([Save(1, 50.0, 1.0)], end="closed")
     *_, shared = tiers(first, second, commits=[commit(1, 50.5, 53.0), commit(1, 50.5, 700.0)])
     assert (shared.reached, shared.maximum_seconds, shared.skipped_steps) == (1, 3, (1,))

@@ -1,4 +1,4 @@
-"""Async, lazy, multi-step and gradient log: arithmetic against sums made step by step, and against the simulator."""
+"""Async, lazy, multi-step and gradient log: formulas against sums step by step, and against the simulator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ RATES = Bandwidths(shared_write=1e11, shared_read=1e11, local_write=1e10, local_
 
 
 def ways(copy_steps: float, share: float = 1 / 7, step: float = 0.1) -> dict[str, Mode]:
-    """A state whose copy takes ``copy_steps`` of ``step`` on the link, with ``share`` bytes of gradient a byte."""
+    """A state whose copy takes ``copy_steps`` of ``step`` seconds, with ``share`` bytes of gradient per byte."""
     state = copy_steps * step * LINK
     made = modes(state, share * state, state / 14, ranks=1, step_seconds=step, interval_min_seconds=0.0, rates=RATES)
     return {mode.name: mode for mode in made}
 
 
 def test_a_copy_of_four_steps_stalls_400_300_and_not_40_ms() -> None:
-    """19 ms: equal parts wait less than is worth moving more bytes for. Steps of 1 s would wait 190 ms, and do not."""
+    """19 ms: too little waiting with equal parts to justify more bytes. Steps of 1 s get falling parts, no wait."""
     found = ways(4)
     assert found["async"].stall_seconds == pytest.approx(0.4)
     assert found["lazy"].stall_seconds == pytest.approx(0.3)
@@ -33,7 +33,7 @@ def test_a_copy_of_four_steps_stalls_400_300_and_not_40_ms() -> None:
 
 
 def window(sizes: list[float], share: float, carried: float) -> tuple[float, float]:
-    """Bytes moved and bytes waited for: each step a part, and the gradients of all parts before it."""
+    """Bytes moved, and bytes beyond ``carried``: each step moves a part and the gradients of all earlier parts."""
     moved = [size + share * sum(sizes[:step]) for step, size in enumerate(sizes)]
     return sum(moved), sum(max(0.0, one - carried) for one in moved)
 
@@ -42,7 +42,7 @@ def window(sizes: list[float], share: float, carried: float) -> tuple[float, flo
 @pytest.mark.parametrize("copy_steps", [1.5, 4.0, 5.0, 20.0])
 @pytest.mark.parametrize("share", [1 / 7, 1 / 6, 1 / 3])
 def test_a_window_moves_and_stalls_what_its_steps_add_up_to(copy_steps: float, share: float, step: float) -> None:
-    """Of the parts that a save would move: equal ones, unless falling ones save waiting that is worth it."""
+    """Parts are equal, unless falling parts save enough waiting."""
     mode = ways(copy_steps, share, step)["multi-step"]
     state, carried, steps = step * copy_steps * LINK, step * LINK, mode.window_steps
     equal = window([state / steps] * steps, share, carried)
@@ -55,7 +55,7 @@ def test_a_window_moves_and_stalls_what_its_steps_add_up_to(copy_steps: float, s
 
 
 def test_windows_of_falling_parts_move_what_the_specification_says() -> None:
-    """1.24 of the state in 4 steps, 1.52 in 7; the fewest steps that hide it are taken."""
+    """1.24 of the state in 4 steps, 1.52 in 7. A window has the fewest steps that hide the copy."""
     for steps, fits, total in ((4, 1 / 0.31, 1.24), (7, 1 / 0.2165, 1.52)):
         mode = ways(fits * 0.995, step=1.0)["multi-step"]
         assert mode.window_steps == steps
@@ -63,7 +63,7 @@ def test_windows_of_falling_parts_move_what_the_specification_says() -> None:
 
 
 def test_no_window_helps_where_the_link_does_not_carry_the_gradients() -> None:
-    slow = ways(14)  # two steps of link for one step's gradients
+    slow = ways(14)  # one step's gradients take two steps on the link
     assert slow["multi-step"].stall_seconds > 0
     assert slow["gradient log"].stall_step_seconds == pytest.approx(0.1)
     assert slow["gradient log"].stalled_share(50) == pytest.approx(1.0)
@@ -125,7 +125,7 @@ def test_the_simulator_agrees_with_the_formula(name: str, steps: int) -> None:
 
 
 def test_a_log_is_lost_with_its_disks() -> None:
-    """Nothing went to shared storage: what wipes the disks costs all."""
+    """Shared storage has no data, so a failure that wipes the disks costs the whole run."""
     sizing = job()
     log = next(mode for mode in sizing.modes if mode.is_log)
     run = simulated(log, sizing, 60.0, 2, wipes=True)

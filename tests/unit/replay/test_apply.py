@@ -1,4 +1,4 @@
-"""A step that is made again has the same bits, whatever the optimizer, its implementation and its schedule."""
+"""A replayed step has the same bits, for each optimizer, implementation and schedule."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def backward(model: nn.Module, number: int, scale: float = 1.0) -> None:
 
 
 class Run:
-    """Trains, and has what a replay needs: where it began, each step, and where it is."""
+    """Trains, and records the inputs of a replay: the first state and each step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -105,7 +105,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def matrix() -> Iterator[Any]:
-    """Each optimizer in each implementation, from the first step or from the third in turns; the other is slow."""
+    """Each optimizer in each implementation, from the first or the third step. Alternately one of the two is slow."""
     cases = [case for case in itertools.product(KINDS, IMPLEMENTATIONS) if case[1] != "fused" or case[0] in FUSED]
     for number, (kind, implementation) in enumerate(cases):
         for begun in (0, 2):
@@ -115,7 +115,7 @@ def matrix() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "implementation", "begun"), matrix())
 def test_every_optimizer_comes_back_bit_for_bit(kind: str, implementation: str, begun: int) -> None:
-    """With clipping, a cosine schedule, a group of its own without weight decay, and parts stepped by themselves."""
+    """With clipping, a cosine schedule, a separate group without weight decay, and parts stepped separately."""
     model = model_of()
     optimizer = KINDS[kind](groups_of(model), **IMPLEMENTATIONS[implementation])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS + begun)
@@ -140,7 +140,7 @@ def test_every_optimizer_comes_back_bit_for_bit(kind: str, implementation: str, 
 
 
 def test_a_stale_learning_rate_is_seen() -> None:
-    """Seeded: the matrix above must be able to fail."""
+    """Seeded: the check of the matrix above can fail."""
     run = trained(torch.optim.AdamW)
     stale = [Step(one.version, run.steps[0].hyperparameters, one.gradients) for one in run.steps]
     with pytest.raises(AssertionError):
@@ -148,7 +148,7 @@ def test_a_stale_learning_rate_is_seen() -> None:
 
 
 def test_another_implementation_is_seen() -> None:
-    """Seeded: fused and foreach differ in bits, and are not taken one for the other."""
+    """Seeded: fused and foreach differ in bits."""
     run = trained(torch.optim.AdamW, foreach=True)
     others = [
         Step(one.version, [{**group, "foreach": False, "fused": True} for group in one.hyperparameters], one.gradients)
@@ -245,7 +245,7 @@ def test_a_learning_rate_that_is_a_tensor_is_taken_when_the_step_is() -> None:
 
 @pytest.mark.parametrize("kind", ["AdamW", "Nesterov"])
 def test_gradients_that_a_closure_computes(kind: str) -> None:
-    """Lightning gives one to every step; foreach Nesterov writes over them before the step has ended."""
+    """Lightning passes a closure to every step. Foreach Nesterov overwrites the gradients before the step returns."""
     model = model_of()
     optimizer = KINDS[kind](model.parameters(), foreach=True)
     run = Run(optimizer)
@@ -262,7 +262,7 @@ def test_gradients_that_a_closure_computes(kind: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_gradient_scaler_skips(fused: bool) -> None:
-    """An unfused step is not made at all then; a fused one is called, and updates nothing."""
+    """An unfused step is not called. A fused step is called and updates nothing."""
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     run = Run(optimizer)

@@ -1,4 +1,4 @@
-"""Copies of gradients: several as one, narrow where no bit is lost, and behind the update where nothing needs them."""
+"""Copies of gradients: joined, narrowed if no bit is lost, and after the update if possible."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_small_gradients_are_narrow_together_and_full_when_one_of_them_is(link: 
     assert len({one.untyped_storage()._cdata for one in narrow.result}) == 1
     step = Step(1, [{}], {str(number): one for number, one in enumerate(narrow.result)})
     frame = Frame(1, {"": step}, {"": "layout"})
-    assert [len(view) for view in encode(frame)[1]] == [4 * 8 * 2, 0]  # what lies together is written as one piece
+    assert [len(view) for view in encode(frame)[1]] == [4 * 8 * 2, 0]  # adjacent tensors are one piece
 
 
 def test_what_gives_way_waits_for_the_update_and_not_for_one_that_raised(
@@ -87,9 +87,9 @@ def test_what_gives_way_waits_for_the_update_and_not_for_one_that_raised(
     waiting.done.result(60)
     link.update_begins()
     needed = link.copy([rounded(8)], GRADIENTS, gives_way=True)
-    assert link.wait(needed) and needed.done.done()  # whoever waits does not wait for itself
+    assert link.wait(needed) and needed.done.done()  # ``wait`` ends the pause
     monkeypatch.setattr(links, "UPDATE_SECONDS", 0.01)
-    link.update_begins()  # and no word of its end
+    link.update_begins()  # without ``update_ends``
     link.copy([rounded(8)], GRADIENTS, gives_way=True).done.result(60)
 
 
@@ -103,7 +103,7 @@ def test_gradients_that_nobody_writes_over_are_copied_behind_the_update(
     weight = torch.nn.Parameter(torch.ones(8))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     asked: list[bool] = []
-    can_wait = logs._Recorder._can_wait  # private: what is asked of the link shows in nothing but time
+    can_wait = logs._Recorder._can_wait  # private: the effect is visible only in time
     monkeypatch.setattr(
         logs._Recorder,  # private: as above
         "_can_wait",

@@ -1,4 +1,4 @@
-"""From CUDA: side streams, events, page-locked memory, and no thread that waits. On streams that only take notes."""
+"""Copies from CUDA: side streams, events, page-locked memory, no waiting thread. On fake streams that record calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of host memory that says it is on a device."""
+    """A tensor in host memory that claims to be on a device."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -118,7 +118,7 @@ def link() -> Iterator[Link]:
 def test_a_part_is_queued_behind_training_and_training_waits_on_the_device(device: Device, link: Link) -> None:
     source, counter = torch.randn(5, 7), torch.tensor(3.0)
     copy = link.copy([on_device(source), counter], PARTS)
-    assert torch.equal(copy.result[1], counter)  # of the host: at once, and training may go on to change it
+    assert torch.equal(copy.result[1], counter)  # in host memory: copied at once, so training may change it
     [beside] = device.streams
     assert beside.done == [("waits for", device.trains), "copies", "keeps a source"]
     copy.fence()  # this is the main thread: Event.synchronize would fail
@@ -175,7 +175,7 @@ def test_the_rest_of_a_state_comes_from_the_device_before_training_goes_on(devic
     state = {"weight": on_device(weight), "seen": on_device(buffer), "count": torch.tensor(2), "name": "x"}
     tree, copy = detach(state, {"held": state["weight"]}, link)
     assert copy is not None and not copy.done.done()
-    assert device.trains.done == [("waits for", device.streams[0])]  # what changes the buffer next comes after
+    assert device.trains.done == [("waits for", device.streams[0])]  # later writes to the buffer follow the copy
     assert list(gaps(tree)) == [(("weight",), "held")]
     device.reach()
     copy.done.result(SECONDS)

@@ -1,4 +1,4 @@
-"""A state that was copied over several steps is the state after the last of them, and no other."""
+"""A state copied over several steps equals the state after the last one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 60.0
 
 
 class Job:
-    """A training loop with a schedule, a buffer, a gradient clip and random state of its own."""
+    """A training loop with a schedule, a buffer and clipped gradients."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
         torch.manual_seed(1)
@@ -82,7 +82,7 @@ def check(found: Any, wanted: Any, where: str = "") -> None:
 
 
 def windowed(job: Job, stager: MultiStepStager, steps: int) -> tuple[Snapshot, dict[int, Any]]:
-    """Open a window, train until it is done, and return what it has and the states after each step."""
+    """Open a window and train until it is done. Return its snapshot and the states after each step."""
     begun, states = job.number, {}
     pending = stager.begin(job.state)
     for _ in range(steps + 3):
@@ -139,8 +139,8 @@ def test_bytes_moved_are_the_state_and_the_gradients_of_parts_that_wait() -> Non
 
 @pytest.mark.parametrize(("seconds", "falls"), [(0.0, False), (0.1, False), (1.0, True), (0.5, False)])
 def test_parts_are_equal_unless_that_alone_makes_steps_wait(seconds: float, falls: bool) -> None:
-    """Copied in four steps' time: equal parts keep steps of 0.1 s waiting for 19 ms in all, and steps of 1 s for 190.
-    On a link of half that width parts of any size wait."""
+    """A copy takes the time of four steps: equal parts delay steps of 0.1 s by 19 ms in all, and steps of 1 s by 190.
+    On a link of half that bandwidth, steps wait for parts of any size."""
     state = 2_400_000_000
     traffic = Traffic(state, state // 6, state / (4 * seconds) if seconds else 0.0, seconds)
     if seconds == 0.5:
@@ -177,7 +177,7 @@ def test_gradients_overtake_parts(slow_link: Link) -> None:
 
 
 def test_gradients_in_buffers_that_are_used_again() -> None:
-    """zero_grad(set_to_none=False), DDP's bucket views: seen, copied whole, and waited for in the next window."""
+    """zero_grad(set_to_none=False), DDP's bucket views: detected and copied whole; steps of the next window wait."""
     job = Job()
     job.set_to_none = False
     job.train()
@@ -227,7 +227,7 @@ def test_what_breaks_a_window_has_the_state_copied_whole(reason: str) -> None:
 
 
 def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
-    """With the last step of the window, whose parameters do not show it."""
+    """At the last step of the window, before the change has an effect on parameters."""
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
@@ -247,12 +247,12 @@ def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
 
 
 def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
-    """As by an optimizer whose steps pass no hook: its parameters change, and it is not stepped."""
+    """As by an optimizer whose steps bypass the hooks: its parameters change without a step."""
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
         pending = stager.begin(job.state, falls_back=False)
-        stager.link.copy([torch.ones(1)], PARTS).done.result(SECONDS)  # behind the first part
+        stager.link.copy([torch.ones(1)], PARTS).done.result(SECONDS)  # after the first part
         next(job.model.parameters()).data.mul_(0.5)
         stager.end_of_step()
         with pytest.raises(CheckpointError, match="outside the optimizer"):
@@ -305,7 +305,7 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
         for owner in (links, multi_step):
             monkeypatch.setattr(owner, "host_memory", lambda sources: (_ for _ in ()).throw(MemoryError()))
         pending = stager.begin(job.state)
-        for _ in range(6):  # a failure that the end of the window meets is seen at the step behind it
+        for _ in range(6):  # a failure at the end of the window is raised after the next step
             job.train()
             stager.end_of_step()
         with pytest.raises(CapacityError, match="and for a whole copy"):
@@ -346,7 +346,7 @@ def test_memory_that_runs_out_at_the_end_of_a_window_needs_no_step_behind_it(
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_change_of_the_state_alone_is_seen(when: str) -> None:
-    """At the last step, where no step follows that would bring it into a parameter."""
+    """At the last step: no later step has an effect on parameters."""
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
@@ -364,7 +364,7 @@ def test_a_change_of_the_state_alone_is_seen(when: str) -> None:
 
 @pytest.mark.parametrize("make", [functools.partial(torch.optim.AdamW, fused=True), torch.optim.AdamW])
 def test_parameters_that_are_not_contiguous(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """A fused step has other last bits at the end of the memory of a tensor."""
+    """A fused step rounds elements at the end of a tensor's memory differently."""
     torch.manual_seed(1)
     sources = [torch.randn(7, 13).t(), torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last)]
     weights = [nn.Parameter(one.clone()) for one in sources for _ in range(3)]
@@ -448,7 +448,7 @@ def test_nothing_of_a_snapshot_shares_memory_with_training() -> None:
 
 
 def test_stale_hyperparameters_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeded: what replays with the first step's learning rate has other bits, and the fingerprint says so."""
+    """Seeded: the fingerprint detects a replay with the learning rate of the first step."""
     from tierckpt.replay import capture
 
     first: list[Any] = []

@@ -1,4 +1,4 @@
-"""A window that is kept as it was copied becomes the state after its last step, bit for bit, or is refused."""
+"""A redo log is folded into the state after its last step, bit for bit, or rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = Conditions("torch 0.0", "another device", "foreach")
 
 
 def window_of(job: Job, steps: int = 4) -> tuple[Snapshot, Any]:
-    """A window that is kept, and the state after its last step."""
+    """A redo log, and the state after its last step."""
     with MultiStepStager(job.optimizer, window_steps=steps, defers=True) as stager:
         pending = stager.begin(job.state)
         for _ in range(steps - 1):
@@ -188,7 +188,7 @@ def test_another_device_is_said_and_taken_only_within_the_tolerance(monkeypatch:
     found = kept(snapshot)
     found.conditions = OTHER
     tensors, recipe = stored(found)
-    assert unpack(*copy.deepcopy((tensors, recipe))).fold() == ""  # the same bits all the same: nothing to say
+    assert unpack(*copy.deepcopy((tensors, recipe))).fold() == ""  # the same bits, so no difference is reported
     flipped(monkeypatch, 1)
     with pytest.raises(StateMismatchError, match="another device in training"):
         unpack(*copy.deepcopy((tensors, recipe))).fold()
@@ -200,7 +200,7 @@ def test_another_device_is_said_and_taken_only_within_the_tolerance(monkeypatch:
 
 
 def test_a_rounding_of_another_implementation_is_within_the_tolerance() -> None:
-    """CPU's fused AdamW and its for-loop round otherwise, as two devices do."""
+    """The CPU's fused AdamW and its for-loop round differently, like two devices."""
     job = Job(fused=True)
     job.train()
     snapshot, _ = window_of(job, 7)
@@ -242,7 +242,7 @@ def test_the_tolerance_is_that_of_the_contract() -> None:
 
 
 def changed(change: Callable[[Job], object]) -> Snapshot:
-    """A window that is kept, with ``change`` made in its second step."""
+    """A redo log with ``change`` made in its second step."""
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=4, defers=True) as stager:
@@ -257,7 +257,7 @@ def changed(change: Callable[[Job], object]) -> Snapshot:
 
 @pytest.mark.parametrize("reason", changes())
 def test_what_breaks_a_window_breaks_one_that_is_kept(reason: str) -> None:
-    """An edit that torch's counter of writes does not see (``.data``) is found when it is folded."""
+    """An edit that version counters do not show (``.data``) is detected by ``fold``."""
     snapshot = changed(changes()[reason])
     if reason == "outside the optimizer":
         with pytest.raises(IntegrityError, match="changed outside the optimizer"):

@@ -1,4 +1,4 @@
-"""A Checkpointer where the process has little around it (tierckpt/training/checkpointer.py)."""
+"""A Checkpointer in a process with a minimal environment (tierckpt/training/checkpointer.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("done")
 
 
 def test_absolute_places_need_no_working_directory(tmp_path: Path) -> None:
-    """An agent is started on demand from there, too."""
+    """It also starts an agent on demand."""
     directory = tmp_path / "gone"
     directory.mkdir()
     environment = {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}

@@ -1,4 +1,4 @@
-"""The state of a training job as text and tensors, and back: equal in type and in value (V1 to V4)."""
+"""A training state encoded as text and tensors is decoded with equal types and values (V1 to V4)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Failure(Exception):
 
 
 def round_trip(value: Any, live: Any = None) -> Any:
-    """What a restore gives back of ``value``, without a checkpoint between."""
+    """Return ``value`` encoded and decoded, without a checkpoint."""
     return restored(states.collect({"x": value}), live)
 
 
@@ -231,7 +231,7 @@ def test_values_that_are_easily_lost(value: Any) -> None:
 
 def test_attributes_of_a_state_dict_come_back() -> None:
     state = torch.nn.BatchNorm1d(1).state_dict()
-    assert round_trip(state)._metadata == state._metadata  # private: torch's own, of a module's state
+    assert round_trip(state)._metadata == state._metadata  # private: torch's metadata of a module's state
 
 
 def test_a_generator_goes_on_where_it_was_and_stays_the_same_object() -> None:
@@ -262,7 +262,7 @@ def test_long_lists_of_numbers_are_not_walked() -> None:
     assert node["dict"]["order"] is order
 
 
-# --- what cannot be given back is refused when it is saved ------------------------------------------------------------
+# --- values that cannot be restored are rejected by the save ----------------------------------------------------------
 
 
 def local_class() -> Any:
@@ -413,7 +413,7 @@ def test_one_tensor_is_made_once() -> None:
 
 @pytest.mark.parametrize("has_accelerator", [True, False])
 def test_a_tensor_of_an_accelerator_comes_back_to_one(has_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the live object has nothing in its place. ``meta`` stands for the accelerator."""
+    """If the live object has no value there. ``meta`` represents the accelerator."""
     monkeypatch.setattr(reconstruction, "has_device", lambda kind: has_accelerator and kind == "meta")
     stored = TensorStorageMetadata(TensorProperties(), torch.Size([4]), [])
     text = json.dumps([{"tensor": ["w", "", False, "meta"]}, {"tensor": ["x", "", False]}])
