@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tierckpt.replay.checksum import marks_of, numbers_of
+from tierckpt.replay.checksum import digest_values, digests_of
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog
 from tierckpt.replay.multi_step import MultiStepStager
@@ -135,9 +135,9 @@ def _fingerprints(training: Training) -> Sample:
     states += [one for state in training.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
     training.wait()
     begun = time.perf_counter()
-    found = marks_of(states)
+    found = digests_of(states)
     called = time.perf_counter() - begun
-    numbers = numbers_of(found)
+    numbers = digest_values(found)
     taken = time.perf_counter() - begun
     size_bytes = sum(one.numel() * one.element_size() for one in states)
     return {

@@ -145,8 +145,8 @@ class NotedLink(Link):
         self.step = 0
         self.notes: dict[tuple[int, int], int] = {}
 
-    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> TensorCopy:
-        made, place = super().copy(sources, priority, gives_way=gives_way), (self.step, priority)
+    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, yields_to_update: bool = False) -> TensorCopy:
+        made, place = super().copy(sources, priority, yields_to_update=yields_to_update), (self.step, priority)
         made.done.add_done_callback(lambda _: self.notes.update({place: made.size_bytes}))
         return made
 
@@ -289,7 +289,7 @@ def replay_rates(parameters: int) -> list[dict[str, Any]]:
                         states, 0)  # fmt: skip
         job.train()
         capture.close()
-        steps = capture.take()
+        steps = capture.take_steps()
         replay.apply(steps[0])
         again, itself = [], []
         for number in range(12):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tierckpt.replay import guard
-from tierckpt.replay.optimizers import local
+from tierckpt.replay.optimizers import local_shard
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "torch.distributed.fsdp")
@@ -73,7 +73,7 @@ class Job:
         found = xxhash.xxh3_64()
         states = [one for p in self.model.parameters() for one in self.optimizer.state[p].values()]
         for tensor in (*self.model.parameters(), *self.model.buffers(), *states, torch.get_rng_state()):
-            found.update(local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy())
+            found.update(local_shard(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy())
         found.update(repr((self.schedule.state_dict(), self.optimizer.param_groups[0]["lr"])).encode())
         return str(found.hexdigest())
 
@@ -141,4 +141,4 @@ def with_bug(name: str) -> None:
     if name:
         log_writer.encode = encode
     if name in ("a stale hyperparameter", "gradients cast"):  # else the digest of the parameters sees it first
-        guard.total_of = lambda seen, others: ""
+        guard.frame_digest = lambda seen, others: ""

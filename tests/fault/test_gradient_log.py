@@ -91,7 +91,7 @@ def test_an_edit_through_data_ends_the_log_at_the_step_before(
     monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)  # the thread that trains does not look: the digest of a frame does
     monkeypatch.setattr(guard, "FREE_SECONDS", -1.0)
     if not is_checked:  # seeded
-        monkeypatch.setattr(guard, "total_of", lambda seen, others: "")
+        monkeypatch.setattr(guard, "frame_digest", lambda seen, others: "")
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
@@ -105,7 +105,7 @@ def test_an_edit_through_data_ends_the_log_at_the_step_before(
         again.resume(tmp_path)
         assert again.step == 8 and again.checksum() != job.checksum(), "a state that training never had"
         return
-    with pytest.raises(IntegrityError, match=r"after step 5: changed outside .* roll forward to step 4") as told:
+    with pytest.raises(IntegrityError, match=r"after step 5: they were changed .* roll forward to step 4") as told:
         again.resume(tmp_path)
     assert told.value.context["verified_step"] == 4
     again = Job()

@@ -43,9 +43,9 @@ def taken_when_it_is_written(patch: Patch, job: Job) -> None:
         filled = original(tree, copies)
         return now | {"model": filled["model"] | {"seen": now["model"]["seen"]}, "optimizer": filled["optimizer"]}
 
-    original, fits = window.fill, Fingerprint.fits
+    original, matches = window.fill, Fingerprint.matches
     patch.setattr(window, "fill", late)
-    patch.setattr(Fingerprint, "fits", lambda *of: time.sleep(0.05) or fits(*of))  # parts are whole some steps later
+    patch.setattr(Fingerprint, "matches", lambda *of: time.sleep(0.05) or matches(*of))  # parts complete later
 
 
 def replayed_in_another_layout(patch: Patch, job: Job) -> None:
@@ -71,7 +71,7 @@ def replayed_in_another_layout(patch: Patch, job: Job) -> None:
 
 def gradients_in_half_precision(patch: Patch, job: Job) -> None:
     """(c) Gradients are cast, whatever that loses."""
-    patch.setattr(link, "halves_without_loss", lambda one: one.view(-1).to(torch.bfloat16).view(torch.int16))
+    patch.setattr(link, "lossless_upper_halves", lambda one: one.view(-1).to(torch.bfloat16).view(torch.int16))
 
 
 def replayed_out_of_order(patch: Patch, job: Job) -> None:
@@ -225,7 +225,7 @@ def test_without_the_fingerprint_a_mixed_version_would_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeded: the comparison with the state of the step must be able to fail, too."""
-    monkeypatch.setattr(Fingerprint, "fits", lambda *_: True)
+    monkeypatch.setattr(Fingerprint, "matches", lambda *_: True)
     job = Job()
     one_step_left_out(monkeypatch, job)
     assert "another state" in fault_found(job, tmp_path / "run")

@@ -58,7 +58,7 @@ def test_a_log_without_digests_is_found(
 ) -> None:
     """Seeded: what the digest of a frame is for."""
     if not is_on:
-        monkeypatch.setattr(guard, "total_of", lambda seen, others: "")
+        monkeypatch.setattr(guard, "frame_digest", lambda seen, others: "")
         monkeypatch.setattr(Attachments, "check", lambda *_: guard.no_check)
     run = Run(7, tmp_path)
     run.steps, run.asked, run.interval, run.always_looks, run.is_compiled = 7, True, 1000, False, False

@@ -13,7 +13,7 @@ from torch import nn
 import tierckpt
 from tests.fault.redo_log_job import Deferring
 from tests.integration.multi_step_ranks import model_of, of_each_rank, same
-from tierckpt.replay.optimizers import local
+from tierckpt.replay.optimizers import local_shard
 from tierckpt.training.every_step import window
 
 INTERVAL, WINDOW, STEPS = 8, 4, 21
@@ -53,7 +53,7 @@ class Job:
 
         def walk(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return local(value.detach()).clone()
+                return local_shard(value.detach()).clone()
             return {key: walk(one) for key, one in value.items()} if isinstance(value, dict) else value
 
         optimizer = self.optimizer.state_dict()
@@ -67,7 +67,7 @@ class Job:
 
     def fail(self, fault: str) -> None:
         if fault == "one rank edits":
-            local(next(self.model.parameters()).data).mul_(0.5)
+            local_shard(next(self.model.parameters()).data).mul_(0.5)
         elif fault == "one rank loads":
             self.optimizer.load_state_dict(self.optimizer.state_dict())
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import OperationTimeoutError, TierckptError, UpdaterLostError
-from ..replay.optimizers import Parameter, local, sharded
+from ..replay.optimizers import Parameter, local_shard, shard_like
 from ..save.shard_plan import Fetch
 from .blocks import MASTER, BlockLayout
 from .state_file import END_SECONDS, NewState, StateFile, Tensors, begin_state, current_state, directory_lock
@@ -84,7 +84,7 @@ class MappedState:
         tensors, self.view = file.all_tensors(), {}
         for one in parameters:
             self.view[one.tensor] = {
-                name or SAVED_MASTER: sharded(tensor, one.tensor)
+                name or SAVED_MASTER: shard_like(tensor, one.tensor)
                 for name, tensor in tensors[one.key].items()
                 if is_wanted(one.key, name)
             }
@@ -98,12 +98,12 @@ class MappedState:
         """Make the loaded state current. Masters that were not loaded are copied from the parameters."""
         assert self._new is not None
         new, self._new = self._new, None
-        filled = {local(one).data_ptr() for state in loaded.values() for one in state.values()}
+        filled = {local_shard(one).data_ptr() for state in loaded.values() for one in state.values()}
         present = {}
         for key, tensors in new.file.all_tensors().items():
             present[key] = {name for name, tensor in tensors.items() if tensor.data_ptr() in filled} | {MASTER}
             if tensors[MASTER].data_ptr() not in filled:
-                tensors[MASTER].copy_(local(self._tensors[key].detach()))
+                tensors[MASTER].copy_(local_shard(self._tensors[key].detach()))
         try:
             with directory_lock(self._directory, os.getpid()):
                 new.commit(present, step)

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..replay.frame import dtype_name
-from ..replay.optimizers import local, parameters_of
+from ..replay.optimizers import local_shard, parameters_of
 from .blocks import TrainerParameter
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ def build_optimizer(
         one = torch.zeros(1, device="cpu")
         begun = cast(Any, kind)([one], **options).state[one]
         for parameter in parameters_of(made):
-            shape = local(parameter.tensor).shape
+            shape = local_shard(parameter.tensor).shape
             made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in begun.items()}
     return cast(torch.optim.Optimizer, made)
 
@@ -66,7 +66,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[TrainerParameter]:
         TrainerParameter(
             one.key,
             one.name if has_names else str(number),
-            tuple(local(one.tensor).shape),
+            tuple(local_shard(one.tensor).shape),
             dtype_name(one.tensor.dtype),
         )
         for number, one in enumerate(parameters_of(optimizer))

@@ -19,7 +19,7 @@ from ..dcp.stager import StagedItems, TierStager
 from ..errors import CheckpointError, ConfigError, StateMismatchError, TierckptError
 from ..replay.capture import Step, hyperparameters_of
 from ..replay.frame import Frame, encode
-from ..replay.optimizers import base_of, check_replayable, local, parameters_of, writes_of
+from ..replay.optimizers import base_of, check_replayable, local_shard, parameters_of, write_counters_of
 from .blocks import MASTER, BlockLayout, layout_of
 from .mapped_state import MappedState, StateHold
 from .members import build_optimizer, check_gradients, check_parameter, members_of
@@ -118,7 +118,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._close = weakref.finalize(self, _close, os.getpid(), self._channel)
         self._process = self._channel.process
         self._steps = 0
-        self._written = writes_of(self)
+        self._written = write_counters_of(self)
         self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
         with directory_lock(self.directory, os.getpid()):  # reports another trainer before another optimizer's state
@@ -171,7 +171,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._check_parameters()
         self._files.stepped |= self._channel.make(self._steps + 1, self._head(self._steps + 1))
         self._steps += 1
-        self._written = writes_of(self)
+        self._written = write_counters_of(self)
         return loss
 
     @property
@@ -191,7 +191,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Raise if parameters were written elsewhere: the masters would undo it."""
-        if writes_of(self) == self._written:
+        if write_counters_of(self) == self._written:
             return
         if not self._steps:  # weights were loaded
             self._replace({})
@@ -241,7 +241,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._forget_steps()
         self._channel.forget()
         self._channel.take_parameters()
-        self._written = writes_of(self)
+        self._written = write_counters_of(self)
         return self._steps
 
     def _replace(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -252,7 +252,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def _start_anew(self) -> None:
         self._channel.forget()
         self._process.start()
-        self._steps, self._must_resume, self._written = self._process.step, False, writes_of(self)
+        self._steps, self._must_resume, self._written = self._process.step, False, write_counters_of(self)
 
     # --- in a Checkpointer ------------------------------------------------------------------------------------------
 
@@ -360,8 +360,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def _values(self, state: Mapping[Any, Mapping[str, Any]]) -> Tensors:
         return {
-            key: {MASTER: local(tensor.detach())}
-            | {name: local(one) for name, one in state.get(tensor, {}).items() if isinstance(one, torch.Tensor)}
+            key: {MASTER: local_shard(tensor.detach())}
+            | {name: local_shard(one) for name, one in state.get(tensor, {}).items() if isinstance(one, torch.Tensor)}
             for key, tensor in self._tensors.items()
         }
 

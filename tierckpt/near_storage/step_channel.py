@@ -11,7 +11,7 @@ import torch
 
 from ..arena.memory import Memory
 from ..errors import IntegrityError, UpdaterLostError
-from ..replay.optimizers import local
+from ..replay.optimizers import local_shard
 from .blocks import BlockLayout, TrainerParameter, shared_bytes, shared_tensors
 from .updater_process import UpdaterProcess
 
@@ -120,14 +120,14 @@ class StepChannel:
 
     def others(self) -> list[str]:
         """Return the keys of parameters that differ bitwise from the updater's last values."""
-        bits = {key: local(one.detach()).view(torch.int16) for key, one in self._tensors.items()}
+        bits = {key: local_shard(one.detach()).view(torch.int16) for key, one in self._tensors.items()}
         return [key for key, one in self._shared.items() if not torch.equal(one.view(torch.int16), bits[key])]
 
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Copy the parameters from shared memory to the trainer's tensors."""
         for key, found in self._shared.items():
-            local(self._tensors[key].detach()).copy_(found)
+            local_shard(self._tensors[key].detach()).copy_(found)
             self.moved_bytes += found.nbytes
 
     def _send(self, sent: Sent) -> None:
@@ -141,7 +141,7 @@ class StepChannel:
         """Yield blocks as they are copied, so that a block is stepped during the next copy. Copies stay (N4)."""
         sent.gradients.clear()
         for block in self._layout.blocks:
-            found = {key: local(one) for key in block.keys if (one := self._tensors[key].grad) is not None}
+            found = {key: local_shard(one) for key in block.keys if (one := self._tensors[key].grad) is not None}
             for key, gradient in found.items():
                 self._shared[key].copy_(gradient)
                 self.moved_bytes += gradient.nbytes

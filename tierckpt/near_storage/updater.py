@@ -36,7 +36,7 @@ from ..process_start import begin_command
 from ..replay.apply import Replay
 from ..replay.capture import Step
 from ..replay.frame import Frame, decode
-from ..replay.optimizers import BY_NAME
+from ..replay.optimizers import CLASS_BY_NAME
 from ..resources import ThreadPool
 from ..telemetry import log_to, logger
 from .blocks import MASTER, BlockLayout, StateBlock, TrainerParameter, layout_of, shared_tensors
@@ -149,7 +149,7 @@ class Updater:
         self._sending = threading.Lock()
         self._persist_every = max(1, int(order["persist_every"]))
         members = [TrainerParameter(one[0], one[1], tuple(one[2]), one[3]) for one in order["members"]]
-        self._kind = BY_NAME[order["kind"]]
+        self._kind = CLASS_BY_NAME[order["kind"]]
         groups = _decoded(bytes.fromhex(order["groups"])).hyperparameters
         layout = layout_of(self._kind, members, groups)
         descriptor, kind = order["memory"]

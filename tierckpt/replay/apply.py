@@ -21,7 +21,7 @@ from .optimizers import base_of
 
 Key = tuple[str, str]
 """A tensor of an optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
-NARROW = (torch.bfloat16, torch.float16)
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes of gradients of float32 parameters that are widened without loss (F3)."""
 
 
@@ -55,7 +55,7 @@ class Replay:
         self.parameters = dict(parameters)
         self._state = {key: dict(state.get(key, {})) for key in parameters}
         self._optimizer: torch.optim.Optimizer | None = None
-        self._groups: list[int] = []
+        self._group_numbers: list[int] = []
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
@@ -66,11 +66,11 @@ class Replay:
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and the tensors of their state. Not copied."""
-        found: dict[Key, torch.Tensor] = {}
+        tensors: dict[Key, torch.Tensor] = {}
         for key, state in self.state.items():
-            found[key, ""] = self.parameters[key]
-            found |= {(key, name): one for name, one in state.items() if isinstance(one, torch.Tensor)}
-        return found
+            tensors[key, ""] = self.parameters[key]
+            tensors |= {(key, name): one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        return tensors
 
     def values(self) -> dict[str, dict[str, Any]]:
         """Return the state of each parameter without its tensors."""
@@ -79,7 +79,7 @@ class Replay:
             for key, state in self.state.items()
         }
 
-    def moved(self, device_of: Callable[[Key], torch.device]) -> Replay:
+    def to_devices(self, device_of: Callable[[Key], torch.device]) -> Replay:
         """Return this replay with each tensor on ``device_of`` its key. Copies only tensors on another device."""
         parameters, state = dict[str, torch.Tensor](), {key: dict(one) for key, one in self.state.items()}
         for (key, name), tensor in self.tensors().items():
@@ -102,11 +102,11 @@ class Replay:
         self.version = step.version
         if step.is_skipped:
             return
-        optimizer = self._built(step.hyperparameters)
-        for place, number in enumerate(self._groups):
-            optimizer.param_groups[place].update(step.hyperparameters[number])
+        optimizer = self._get_optimizer(step.hyperparameters)
+        for index, number in enumerate(self._group_numbers):
+            optimizer.param_groups[index].update(step.hyperparameters[number])
         for key, tensor in self.parameters.items():
-            tensor.grad = self._fitting(key, step.gradients.get(key))
+            tensor.grad = self._convert_gradient(key, step.gradients.get(key))
         if self.kind is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups):
             for tensor in self.parameters.values():  # foreach overwrites them (torch 2.13), and the caller owns them
                 tensor.grad = tensor.grad.clone() if tensor.grad is not None else None
@@ -115,33 +115,33 @@ class Replay:
         for tensor in self.parameters.values():
             tensor.grad = None
 
-    def _fitting(self, key: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _convert_gradient(self, key: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
             return None
         tensor = self.parameters[key]
-        is_narrow = tensor.dtype is torch.float32 and gradient.dtype in NARROW
+        is_narrow = tensor.dtype is torch.float32 and gradient.dtype in NARROW_DTYPES
         if gradient.shape != tensor.shape or not (is_narrow or gradient.dtype == tensor.dtype):
             raise StateMismatchError(
                 f"the gradient of parameter {key} is {gradient.dtype} {list(gradient.shape)}, but the parameter is "
                 f"{tensor.dtype} {list(tensor.shape)}",
                 hint="The log has another sharding or precision. Restore the newest whole checkpoint",
             )
-        found = gradient.to(tensor.device).to(tensor.dtype)
-        return found if found.stride() == tensor.stride() else torch.empty_like(tensor).copy_(found)
+        converted = gradient.to(tensor.device).to(tensor.dtype)
+        return converted if converted.stride() == tensor.stride() else torch.empty_like(tensor).copy_(converted)
 
-    def _built(self, hyperparameters: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    def _get_optimizer(self, hyperparameters: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
         if self._optimizer is None:
-            members: dict[int, list[torch.Tensor]] = {}
+            tensors_by_group: dict[int, list[torch.Tensor]] = {}
             for key, tensor in self.parameters.items():
-                members.setdefault(int(key.partition(".")[0]), []).append(tensor)
-            self._groups = sorted(members)
-            if self._groups and self._groups[-1] >= len(hyperparameters):
+                tensors_by_group.setdefault(int(key.partition(".")[0]), []).append(tensor)
+            self._group_numbers = sorted(tensors_by_group)
+            if self._group_numbers and self._group_numbers[-1] >= len(hyperparameters):
                 raise StateMismatchError(
                     f"the log has {len(hyperparameters)} groups, but the state has parameters of group "
-                    f"{self._groups[-1]}",
+                    f"{self._group_numbers[-1]}",
                     hint="Restore the newest whole checkpoint",
                 )
-            groups = [{**hyperparameters[number], "params": members[number]} for number in self._groups]
+            groups = [{**hyperparameters[number], "params": tensors_by_group[number]} for number in self._group_numbers]
             self._optimizer = cast(Any, self.kind)(groups)
             for key, tensor in self.parameters.items():
                 if self._state[key]:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import torch_internals
 from ..errors import TierckptError
 from ..telemetry import logger
-from .optimizers import check_replayable, implementation_of, local, parameters_of, state_values, writes_of
+from .optimizers import check_replayable, implementation_of, local_shard, parameters_of, state_values, write_counters_of
 
 log = logger("replay")
 
@@ -66,26 +66,26 @@ class Capture:
         self.version = 0
         """Version of the current state: the number of steps."""
         self.steps: list[Step] = []
-        """Steps since the last ``take``."""
-        self.broken = ""
+        """Steps since the last ``take_steps``."""
+        self.failure = ""
         """Reason why the recording ended; '' before."""
         self.implementations = [implementation_of(group) for group in optimizer.param_groups]
         self._gradients: Mapping[str, torch.Tensor] | None = None
-        self._is_taken = False
-        self._taken: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._has_copied = False
+        self._copied_gradients: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         """Parameter, gradient, and the version counter of the gradient when it was copied."""
-        self._shape, self._writes = _shape(optimizer), writes_of(optimizer)
-        self._held = state_values(optimizer)
-        self._ids = frozenset(itertools.chain.from_iterable(self._shape))
+        self._group_ids, self._write_counters = _group_ids(optimizer), write_counters_of(optimizer)
+        self._state_values = state_values(optimizer)
+        self._parameter_ids = frozenset(itertools.chain.from_iterable(self._group_ids))
         self._hyperparameters: list[Mapping[str, Any]] = []
         self._found_inf: torch.Tensor | None = None
-        updated = optimizer.register_step_post_hook(self._updated)
+        updated = optimizer.register_step_post_hook(self._after_update)
         torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_pre_hook(self._before_step),
             updated,
-            optimizer.register_step_post_hook(self._after),
-            register_optimizer_step_pre_hook(self._other),
+            optimizer.register_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(self._before_any_step),
             optimizer.register_load_state_dict_post_hook(lambda _: self.end("load_state_dict replaced its state")),
         ]
 
@@ -96,80 +96,80 @@ class Capture:
         """
         return {key: gradient.clone() for key, gradient in gradients.items()}
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         """Run after the update. After it returns, the caller may overwrite the gradients."""
 
-    def other_steps(self) -> None:
+    def before_other_optimizer(self) -> None:
         """Run before another optimizer steps the same parameters, which ends the recording."""
 
-    def take(self) -> list[Step]:
+    def take_steps(self) -> list[Step]:
         """Return the steps since the last call, in order."""
         taken, self.steps = self.steps, []
         return taken
 
     def end(self, reason: str) -> None:
         """Stop recording. The first ``reason`` is kept."""
-        if not self.broken:
-            self.broken = reason
+        if not self.failure:
+            self.failure = reason
             log.info("steps of %s are no longer recorded: %s", type(self.optimizer).__name__, reason)
 
-    def look(self) -> str:
-        """Check parameters and state for changes outside of a step. Return ``broken``."""
-        if self.broken:
-            return self.broken
-        if _shape(self.optimizer) != self._shape:
+    def check(self) -> str:
+        """Check parameters and state for changes outside of a step. Return ``failure``."""
+        if self.failure:
+            return self.failure
+        if _group_ids(self.optimizer) != self._group_ids:
             self.end("its groups or parameters changed")
-        elif writes_of(self.optimizer) != self._writes:
+        elif write_counters_of(self.optimizer) != self._write_counters:
             self.end(
                 "a parameter or its state was changed outside the optimizer, or a step bypassed its hooks (fused "
                 "into backward, or by another optimizer)"
             )
-        return self.broken
+        return self.failure
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.broken = self.broken or "closed"
+        self.failure = self.failure or "closed"
 
-    def _other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Run before a step of any optimizer: a fused step leaves the version counters of its parameters unchanged."""
-        if optimizer is self.optimizer or self.broken:
+        if optimizer is self.optimizer or self.failure:
             return
-        if any(id(tensor) in self._ids for group in optimizer.param_groups for tensor in group["params"]):
-            self.other_steps()
+        if any(id(tensor) in self._parameter_ids for group in optimizer.param_groups for tensor in group["params"]):
+            self.before_other_optimizer()
             name = type(optimizer).__name__
             self.end(f"another optimizer ({name}) stepped its parameters")
 
-    def _before(
+    def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._gradients, self._taken, self._is_taken = None, [], False
+        self._gradients, self._copied_gradients, self._has_copied = None, [], False
         if _is_compiled():
             self.end("its step is compiled, and rounds differently from torch.optim")
-        if not self.look():
+        if not self.check():
             groups = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
-            self._hyperparameters = explicit(groups, self.implementations)
+            self._hyperparameters = with_explicit_foreach(groups, self.implementations)
             found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the call
             self._found_inf = found.detach().clone() if found is not None else None
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is not None:
-                return args[:1], {**kwargs, "closure": self._taking(closure)}
+                return args[:1], {**kwargs, "closure": self._copying_closure(closure)}
             if self._found_inf is None:
-                self._take()
+                self._copy_gradients()
         return None
 
-    def _taking(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _copying_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
             loss = closure()
-            self._take()
+            self._copy_gradients()
             return loss
 
         return call
 
-    def _take(self) -> None:
-        self._is_taken = True
+    def _copy_gradients(self) -> None:
+        self._has_copied = True
         gradients: dict[str, torch.Tensor] = {}
         for parameter in parameters_of(self.optimizer):
             gradient = parameter.tensor.grad
@@ -178,18 +178,18 @@ class Capture:
             if gradient.layout is not torch.strided or gradient.dtype != parameter.tensor.dtype:
                 self.end(f"the gradient of {parameter.name} is {gradient.dtype} ({gradient.layout})")
                 return
-            gradients[parameter.key] = local(gradient.detach())
-            self._taken.append((parameter.tensor, gradient, torch_internals.version_of(gradient)))
+            gradients[parameter.key] = local_shard(gradient.detach())
+            self._copied_gradients.append((parameter.tensor, gradient, torch_internals.version_of(gradient)))
         try:
             self._gradients = self.copy(gradients)
         except (TierckptError, MemoryError, OSError) as error:  # training continues without a record
             self.end(str(error) or repr(error))
 
-    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        taken, self._taken = self._taken, []
-        if self.broken:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        taken, self._copied_gradients = self._copied_gradients, []
+        if self.failure:
             return
-        self._writes, self._held = writes_of(optimizer), state_values(optimizer)
+        self._write_counters, self._state_values = write_counters_of(optimizer), state_values(optimizer)
         if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself may overwrite them (C1)
             return
         for parameter, gradient, version in taken:
@@ -197,26 +197,28 @@ class Capture:
                 self.end("a step hook changed gradients after they were recorded")
                 return
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not (self._is_taken or self.broken):
-            self._take()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not (self._has_copied or self.failure):
+            self._copy_gradients()
         self.version += 1
         gradients, self._gradients = self._gradients, None
         try:
-            self.step_ends()
+            self.on_step_end()
         except (TierckptError, MemoryError, OSError) as error:
             self.end(str(error) or repr(error))
-        if gradients is not None and not self.broken:
+        if gradients is not None and not self.failure:
             self.steps.append(Step(self.version, self._hyperparameters, gradients, self._found_inf))
 
 
 def _is_compiled() -> bool:
     """True inside a compiled step, if torch reports it."""
-    ask = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
-    return ask is not None and bool(ask())
+    get_callback = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
+    return get_callback is not None and bool(get_callback())
 
 
-def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]) -> list[Mapping[str, Any]]:
+def with_explicit_foreach(
+    hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]
+) -> list[Mapping[str, Any]]:
     """Return ``hyperparameters`` with torch's choice of ``foreach``, which depends on the type of the parameters: a
     replay has a plain tensor for a DTensor."""
     return [
@@ -227,16 +229,16 @@ def explicit(hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequ
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of the options in ``group`` that the optimizer class defines."""
-    return {name: _copied(group[name]) for name in optimizer.defaults if name in group}
+    return {name: _copy_value(group[name]) for name in optimizer.defaults if name in group}
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, tuple | list):
-        return tuple(_copied(one) for one in value)
+        return tuple(_copy_value(one) for one in value)
     return value
 
 
-def _shape(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]

@@ -15,8 +15,8 @@ from .. import torch_internals
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ELEMENTS = 1 << 20
 ROW_ELEMENTS = 1 << 12
-SAMPLES = 64
-SMALL_BYTES, TOGETHER = 1 << 14, 1 << 10
+SAMPLE_ELEMENTS = 64
+SMALL_BYTES, SMALL_TENSORS_MAX = 1 << 14, 1 << 10
 """Maximum size of a small tensor, and the number of small tensors that are digested together."""
 JOINED_BYTES = 64 << 20
 """Size to which tensors on an accelerator are joined: a kernel launch takes the time of reading a megabyte."""
@@ -34,7 +34,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     flat = data.contiguous().view(-1)
     bits = flat.view(_VIEWS[flat.element_size()])
     if not bits.is_cpu:
-        return _by_rows(bits)
+        return _checksum_by_rows(bits)
     weights = _weights(bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, bits.numel(), CHUNK_ELEMENTS):
@@ -45,7 +45,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _by_rows(bits: torch.Tensor) -> torch.Tensor:
+def _checksum_by_rows(bits: torch.Tensor) -> torch.Tensor:
     """Return the same sum with a few kernels for any size, by rows and by columns.
 
     The weight of an element, 2 (row x ROW_ELEMENTS + column) + 1, is the sum of a row weight and a column weight.
@@ -83,46 +83,46 @@ class Fingerprint:
     """``value`` is a ``checksum``."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Fingerprint:
+    def of_tensor(cls, tensor: torch.Tensor) -> Fingerprint:
         is_sum = tensor.device.type != "cpu"
         return cls(checksum(tensor) if is_sum else _hash(tensor), sample_of(tensor).clone(), is_sum)
 
-    def fits(self, copy: torch.Tensor) -> bool:
+    def matches(self, copy: torch.Tensor) -> bool:
         """Return True if ``copy`` has the same bits. Waits for the device."""
-        return self.number == (int(checksum(copy).item()) if self.is_sum else _hash(copy))
+        return self.int_value == (int(checksum(copy).item()) if self.is_sum else _hash(copy))
 
-    def on_host(self) -> Fingerprint:
+    def to_host(self) -> Fingerprint:
         """Return the fingerprint in host memory. Waits for the device."""
-        return Fingerprint(self.number, self.sample.cpu(), self.is_sum)
+        return Fingerprint(self.int_value, self.sample.cpu(), self.is_sum)
 
     @property
-    def number(self) -> int:
+    def int_value(self) -> int:
         return self.value if isinstance(self.value, int) else int(self.value.item())
 
 
-Marks = list[int | torch.Tensor]
+Digests = list[int | torch.Tensor]
 """Digests of tensors: numbers, or scalars on a device."""
 
 
-def marks_of(tensors: Iterable[torch.Tensor]) -> Marks:
-    """Return the marks of ``tensors``. Does not wait for a device. Cost: one pass over the tensors."""
-    return begin_marks(tensors)()
+def digests_of(tensors: Iterable[torch.Tensor]) -> Digests:
+    """Return the digests of ``tensors``. Does not wait for a device. Cost: one pass over the tensors."""
+    return begin_digests(tensors)()
 
 
-def begin_marks(tensors: Iterable[torch.Tensor]) -> Callable[[], Marks]:
-    """Digest tensors on a device in stream order. Return a function for the tensors in host memory.
+def begin_digests(tensors: Iterable[torch.Tensor]) -> Callable[[], Digests]:
+    """Digest tensors on a device in stream order. Return a function for those in host memory.
 
-    The function returns the marks of all ``tensors``. It may run on another thread if nothing writes to them meanwhile.
+    The function returns the digests of all ``tensors``. It may run on another thread if nothing writes to them then.
     Small tensors are digested together: a call into torch costs more than reading their bytes.
     """
     host, device = list[torch.Tensor](), list[torch.Tensor]()
     for one in tensors:
         (host if one.device.type == "cpu" else device).append(one)
-    on_device: Marks = [checksum(one) for one in _joined(device)]
-    return lambda: [*map(_hash, _joined(host)), *on_device]
+    on_device: Digests = [checksum(one) for one in _join_small_tensors(device)]
+    return lambda: [*map(_hash, _join_small_tensors(host)), *on_device]
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _join_small_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield large tensors, then small ones joined by device and dtype."""
     small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in tensors:
@@ -130,16 +130,16 @@ def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield one
         elif one.numel():
             small.setdefault((one.device, one.dtype), []).append(one)
-    for several in small.values():
-        yield from map(torch_internals.flatten_dense_tensors, _groups(several))
+    for small_tensors in small.values():
+        yield from map(torch_internals.flatten_dense_tensors, _bounded_groups(small_tensors))
 
 
-def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _bounded_groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield ``tensors`` in order, in groups of bounded count and size."""
     group: list[torch.Tensor] = []
     size_bytes = 0
     for one in tensors:
-        if group and (len(group) == TOGETHER or size_bytes + one.nbytes > JOINED_BYTES):
+        if group and (len(group) == SMALL_TENSORS_MAX or size_bytes + one.nbytes > JOINED_BYTES):
             yield group
             group, size_bytes = [], 0
         group.append(one)
@@ -148,20 +148,20 @@ def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield group
 
 
-def numbers_of(marks: Marks) -> list[int]:
-    """Return ``marks`` as numbers. Waits for their devices."""
-    return [int(one) % 2**64 for one in marks]
+def digest_values(digests: Digests) -> list[int]:
+    """Return ``digests`` as numbers. Waits for their devices."""
+    return [int(one) % 2**64 for one in digests]
 
 
-def digest_of(marks: Marks) -> str:
-    """Return one digest of all ``marks``. Waits for their devices."""
-    return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "little") for one in numbers_of(marks)))
+def combined_digest(digests: Digests) -> str:
+    """Return one digest of all ``digests``. Waits for their devices."""
+    return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "little") for one in digest_values(digests)))
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return some elements of ``tensor``, evenly spaced. May share its memory."""
     flat = tensor.detach().contiguous().view(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLES))]
+    return flat[:: max(1, -(-flat.numel() // SAMPLE_ELEMENTS))]
 
 
 def _hash(tensor: torch.Tensor) -> int:

@@ -53,18 +53,18 @@ def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[byte
 
     Cost: one pass over the gradients. Waits for their copies to host memory.
     """
-    memory, views, steps = _JoinedViews(), list[memoryview](), dict[str, Json]()
+    joined, views, steps = _JoinedViews(), list[memoryview](), dict[str, Json]()
     for name, step in frame.steps.items():
-        described, gradients = describe(step)
-        steps[name] = {"layout": frame.layouts[name], **described}
+        step_fields, gradients = encode_step(step)
+        steps[name] = {"layout": frame.layouts[name], **step_fields}
         stored = (one if one.is_cpu and one.is_contiguous() else one.cpu().contiguous() for one in gradients)
-        views += map(memory.add, stored)
+        views += map(joined.add, stored)
     fields = {"number": frame.number, "previous": previous, "steps": steps}
     if parameters:
         fields["parameters"] = parameters
     attachment = memoryview(frame.attachment)
     record, digest = log_segments.pack_frame(fields, [*views, attachment])
-    return record, [*memory.views(), attachment], digest
+    return record, [*joined.views(), attachment], digest
 
 
 def decode(read: Read, *, where: str) -> Frame:
@@ -73,9 +73,9 @@ def decode(read: Read, *, where: str) -> Frame:
     Raises:
         IntegrityError: the bytes are cut short, damaged, or not a frame.
     """
-    fields, _, at = log_segments.unpack(read, log_segments.FRAME, where=where)
+    fields, _, offset = log_segments.unpack(read, log_segments.FRAME, where=where)
     sizes = iter([size_bytes for size_bytes, _ in fields["data"]])
-    pieces = log_segments.verified_pieces(read, fields, at, where=where)
+    pieces = log_segments.verified_pieces(read, fields, offset, where=where)
 
     def fill(view: memoryview) -> None:
         if next(sizes, None) != len(view):
@@ -87,19 +87,21 @@ def decode(read: Read, *, where: str) -> Frame:
             done += len(piece)
 
     steps = {}
-    for name, one in fields["steps"].items():
-        gradients = [torch.empty(shape, dtype=DTYPES[dtype], device=HOST) for _, dtype, shape in one["gradients"]]
+    for name, step_fields in fields["steps"].items():
+        gradients = [
+            torch.empty(shape, dtype=DTYPES[dtype], device=HOST) for _, dtype, shape in step_fields["gradients"]
+        ]
         for gradient in gradients:
             fill(bytes_of(gradient))
-        steps[name] = step_of(one, gradients)
-    layouts = {name: one["layout"] for name, one in fields["steps"].items()}
+        steps[name] = decode_step(step_fields, gradients)
+    layouts = {name: step_fields["layout"] for name, step_fields in fields["steps"].items()}
     return Frame(fields["number"], steps, layouts, b"".join(pieces))
 
 
-def describe(step: Step) -> tuple[Json, list[torch.Tensor]]:
+def encode_step(step: Step) -> tuple[Json, list[torch.Tensor]]:
     """Return ``step`` as JSON, and its gradients in the order of the JSON."""
     gradients = [*step.gradients.values()]
-    described = {
+    step_fields = {
         "version": step.version,
         "skipped": step.is_skipped,
         "hyperparameters": [to_json(group) for group in step.hyperparameters],
@@ -107,17 +109,17 @@ def describe(step: Step) -> tuple[Json, list[torch.Tensor]]:
             [key, dtype_name(one.dtype), list(one.shape)] for key, one in zip(step.gradients, gradients, strict=True)
         ],
     }
-    return described, gradients
+    return step_fields, gradients
 
 
-def step_of(described: Json, gradients: Iterable[torch.Tensor], device_of: DeviceOf = lambda _: HOST) -> Step:
-    """Return the step of ``describe``. ``device_of`` maps the device of a hyperparameter that is a tensor."""
-    keys = [key for key, *_ in described["gradients"]]
+def decode_step(step_fields: Json, gradients: Iterable[torch.Tensor], device_of: DeviceOf = lambda _: HOST) -> Step:
+    """Return the step of ``encode_step``. ``device_of`` maps the device of a hyperparameter that is a tensor."""
+    keys = [key for key, *_ in step_fields["gradients"]]
     return Step(
-        int(described["version"]),
-        [from_json(group, device_of) for group in described["hyperparameters"]],
+        int(step_fields["version"]),
+        [from_json(group, device_of) for group in step_fields["hyperparameters"]],
         dict(zip(keys, gradients, strict=True)),
-        torch.ones((), device=HOST) if described["skipped"] else None,
+        torch.ones((), device=HOST) if step_fields["skipped"] else None,
     )
 
 
@@ -128,25 +130,25 @@ class _JoinedViews:
     """
 
     def __init__(self) -> None:
-        self._whole: dict[int, memoryview] = {}
+        self._storage_views: dict[int, memoryview] = {}
         """Views of whole storages, by address. A view keeps its storage alive."""
-        self._runs: list[tuple[int, int, int]] = []
+        self._ranges: list[tuple[int, int, int]] = []
 
     def add(self, tensor: torch.Tensor) -> memoryview:
         storage = tensor.untyped_storage()
-        place = torch_internals.storage_address_of(storage)
-        if place not in self._whole:
-            self._whole[place] = bytes_of(torch.empty(0, dtype=torch.uint8, device=HOST).set_(storage))
+        address = torch_internals.storage_address_of(storage)
+        if address not in self._storage_views:
+            self._storage_views[address] = bytes_of(torch.empty(0, dtype=torch.uint8, device=HOST).set_(storage))
         begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + tensor.nbytes
-        if self._runs and self._runs[-1][0] == place and self._runs[-1][2] == begin:
-            self._runs[-1] = (place, self._runs[-1][1], end)
+        if self._ranges and self._ranges[-1][0] == address and self._ranges[-1][2] == begin:
+            self._ranges[-1] = (address, self._ranges[-1][1], end)
         elif begin < end:
-            self._runs.append((place, begin, end))
-        return self._whole[place][begin:end]
+            self._ranges.append((address, begin, end))
+        return self._storage_views[address][begin:end]
 
     def views(self) -> list[memoryview]:
-        return [self._whole[place][begin:end] for place, begin, end in self._runs]
+        return [self._storage_views[address][begin:end] for address, begin, end in self._ranges]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -25,13 +25,13 @@ import torch
 
 from ..errors import CheckpointError
 from ..resources import ThreadPool
-from .checksum import Marks, begin_marks, digest_of, marks_of, numbers_of
+from .checksum import Digests, begin_digests, combined_digest, digest_values, digests_of
 from .optimizers import tensors_of
 
 CHECK_SHARE = 0.01
 """Share of training time that digests on the training thread may take."""
 FREE_SECONDS = 0.002
-CHANGED = (
+CHANGE_MESSAGE = (
     "parameters or state{} were changed outside the optimizer between {} and {}, in a way that version counters do not "
     "show (.data, numpy, a fused kernel)"
 )
@@ -55,111 +55,113 @@ class Guard:
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._thread = ThreadPool(1, "tierckpt-digest")
-        self._newest: tuple[int, threading.Event, Future[str]] | None = None
-        self._seen: dict[str, list[int]] = {}
+        self._newest_digest: tuple[int, threading.Event, Future[str]] | None = None
+        self._digests: dict[str, list[int]] = {}
         """Digests by optimizer at the end of the newest step. Used by the digest thread."""
-        self._before: dict[str, Marks] = {}
-        self._after: dict[str, Marks] = {}
-        """Marks of the current step."""
+        self._digests_before: dict[str, Digests] = {}
+        self._digests_after: dict[str, Digests] = {}
+        """Digests of the current step."""
         self._failure: tuple[int, str] | None = None
-        self._looks, self._is_new = False, True
-        self._look_seconds = self._taken_seconds = self._spent_seconds = 0.0
-        self._begun = time.perf_counter()
+        self._checks_step, self._has_new_base = False, True
+        self._check_seconds = self._before_seconds = self._total_check_seconds = 0.0
+        self._started_at = time.perf_counter()
 
     @property
     def failure(self) -> tuple[int, str] | None:
         """The first step that must not be logged, and the reason."""
-        if self._failure is not None or self._newest is None or not self._newest[2].done():
+        if self._failure is not None or self._newest_digest is None or not self._newest_digest[2].done():
             return self._failure
-        error = self._newest[2].exception()
-        return (self._newest[0], str(error)) if error is not None else None
+        error = self._newest_digest[2].exception()
+        return (self._newest_digest[0], str(error)) if error is not None else None
 
     def begin(self, step: int, check: Check) -> None:
         """Begin a new log at the current state, after ``step``."""
-        self._before, self._after, self._is_new, self._failure = {}, {}, True, None
+        self._digests_before, self._digests_after, self._has_new_base, self._failure = {}, {}, True, None
         self._submit(step, check)
 
     def rebase(self) -> None:
         """Check the next step: a checkpoint has the current state."""
-        self._is_new = True
+        self._has_new_base = True
 
     def before(self, name: str) -> None:
         """Run before a step of the optimizer ``name``."""
         self.wait()
-        begun = time.perf_counter()
-        is_paid = self._spent_seconds + self._look_seconds <= CHECK_SHARE * (begun - self._begun)
-        self._looks = self._is_new or self._look_seconds <= FREE_SECONDS or is_paid
-        if self._looks and name not in self._before:
-            marks = self._before[name] = self._marks(name)
-            if self._newest is not None and all(isinstance(one, int) for one in marks):  # else ``_submit`` compares
-                step, _, digest = self._newest
-                if digest.exception() is None and numbers_of(marks) != self._seen[name]:
-                    self._failure = (step + 1, _changed(name, f"step {step}", "the next update"))
-        self._taken_seconds = time.perf_counter() - begun
+        started_at = time.perf_counter()
+        allowed_seconds = CHECK_SHARE * (started_at - self._started_at)
+        is_within_share = self._total_check_seconds + self._check_seconds <= allowed_seconds
+        self._checks_step = self._has_new_base or self._check_seconds <= FREE_SECONDS or is_within_share
+        if self._checks_step and name not in self._digests_before:
+            digests = self._digests_before[name] = self._digest(name)
+            is_on_host = all(isinstance(one, int) for one in digests)  # else ``_submit`` compares
+            if self._newest_digest is not None and is_on_host:
+                step, _, digest = self._newest_digest
+                if digest.exception() is None and digest_values(digests) != self._digests[name]:
+                    self._failure = (step + 1, _change_message(name, f"step {step}", "the next update"))
+        self._before_seconds = time.perf_counter() - started_at
 
     def wait(self) -> None:
         """Wait until the digest thread has read host memory; then the caller may write to it."""
-        if self._newest is not None:
-            self._newest[1].wait()
+        if self._newest_digest is not None:
+            self._newest_digest[1].wait()
 
     def after(self, name: str) -> None:
         """Run directly after the update of the optimizer ``name``."""
-        if self._looks:
-            begun = time.perf_counter()
-            self._after[name] = self._marks(name)
-            taken = self._taken_seconds + time.perf_counter() - begun
-            self._look_seconds = min(taken, self._look_seconds or taken)  # the first passes load code
-            self._spent_seconds += taken
+        if self._checks_step:
+            started_at = time.perf_counter()
+            self._digests_after[name] = self._digest(name)
+            seconds = self._before_seconds + time.perf_counter() - started_at
+            self._check_seconds = min(seconds, self._check_seconds or seconds)  # the first passes load code
+            self._total_check_seconds += seconds
 
-    def _marks(self, name: str) -> Marks:
+    def _digest(self, name: str) -> Digests:
         try:
-            return marks_of(tensors_of(self._optimizers[name]))
+            return digests_of(tensors_of(self._optimizers[name]))
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError; training continues without the log
-            step = self._newest[0] + 1 if self._newest is not None else 0
+            step = self._newest_digest[0] + 1 if self._newest_digest is not None else 0
             self._failure = (step, f"parameters and state cannot be digested: {error}")
             return []
 
     def end_of_step(self, step: int, check: Check) -> Future[str]:
         """Begin to digest the current state. The future raises CheckpointError if ``step`` must not be logged (D3)."""
-        self._is_new = False
+        self._has_new_base = False
         return self._submit(step, check)
 
     def close(self) -> None:
         self._thread.shutdown()
 
     def _submit(self, step: int, check: Check) -> Future[str]:
-        before, self._before, after, self._after = self._before, {}, self._after, {}
-        reading = {name: begin_marks(tensors_of(one)) for name, one in sorted(self._optimizers.items())}
+        before, self._digests_before, after, self._digests_after = self._digests_before, {}, self._digests_after, {}
+        pending_digests = {name: begin_digests(tensors_of(one)) for name, one in sorted(self._optimizers.items())}
         is_read = threading.Event()
 
         def read() -> str:
             try:
-                marks = {name: begun() for name, begun in reading.items()}
-                checked = check()
+                digests = {name: finish() for name, finish in pending_digests.items()}
+                finish_check = check()
             finally:
                 is_read.set()
-            seen = {name: numbers_of(one) for name, one in marks.items()}
-            reason, others = checked()
+            values = {name: digest_values(one) for name, one in digests.items()}
+            reason, other_digest = finish_check()
             for name, one in before.items():
-                if numbers_of(one) != self._seen.get(name):
-                    reason = _changed(name, "the previous step", f"the update of step {step}")
+                if digest_values(one) != self._digests.get(name):
+                    reason = _change_message(name, "the previous step", f"the update of step {step}")
             for name, one in after.items():
-                if numbers_of(one) != seen[name]:
-                    reason = reason or _changed(name, f"the update of step {step}", "its end")
-            self._seen = seen
+                if digest_values(one) != values[name]:
+                    reason = reason or _change_message(name, f"the update of step {step}", "its end")
+            self._digests = values
             if reason:
                 raise CheckpointError(reason)
-            return total_of(seen, others)
+            return frame_digest(values, other_digest)
 
         future = self._thread.submit(read)
-        self._newest = (step, is_read, future)
+        self._newest_digest = (step, is_read, future)
         return future
 
 
-def total_of(seen: Mapping[str, list[int]], others: int) -> str:
-    """Return the digest for a frame: of the numbers of each optimizer, and of ``others``, the digest of a ``Check``."""
-    return digest_of([*(number for name in sorted(seen) for number in seen[name]), others])
+def frame_digest(digests: Mapping[str, list[int]], other_digest: int) -> str:
+    """Return the digest of a frame: of the optimizers' digests, and of ``other_digest``, that of a ``Check``."""
+    return combined_digest([*(number for name in sorted(digests) for number in digests[name]), other_digest])
 
 
-def _changed(name: str, since: str, until: str) -> str:
-    return CHANGED.format(f" of {name}" if name else "", since, until)
+def _change_message(name: str, earlier: str, later: str) -> str:
+    return CHANGE_MESSAGE.format(f" of {name}" if name else "", earlier, later)

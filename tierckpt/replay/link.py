@@ -31,14 +31,14 @@ from ..quantities import round_up
 from ..resources import start_thread
 
 CHUNK_BYTES = 4 << 20
-SEVERAL_BYTES = 2 * CHUNK_BYTES
+JOINED_GRADIENT_BYTES = 2 * CHUNK_BYTES
 """Size of a group of small gradients, which are checked and copied together."""
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
 """Maximum delay that a throttled link makes up for."""
 COPY_TIMEOUT_SECONDS = 600.0
 """Timeout of background threads that wait for a copy."""
-UPDATE_SECONDS = 0.25
+UPDATE_TIMEOUT_SECONDS = 0.25
 """Maximum pause of background threads during an update of the optimizer."""
 ALIGNMENT_BYTES = 64
 SLOTS_MAX = 1024
@@ -53,7 +53,7 @@ class TensorCopy:
     Args:
         allocate: returns memory for all sources; called on the copying thread, because new memory is slow. None: copies
             float32 tensors as bfloat16 if that loses no bit (gradients that were reduced in bfloat16).
-        gives_way: the copy begins after the current update of the optimizer.
+        yields_to_update: the copy begins after the current update of the optimizer.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class TensorCopy:
         sources: Sequence[torch.Tensor],
         allocate: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None,
         *,
-        gives_way: bool = False,
+        yields_to_update: bool = False,
     ) -> None:
         self.done: Future[None] = Future()
-        self.was_changed = False
+        self.was_overwritten = False
         """A source was overwritten before the copy was done."""
         self.copied_bytes = 0
-        self.gives_way = gives_way
+        self.yields_to_update = yields_to_update
         self.size_bytes = sum(one.nbytes for one in sources) if allocate is not None else 0
         self.result: list[torch.Tensor] = []
         self.on_device: Copies | None = None
@@ -76,14 +76,14 @@ class TensorCopy:
         self._versions = [torch_internals.version_of(one) for one in sources]
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._allocate = allocate
-        self._next = 0
+        self._next_source = 0
 
     @property
-    def left_bytes(self) -> int:
+    def remaining_bytes(self) -> int:
         return self.size_bytes - self.copied_bytes
 
     @property
-    def has_no_memory(self) -> bool:
+    def is_out_of_memory(self) -> bool:
         done = self.done
         return done.done() and not done.cancelled() and isinstance(done.exception(), MemoryError)
 
@@ -103,16 +103,16 @@ class TensorCopy:
             self.result = self._allocate(self._sources)
 
     def _next_piece(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self._next:
+        if not self._next_source:
             self.allocate()
         while not self._pieces:
-            if self._next == len(self._sources):
+            if self._next_source == len(self._sources):
                 return None
             if self._allocate is None:
-                self._next += self._add_gradients()
+                self._next_source += self._add_gradients()
             else:
-                self._add(self.result[self._next], self._sources[self._next])
-                self._next += 1
+                self._add(self.result[self._next_source], self._sources[self._next_source])
+                self._next_source += 1
             self._pieces.reverse()
         return self._pieces.pop()
 
@@ -130,7 +130,7 @@ class TensorCopy:
     def end(self) -> None:
         """Complete the copy."""
         versions = map(torch_internals.version_of, self._sources)
-        self.was_changed = any(map(operator.ne, versions, self._versions))
+        self.was_overwritten = any(map(operator.ne, versions, self._versions))
         self._sources.clear()
         if self.done.set_running_or_notify_cancel():
             self.done.set_result(None)
@@ -140,25 +140,25 @@ class TensorCopy:
 
         Each call into torch may yield the interpreter to the training thread.
         """
-        several: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         size_bytes = 0
-        for source in islice(self._sources, self._next, None):
+        for source in islice(self._sources, self._next_source, None):
             size_bytes += source.nbytes
-            if source.dtype is not torch.float32 or not source.numel() or size_bytes > SEVERAL_BYTES:
+            if source.dtype is not torch.float32 or not source.numel() or size_bytes > JOINED_GRADIENT_BYTES:
                 break
-            several.append(source)
-        if len(several) > 1:
-            halves = halves_without_loss(torch_internals.flatten_dense_tensors(several))
+            gradients.append(source)
+        if len(gradients) > 1:
+            halves = lossless_upper_halves(torch_internals.flatten_dense_tensors(gradients))
             if halves is not None:
                 target = self._add_memory(halves)
-                self.result += torch_internals.unflatten_dense_tensors(target.view(torch.bfloat16), several)
-                return len(several)
-        several = several or [self._sources[self._next]]
-        for source in several:
-            halves = halves_without_loss(source)
+                self.result += torch_internals.unflatten_dense_tensors(target.view(torch.bfloat16), gradients)
+                return len(gradients)
+        gradients = gradients or [self._sources[self._next_source]]
+        for source in gradients:
+            halves = lossless_upper_halves(source)
             target = self._add_memory(source if halves is None else halves)
             self.result.append(target if halves is None else target.view(torch.bfloat16).view(source.shape))
-        return len(several)
+        return len(gradients)
 
     def _add_memory(self, source: torch.Tensor) -> torch.Tensor:
         target = host_memory([source])[0]
@@ -177,8 +177,8 @@ class TensorCopy:
             self._pieces.append((target, source))
             return
         flat_target, flat_source = target.view(-1), source.view(-1) if source.is_contiguous() else source
-        for at in range(0, source.numel(), count):
-            self._pieces.append((flat_target[at : at + count], flat_source[at : at + count]))
+        for offset in range(0, source.numel(), count):
+            self._pieces.append((flat_target[offset : offset + count], flat_source[offset : offset + count]))
 
 
 class OverwrittenError(CheckpointError):
@@ -194,15 +194,15 @@ class CopiedGradients(Mapping[str, torch.Tensor]):
     def __init__(self, copy: TensorCopy, keys: Sequence[str]) -> None:
         self.copy = copy
         self._keys = keys
-        self._found: dict[str, torch.Tensor] | None = None
+        self._gradients: dict[str, torch.Tensor] | None = None
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        if self._found is None:
+        if self._gradients is None:
             self.copy.done.result(COPY_TIMEOUT_SECONDS)
-            if self.copy.was_changed:
+            if self.copy.was_overwritten:
                 raise OverwrittenError("gradients were overwritten before they were copied (zero_grad in place?)")
-            self._found = dict(zip(self._keys, self.copy.result, strict=True))
-        return self._found[key]
+            self._gradients = dict(zip(self._keys, self.copy.result, strict=True))
+        return self._gradients[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -244,16 +244,16 @@ class PinnedMemory:
         self._arena.close()
 
 
-def halves_without_loss(tensor: torch.Tensor) -> torch.Tensor | None:
+def lossless_upper_halves(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the upper halves of float32 values in host memory as int16; None if a lower half is not 0."""
     if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
         return None
     values = tensor.numpy(force=True).reshape(-1)  # numpy's views do not yield the interpreter
     even = len(values) & ~1
-    found = int(np.bitwise_or.reduce(values[:even].view(np.uint64)))  # torch's any() takes 6 times as long
+    lower_bits = int(np.bitwise_or.reduce(values[:even].view(np.uint64)))  # torch's any() takes 6 times as long
     if even < len(values):
-        found |= int(values[even:].view(np.uint32)[0]) & 0xFFFF
-    return None if found & _LOWER_HALVES else torch.from_numpy(values.view(np.int16)[1::2])
+        lower_bits |= int(values[even:].view(np.uint32)[0]) & 0xFFFF
+    return None if lower_bits & _LOWER_HALVES else torch.from_numpy(values.view(np.int16)[1::2])
 
 
 class Link:
@@ -265,47 +265,47 @@ class Link:
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
-        self.logged: dict[int, CopiedGradients | None] = {}
+        self.logged_gradients: dict[int, CopiedGradients | None] = {}
         """The current step's gradients, if a log copies them, by ``id`` of each optimizer with a multi-step stager."""
-        self._moved_bytes, self._busy_seconds, self._device_rate = 0, 0.0, 0.0
+        self._copied_bytes, self._busy_seconds, self._device_bytes_per_second = 0, 0.0, 0.0
         self._pinned = PinnedMemory()
         self._no_update = threading.Event()
         self._no_update.set()
-        self._waiting: list[tuple[int, int, TensorCopy]] = []
-        self._order = itertools.count()
+        self._queue: list[tuple[int, int, TensorCopy]] = []
+        self._sequence = itertools.count()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="tierckpt-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tierckpt-link", daemon=True)
         start_thread(self._thread)
         self._clock = time.pthread_getcpuclockid(self._thread.ident or 0)
 
     @property
-    def measured_rate(self) -> float:
+    def measured_bytes_per_second(self) -> float:
         """Bytes per second while copying; 0 before the first chunk. From a device: the maximum, as copies queue."""
-        if self._device_rate:
-            return self._device_rate
-        return self._moved_bytes / self._busy_seconds if self._moved_bytes >= CHUNK_BYTES else 0.0
+        if self._device_bytes_per_second:
+            return self._device_bytes_per_second
+        return self._copied_bytes / self._busy_seconds if self._copied_bytes >= CHUNK_BYTES else 0.0
 
     def progress(self) -> tuple[int, float]:
         """Return values that change while the thread copies."""
-        return self._moved_bytes, time.clock_gettime(self._clock)
+        return self._copied_bytes, time.clock_gettime(self._clock)
 
     def update_begins(self) -> None:
-        """Pause copies that give way: this thread is about to step an optimizer."""
+        """Pause copies that yield to updates: this thread is about to step an optimizer."""
         self._no_update.clear()
 
     def update_ends(self) -> None:
-        """Resume copies that give way: the step has returned, or waits."""
+        """Resume copies that yield to updates: the step has returned, or waits."""
         self._no_update.set()
 
-    def give_way(self) -> None:
+    def wait_for_update(self) -> None:
         """Wait for the end of the current update, on a background thread.
 
         Each call into torch may take the interpreter from the update. Background work can run during the next forward
         and backward passes instead.
         """
         if not self._no_update.is_set():
-            self._no_update.wait(UPDATE_SECONDS)
+            self._no_update.wait(UPDATE_TIMEOUT_SECONDS)
             self._no_update.set()  # a step that raised did not call update_ends
 
     def wait(self, copy: TensorCopy) -> bool:
@@ -313,92 +313,95 @@ class Link:
         self.update_ends()
         return copy.fence() or poll.wait_while([copy.done], self.progress)
 
-    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, gives_way: bool = False) -> TensorCopy:
+    def copy(self, sources: Sequence[torch.Tensor], priority: int, *, yields_to_update: bool = False) -> TensorCopy:
         """Begin to copy ``sources``, which must not be overwritten before the copy is done or ``wait`` returns.
 
         From a device: on a stream of this priority, after the work queued on the current stream.
 
         Args:
-            gives_way: begin after the current update of the optimizer.
+            yields_to_update: begin after the current update of the optimizer.
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
-        made = TensorCopy(sources, self._pinned.tensors if priority == PARTS else None, gives_way=gives_way)
+        allocate = self._pinned.tensors if priority == PARTS else None
+        tensor_copy = TensorCopy(sources, allocate, yields_to_update=yields_to_update)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
-            heapq.heappush(self._waiting, (priority, next(self._order), made))
+            heapq.heappush(self._queue, (priority, next(self._sequence), tensor_copy))
             self._changed.notify()
-        return made
+        return tensor_copy
 
     def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> TensorCopy:
         """Copy on a side stream. Does not wait for the device, so float32 gradients are not narrowed."""
         if self._is_closed:
             raise RuntimeError("the link is closed")
-        made = TensorCopy(sources, self._pinned.tensors)
-        made.allocate()
-        made.on_device = Copies(made.result, sources, priority=priority - PARTS)  # the lowest number has priority
-        made.on_device.run_now(lambda one: not one.is_cuda)  # step counters, which torch keeps on the host
-        begun = time.monotonic()
+        tensor_copy = TensorCopy(sources, self._pinned.tensors)
+        tensor_copy.allocate()
+        # the lowest number has priority
+        tensor_copy.on_device = Copies(tensor_copy.result, sources, priority=priority - PARTS)
+        tensor_copy.on_device.run_now(lambda one: not one.is_cuda)  # step counters, which torch keeps on the host
+        started_at = time.monotonic()
 
-        def ended(error: BaseException | None) -> None:
-            self._device_rate = max(self._device_rate, made.size_bytes / (time.monotonic() - begun))
-            made.copied_bytes = made.size_bytes
+        def on_done(error: BaseException | None) -> None:
+            measured = tensor_copy.size_bytes / (time.monotonic() - started_at)
+            self._device_bytes_per_second = max(self._device_bytes_per_second, measured)
+            tensor_copy.copied_bytes = tensor_copy.size_bytes
             if error is None:
-                made.end()
-            elif made.done.set_running_or_notify_cancel():
-                made.done.set_exception(error)
+                tensor_copy.end()
+            elif tensor_copy.done.set_running_or_notify_cancel():
+                tensor_copy.done.set_exception(error)
 
-        made.on_device.run_in_background(ended)
-        return made
+        tensor_copy.on_device.run_in_background(on_done)
+        return tensor_copy
 
     def close(self) -> None:
         """Cancel pending copies, and end the thread."""
         with self._changed:
             self._is_closed = True
-            waiting, self._waiting = self._waiting, []
+            queue, self._queue = self._queue, []
             self._changed.notify()
-        for _, _, made in waiting:
-            made.done.cancel()
+        for _, _, tensor_copy in queue:
+            tensor_copy.done.cancel()
         self._thread.join()
         self._pinned.close()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         free_at = time.monotonic()
         chunk_bytes = min(CHUNK_BYTES, self.bytes_per_second * CATCH_UP_SECONDS or CHUNK_BYTES)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if self._is_closed:
                     return
-                made = self._waiting[0][2]
+                tensor_copy = self._queue[0][2]
             try:
-                if made.gives_way:
-                    self.give_way()
-                targets, sources = made.next_chunk(chunk_bytes)
+                if tensor_copy.yields_to_update:
+                    self.wait_for_update()
+                targets, sources = tensor_copy.next_chunk(chunk_bytes)
                 if targets:
-                    begun = time.monotonic()
+                    started_at = time.monotonic()
                     size_bytes = sum(one.nbytes for one in targets)
                     if self.bytes_per_second:
                         free_at = max(free_at, time.monotonic() - CATCH_UP_SECONDS) + size_bytes / self.bytes_per_second
                         time.sleep(max(0.0, free_at - time.monotonic()))
                     torch_internals.foreach_copy(targets, sources)
-                    made.copied_bytes += size_bytes
-                    self._moved_bytes += size_bytes
-                    self._busy_seconds += time.monotonic() - begun
+                    tensor_copy.copied_bytes += size_bytes
+                    self._copied_bytes += size_bytes
+                    self._busy_seconds += time.monotonic() - started_at
                     continue
             except BaseException as error:
-                self._remove(made)
-                if made.done.set_running_or_notify_cancel():
-                    made.done.set_exception(error)
+                self._remove(tensor_copy)
+                if tensor_copy.done.set_running_or_notify_cancel():
+                    tensor_copy.done.set_exception(error)
                 continue
-            self._remove(made)
-            made.end()
+            self._remove(tensor_copy)
+            tensor_copy.end()
 
-    def _remove(self, made: TensorCopy) -> None:
+    def _remove(self, tensor_copy: TensorCopy) -> None:
         with self._changed:
-            self._waiting = [one for one in self._waiting if one[2] is not made]
-            heapq.heapify(self._waiting)
+            self._queue = [one for one in self._queue if one[2] is not tensor_copy]
+            heapq.heapify(self._queue)
 
 
 def host_memory(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,12 +31,20 @@ from ..save import log_segments
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Step
-from .checksum import marks_of, numbers_of
+from .checksum import digest_values, digests_of
 from .frame import Frame, decode
-from .guard import Check, Guard, no_check, total_of
+from .guard import Check, Guard, frame_digest, no_check
 from .link import GRADIENTS, CopiedGradients, Link
 from .log_writer import Base, GroupCommit, LogWriter
-from .optimizers import check_replayable, layout_digest, local, parameters_of, sharded, tensors_of, with_state
+from .optimizers import (
+    check_replayable,
+    layout_digest,
+    local_shard,
+    parameter_and_state,
+    parameters_of,
+    shard_like,
+    tensors_of,
+)
 
 log = logger("replay")
 
@@ -206,7 +214,7 @@ class GradientLog:
         self._layouts = layouts_of(self.optimizers)
         self._said_seconds = 0.0
         members = itertools.chain.from_iterable(map(parameters_of, self.optimizers.values()))
-        size_bytes = sum(local(one.tensor.detach()).nbytes for one in members)
+        size_bytes = sum(local_shard(one.tensor.detach()).nbytes for one in members)
         self._writer = LogWriter(
             self.directory,
             Base(at, [base] if reached is None else []),
@@ -234,7 +242,7 @@ class GradientLog:
             return
         made = attachment if isinstance(attachment, bytes) else attachment()
         data, check = made if isinstance(made, tuple) else (made, no_check)
-        steps = {name: taken[0] for name, one in self._recorders.items() if (taken := one.take())}
+        steps = {name: taken[0] for name, one in self._recorders.items() if (taken := one.take_steps())}
         self._newest = number
         self._writer.put(Frame(number, steps, self._layouts, data), self._guard.end_of_step(number, check))
 
@@ -268,7 +276,7 @@ class GradientLog:
 
     def _is_broken(self) -> bool:
         for recorder in self._recorders.values():
-            if reason := recorder.look():
+            if reason := recorder.check():
                 self.fail(reason)
         if self._writer is not None and (changed := self._guard.failure) is not None:
             self._writer.end(changed[1], newest=changed[0] - 1)
@@ -305,29 +313,31 @@ class _Recorder(Capture):
         link, this = self._link, id(self.optimizer)
         can_wait = self._can_wait(gradients.values())
         self._is_kept = not can_wait
-        gives_way = can_wait and this not in link.logged  # a window needs the link meanwhile
-        copied = CopiedGradients(link.copy([*gradients.values()], GRADIENTS, gives_way=gives_way), [*gradients])
-        if this in link.logged:
-            link.logged[this] = copied
+        yields_to_update = can_wait and this not in link.logged_gradients  # a window needs the link meanwhile
+        copied = CopiedGradients(
+            link.copy([*gradients.values()], GRADIENTS, yields_to_update=yields_to_update), [*gradients]
+        )
+        if this in link.logged_gradients:
+            link.logged_gradients[this] = copied
         if self._waits and not link.wait(copied.copy):
             self.end(HANGS)
         self._copied = copied
         link.update_begins()
         return copied
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         self._link.update_ends()
         if self._is_kept and self._copied is not None and not self._link.wait(self._copied.copy):
             self.end(HANGS)
         self._copied = None
 
-    def other_steps(self) -> None:
+    def before_other_optimizer(self) -> None:
         self._guard.wait()
 
-    def look(self) -> str:
+    def check(self) -> str:
         if len(self.steps) > 1:
             self.end("the optimizer was stepped twice between two calls of end_of_step")
-        return super().look()
+        return super().check()
 
     def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
         """True if the copy may run after the update: no gradient's memory was written since the last step.
@@ -387,8 +397,8 @@ def roll_forward(
             targets[name].apply(step)
         others, verified = attached(frame.attachment) or 0, newest.verified_step
         if wanted := place.fields.get("parameters"):
-            seen = {name: numbers_of(marks_of(target.tensors())) for name, target in targets.items()}
-            if total_of(seen, others) != wanted:
+            seen = {name: digest_values(digests_of(target.tensors())) for name, target in targets.items()}
+            if frame_digest(seen, others) != wanted:
                 raise _other_parameters(place.number, place.segment.path, verified)
             verified = place.number
         newest = Recovered(place.number, newest.steps + 1, digest=place.digest, verified_step=verified)
@@ -420,10 +430,10 @@ class _Target:
 
     def apply(self, step: Step) -> None:
         if self.replay is None:
-            tensors = {one.key: local(one.tensor.detach()) for one in self._members}
+            tensors = {one.key: local_shard(one.tensor.detach()) for one in self._members}
             stepped = [one for one in self._members if one.tensor in self._optimizer.state]
             state = {
-                one.key: {name: local(value) for name, value in self._optimizer.state[one.tensor].items()}
+                one.key: {name: local_shard(value) for name, value in self._optimizer.state[one.tensor].items()}
                 for one in stepped
             }
             self.replay = Replay(type(self._optimizer), tensors, state, step.version - 1)
@@ -438,7 +448,7 @@ class _Target:
             return
         state = self.replay.state
         for one in self._members:
-            yield from with_state(local(one.tensor.detach()), state[one.key])
+            yield from parameter_and_state(local_shard(one.tensor.detach()), state[one.key])
 
     def finish(self) -> None:
         """Set state that a parameter's first step created. Other state was changed in place."""
@@ -447,6 +457,6 @@ class _Target:
             if made := state.get(one.key):
                 known = self._optimizer.state.get(one.tensor, {})
                 self._optimizer.state[one.tensor] = {
-                    name: known[name] if isinstance(known.get(name), DTensor) else sharded(value, one.tensor)
+                    name: known[name] if isinstance(known.get(name), DTensor) else shard_like(value, one.tensor)
                     for name, value in made.items()
                 }

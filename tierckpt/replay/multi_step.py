@@ -52,10 +52,10 @@ from .link import (
     Link,
     OverwrittenError,
     TensorCopy,
-    halves_without_loss,
     host_memory,
+    lossless_upper_halves,
 )
-from .optimizers import Parameter, base_of, check_replayable, layout_digest, local, parameters_of
+from .optimizers import Parameter, base_of, check_replayable, layout_digest, local_shard, parameters_of
 from .redo import Conditions, Exact, Redo, Snapshot, SnapshotFuture, checked_exact, put
 from .tree import detach
 
@@ -115,7 +115,7 @@ class _Follower(Capture):
         window, begun = self._window, time.perf_counter()
         if window.sealed >= 0 or window.failure or window.result.done():
             return None
-        copied = self._link.logged[id(self.optimizer)]
+        copied = self._link.logged_gradients[id(self.optimizer)]
         if copied is None:
             keys = [key for part in window.parts if part.version >= 0 for key in part.keys if key in gradients]
             try:
@@ -130,7 +130,7 @@ class _Follower(Capture):
         window.blocked_seconds += time.perf_counter() - begun
         return copied
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         self._link.update_ends()
 
 
@@ -185,7 +185,7 @@ class MultiStepStager:
         self.window_steps = checked_steps(window_steps)
         """0: chosen for each window."""
         self.exact = checked_exact(exact)
-        self._defers = defers or any(local(one.tensor).device.type != "cpu" for one in parameters_of(optimizer))
+        self._defers = defers or any(local_shard(one.tensor).device.type != "cpu" for one in parameters_of(optimizer))
         self.optimizer = optimizer
         self.link = link or Link()
         self._owns_link = link is None
@@ -200,7 +200,7 @@ class MultiStepStager:
         self._replays = ThreadPool(1, "tierckpt-replay", self._note_clock)
         self._hashes = ThreadPool(1, "tierckpt-fingerprint", self._note_clock)
         self._window: _OpenWindow | None = None
-        self.link.logged[id(optimizer)] = None
+        self.link.logged_gradients[id(optimizer)] = None
         self.waited_seconds = 0.0
         """Seconds that steps have waited for parts, in all windows."""
         self._stepped_at = 0.0
@@ -240,7 +240,7 @@ class MultiStepStager:
 
     def _traffic(self, state_bytes: int) -> Traffic:
         seconds = statistics.median(self._hidden_seconds) if self._hidden_seconds else 0.0
-        return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_rate, seconds)
+        return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_bytes_per_second, seconds)
 
     def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
         """Open a window, and begin to copy the first part.
@@ -280,8 +280,8 @@ class MultiStepStager:
             return
         begun = time.perf_counter()
         try:
-            window.failure = window.failure or capture.look()
-            for step in capture.take():
+            window.failure = window.failure or capture.check()
+            for step in capture.take_steps():
                 self._follow(window, step)
             if window.steps_left and not window.failure:
                 window.steps_left -= 1
@@ -325,7 +325,7 @@ class MultiStepStager:
         """Cancel an open window, and remove the hooks."""
         if self._capture is not None:
             self._capture.close()
-        self.link.logged.pop(id(self.optimizer), None)
+        self.link.logged_gradients.pop(id(self.optimizer), None)
         for fence in self._fences:
             fence.remove()
         self.abandon("the multi-step stager was closed before its window ended")
@@ -339,9 +339,9 @@ class MultiStepStager:
         total = 0
         is_narrow: bool | None = None
         for one in parameters_of(self.optimizer):
-            size_bytes = local(one.tensor.detach()).nbytes
+            size_bytes = local_shard(one.tensor.detach()).nbytes
             if is_narrow is None and one.tensor.grad is not None and not one.tensor.is_cuda:
-                is_narrow = halves_without_loss(local(one.tensor.grad)) is not None
+                is_narrow = lossless_upper_halves(local_shard(one.tensor.grad)) is not None
             total += size_bytes // 2 if is_narrow else size_bytes
         return total
 
@@ -351,7 +351,7 @@ class MultiStepStager:
     def _tensors(self, parameter: Parameter) -> list[torch.Tensor]:
         state = self.optimizer.state.get(parameter.tensor, {})
         found = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
-        return [local(one) for one in found]
+        return [local_shard(one) for one in found]
 
     def _begin_part(self, window: _OpenWindow, part: _Part, version: int) -> None:
         keys = set(part.keys)
@@ -366,7 +366,7 @@ class MultiStepStager:
 
         def build() -> None:
             copy.done.result(COPY_TIMEOUT_SECONDS)
-            if copy.was_changed:
+            if copy.was_overwritten:
                 raise CheckpointError("a part was changed outside the optimizer while it was being copied")
             tensors = map(_with_strides, copy.result, strides)
             copied = {}
@@ -390,11 +390,11 @@ class MultiStepStager:
             return
         for part in window.parts:
             if part.copy is not None and not part.copy.done.done() and not window.failure:
-                window.waited_bytes += part.copy.left_bytes if part.copy.on_device is None else 0
+                window.waited_bytes += part.copy.remaining_bytes if part.copy.on_device is None else 0
                 at = time.perf_counter()
                 window.expect(self.link.wait(part.copy))
                 self.waited_seconds += time.perf_counter() - at
-            if part.copy is not None and part.copy.has_no_memory:
+            if part.copy is not None and part.copy.is_out_of_memory:
                 window.failure = window.failure or OUT_OF_MEMORY
         if window.fingerprints is not None:  # they read the tensors that this step overwrites
             window.expect(self.wait([window.fingerprints]))
@@ -402,7 +402,7 @@ class MultiStepStager:
 
     def _after_step(self, *_: Any) -> None:
         self._stepped_at = time.perf_counter()
-        self.link.logged[id(self.optimizer)] = None
+        self.link.logged_gradients[id(self.optimizer)] = None
 
     def _follow(self, window: _OpenWindow, step: Step) -> None:
         """Replay ``step`` in the background on the parts copied before it, or keep it for later."""
@@ -418,7 +418,7 @@ class MultiStepStager:
                 window.steps.append(step)
                 return
             for part in behind:
-                self.link.give_way()
+                self.link.wait_for_update()
                 if part.replay is not None:
                     part.replay.apply(step)
 
@@ -429,27 +429,29 @@ class MultiStepStager:
         window.sealed = capture.version
         held, tree, rest = self._detach(window)
         window.work += rest
-        live = {place: local(one.detach()) for place, one in held.items()}
+        live = {place: local_shard(one.detach()) for place, one in held.items()}
         members = parameters_of(self.optimizer)
         implementation = ", ".join(sorted(set(capture.implementations)))
         redo = Redo(
             base_of(type(self.optimizer)),
             window.sealed,
-            Conditions.here(local(members[0].tensor).device, implementation),
+            Conditions.here(local_shard(members[0].tensor).device, implementation),
             layout_digest(self.optimizer) if self._defers else "",
             devices={place: one.device.type for place, one in live.items()},
             sharded=frozenset(one.key for one in members if isinstance(one.tensor, DTensor)),
         )
         if self._defers:
-            redo.wanted = {place: Fingerprint.of(one) for place, one in live.items()}
+            redo.wanted = {place: Fingerprint.of_tensor(one) for place, one in live.items()}
         else:
-            window.fingerprints = self._hashes.submit(lambda: {place: Fingerprint.of(live[place]) for place in live})
+            window.fingerprints = self._hashes.submit(
+                lambda: {place: Fingerprint.of_tensor(live[place]) for place in live}
+            )
 
         def finish() -> Snapshot:
             for one in window.work:
                 one.result()
             wanted = window.fingerprints.result() if window.fingerprints is not None else redo.wanted
-            redo.wanted = {place: one.on_host() for place, one in wanted.items()}  # waits for the device
+            redo.wanted = {place: one.to_host() for place, one in wanted.items()}  # waits for the device
             for part in window.parts:
                 if part.replay is None:
                     raise CheckpointError("a part of the window was not copied")
@@ -499,9 +501,9 @@ class MultiStepStager:
         log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
         held, tree, rest = self._detach(window)
         begun = time.perf_counter()
-        copies = dict(zip(held, host_memory([local(one) for one in held.values()]), strict=True))
+        copies = dict(zip(held, host_memory([local_shard(one) for one in held.values()]), strict=True))
         for place, copied in copies.items():
-            copied.copy_(local(held[place].detach()))
+            copied.copy_(local_shard(held[place].detach()))
         for one in rest:
             one.result(COPY_TIMEOUT_SECONDS)
         window.blocked_seconds += time.perf_counter() - begun

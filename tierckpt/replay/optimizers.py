@@ -35,8 +35,8 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
-BY_NAME = {known.__name__: known for known in ELEMENTWISE}
-_WHY_NOT = {
+CLASS_BY_NAME = {one.__name__: one for one in ELEMENTWISE}
+_REASONS = {
     "LBFGS": "it calls the model several times a step, and its update depends on dot products over all parameters",
     "Muon": "its update orthogonalises whole matrices",
     "Adafactor": "its second moments are sums over rows and columns",
@@ -64,16 +64,16 @@ def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return the replayable base class of ``kind`` in ``torch.optim``."""
-    return next(known for known in kind.__mro__ if known in ELEMENTWISE)
+    return next(optimizer_class for optimizer_class in kind.__mro__ if optimizer_class in ELEMENTWISE)
 
 
 def check_replayable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless ``optimizer`` can be replayed (R1)."""
     kind = type(optimizer)
-    hint = f'Use one of {", ".join(BY_NAME)}, or save whole checkpoints (mode="async")'
+    hint = f'Use one of {", ".join(CLASS_BY_NAME)}, or save whole checkpoints (mode="async")'
     if not issubclass(kind, ELEMENTWISE):
-        why = _WHY_NOT.get(kind.__name__, "it is not a supported optimizer of torch.optim")
-        raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {why}", hint=hint)
+        reason = _REASONS.get(kind.__name__, "it is not a supported optimizer of torch.optim")
+        raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {reason}", hint=hint)
     base = base_of(kind)
     if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps the step of each class
         raise ConfigError(
@@ -94,24 +94,24 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
     """Return the parameters of ``optimizer`` in order. Cached. Cost: one comparison for each parameter."""
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
-    sizes, known, parameters = _known.get(optimizer, ((), (), ()))
-    if sizes == tuple(len(group["params"]) for group in groups) and all(map(operator.is_, known, tensors)):
+    sizes, cached_tensors, parameters = _parameters_cache.get(optimizer, ((), (), ()))
+    if sizes == tuple(len(group["params"]) for group in groups) and all(map(operator.is_, cached_tensors, tensors)):
         return parameters
-    found = []
+    new_parameters = []
     for number, group in enumerate(groups):
         names = group.get("param_names") or []
         for index, tensor in enumerate(group["params"]):
             name = names[index] if index < len(names) else f"{index} of group {number}"
-            found.append(Parameter(f"{number}.{index}", tensor, name))
-    _known[optimizer] = tuple(len(group["params"]) for group in groups), tensors, tuple(found)
-    return tuple(found)
+            new_parameters.append(Parameter(f"{number}.{index}", tensor, name))
+    _parameters_cache[optimizer] = tuple(len(group["params"]) for group in groups), tensors, tuple(new_parameters)
+    return tuple(new_parameters)
 
 
-_Known = tuple[Sequence[int], Sequence[torch.Tensor], tuple[Parameter, ...]]
-_known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
+_CacheEntry = tuple[Sequence[int], Sequence[torch.Tensor], tuple[Parameter, ...]]
+_parameters_cache: WeakKeyDictionary[torch.optim.Optimizer, _CacheEntry] = WeakKeyDictionary()
 
 
-def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+def write_counters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return values that change with a write to a parameter or its state, or if a tensor is replaced.
 
     Misses writes through ``.data`` and by a fused step.
@@ -119,14 +119,14 @@ def writes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     tensors = [one.tensor for one in parameters_of(optimizer)]
     shards = [torch_internals.local_tensor_of(one) if isinstance(one, DTensor) else one for one in tensors]
     version_of = torch_internals.version_of
-    found: list[Any] = [*map(version_of, tensors), *map(version_of, shards), *map(torch.Tensor.data_ptr, shards)]
+    counters: list[Any] = [*map(version_of, tensors), *map(version_of, shards), *map(torch.Tensor.data_ptr, shards)]
     states = optimizer.state.values()
-    found += map(id, state_values(optimizer))
+    counters += map(id, state_values(optimizer))
     try:  # a model has thousands of states, read several times a step
-        found += map(version_of, itertools.chain.from_iterable(map(dict.values, states)))
+        counters += map(version_of, itertools.chain.from_iterable(map(dict.values, states)))
     except (AttributeError, TypeError):
-        found += [getattr(one, "_version", one) for state in states for one in state.values()]
-    return found
+        counters += [getattr(one, "_version", one) for state in states for one in state.values()]
+    return counters
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -137,25 +137,25 @@ def state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors that a step changes: this rank's shard of each parameter, then of its state by name."""
     for one in parameters_of(optimizer):
-        yield from with_state(local(one.tensor.detach()), optimizer.state.get(one.tensor) or {})
+        yield from parameter_and_state(local_shard(one.tensor.detach()), optimizer.state.get(one.tensor) or {})
 
 
-def with_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def parameter_and_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield ``parameter``, then the tensors of its ``state`` by name."""
     yield parameter
     for name in sorted(state):
         if isinstance(state[name], torch.Tensor):
-            yield local(state[name].detach())
+            yield local_shard(state[name].detach())
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; other tensors unchanged. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded(value: Any, like: torch.Tensor) -> Any:
+def shard_like(value: Any, like: torch.Tensor) -> Any:
     """Return ``value`` with the placement of the parameter ``like`` if it has the shape of the parameter's shard."""
-    if not (isinstance(value, torch.Tensor) and isinstance(like, DTensor)) or value.shape != local(like).shape:
+    if not (isinstance(value, torch.Tensor) and isinstance(like, DTensor)) or value.shape != local_shard(like).shape:
         return value
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
     return DTensor.from_local(value, mesh, like.placements, run_check=False, shape=shape, stride=stride)
@@ -177,6 +177,9 @@ def layout_digest(optimizer: torch.optim.Optimizer) -> str:
     """Return a digest of class, groups, shapes and dtypes. A log fits an optimizer with an equal digest."""
     described = [
         type(optimizer).__name__,
-        *([p.key, str(local(p.tensor).dtype), list(local(p.tensor).shape)] for p in parameters_of(optimizer)),
+        *(
+            [p.key, str(local_shard(p.tensor).dtype), list(local_shard(p.tensor).shape)]
+            for p in parameters_of(optimizer)
+        ),
     ]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]

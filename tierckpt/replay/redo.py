@@ -33,9 +33,9 @@ from ..types import Json
 from .apply import Key, Replay
 from .capture import Step
 from .checksum import Fingerprint, sample_of
-from .frame import HOST, describe, from_json, step_of, to_json
-from .optimizers import BY_NAME
-from .tree import fill, like
+from .frame import HOST, decode_step, encode_step, from_json, to_json
+from .optimizers import CLASS_BY_NAME
+from .tree import fill, wrap_shard
 
 Exact = Literal["required", "approximate"]
 FORMAT = 2
@@ -117,7 +117,7 @@ class Redo:
         accepted = ""
         for number, part in enumerate(self.parts):
             try:
-                replay = part.moved(lambda place: _device_of(self.devices[place]))
+                replay = part.to_devices(lambda place: _device_of(self.devices[place]))
                 for step in self.steps:
                     if step.version > part.version:
                         replay.apply(step)
@@ -133,7 +133,7 @@ class Redo:
                     raise IntegrityError(
                         f"the window has no {missing[0]} after its steps", hint="The previous checkpoint is used"
                     )
-                self.parts[number] = replay.moved(lambda _: HOST)
+                self.parts[number] = replay.to_devices(lambda _: HOST)
             except (TierckptError, torch.OutOfMemoryError):
                 raise
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -146,7 +146,7 @@ class Redo:
     def _check(self, place: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
         """Return '' for the bits of training, else the accepted differences. ``version``: that of the part's copy."""
         (key, name), wanted = place, self.wanted.get(place)
-        if wanted is not None and wanted.fits(tensor):
+        if wanted is not None and wanted.matches(tensor):
             return ""
         here = Conditions.here(_device_of(self.devices.get((key, ""), "cpu")), self.conditions.implementation)
         differences = self.conditions.differences(here)
@@ -231,7 +231,7 @@ class SnapshotFuture(Future[Snapshot]):
 
 def put(tree: Any, held: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:
     """Return ``tree`` with ``copies`` in its gaps, as the types of tensor in ``held``."""
-    return fill(tree, {place: like(tensor, copies[place]) for place, tensor in held.items() if place in copies})
+    return fill(tree, {place: wrap_shard(tensor, copies[place]) for place, tensor in held.items() if place in copies})
 
 
 def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
@@ -276,7 +276,7 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
         stored_as.append([key, name, stored, redo.devices[key, name]])
     steps = []
     for step in redo.steps:
-        described, gradients = describe(step)
+        described, gradients = encode_step(step)
         steps.append(described)
         tensors |= zip(gradient_names(described, names), gradients, strict=True)
     recipe = {
@@ -294,7 +294,7 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
         "values": to_json({key: one for part in redo.parts for key, one in part.values().items()}),
         "steps": steps,
         "fingerprints": [
-            [key, name, str(wanted.number), wanted.is_sum, to_json(wanted.sample.cpu())]
+            [key, name, str(wanted.int_value), wanted.is_sum, to_json(wanted.sample.cpu())]
             for (key, name), wanted in redo.wanted.items()
         ],
     }
@@ -305,7 +305,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
     """Return the window of ``pack``. Raises IntegrityError for an unusable recipe."""
     try:
         {FORMAT: None}[found["format"]]
-        kind, conditions = BY_NAME[found["optimizer"]], [str(found[name]) for name in Conditions.__slots__]
+        kind, conditions = CLASS_BY_NAME[found["optimizer"]], [str(found[name]) for name in Conditions.__slots__]
         redo = Redo(kind, int(found["version"]), Conditions(*conditions), str(found["layout"]))
         redo.sharded = frozenset(found["sharded"])
         state = {key: dict(values) for key, values in from_json(found["values"]).items()}
@@ -317,7 +317,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
             redo.parts.append(Replay(kind, {key: parameters[key] for key in keys}, state, int(version)))
         for described in found["steps"]:
             gradients = [tensors[stored] for stored in gradient_names(described, found["names"])]
-            redo.steps.append(step_of(described, gradients, _device_of))
+            redo.steps.append(decode_step(described, gradients, _device_of))
         for key, name, number, is_sum, sample in found["fingerprints"]:
             redo.wanted[key, name] = Fingerprint(int(number), from_json(sample), bool(is_sum))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:

@@ -13,67 +13,67 @@ from torch.distributed.tensor import DTensor
 from .. import torch_internals
 from ..errors import CheckpointError
 from .link import PARTS, Link, TensorCopy
-from .optimizers import local
+from .optimizers import local_shard
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    place: Hashable
+    key: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    number: int
+    index: int
 
 
-def detach(tree: Any, held: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, TensorCopy | None]:
-    """Return ``tree`` with a gap for each tensor of ``held``, and a copy of everything else in host memory.
+def detach(tree: Any, optimizer_tensors: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, TensorCopy | None]:
+    """Return ``tree`` with a gap for each of ``optimizer_tensors``, and a copy of everything else in host memory.
 
-    Recognises the tensors of ``held`` by their memory, because a state dict wraps them. ``link`` copies other tensors
-    on CUDA in stream order; they are complete when the returned copy is done.
+    Recognises ``optimizer_tensors`` by their memory, because a state dict wraps them. ``link`` copies other tensors on
+    CUDA in stream order; they are complete when the returned copy is done.
     """
-    objects = {id(tensor): place for place, tensor in held.items()}
-    known: dict[tuple[Any, ...], Any] = {}
-    others: list[torch.Tensor] = []
+    key_by_id = {id(tensor): tensor_key for tensor_key, tensor in optimizer_tensors.items()}
+    key_by_memory: dict[tuple[Any, ...], Any] = {}
+    cuda_tensors: list[torch.Tensor] = []
 
-    def place_of(tensor: torch.Tensor) -> Any:
-        if id(tensor) in objects:
-            return objects[id(tensor)]
-        if not known:
-            known.update((_identity(one), place) for place, one in held.items())
-        return known.get(_identity(tensor))
+    def key_of(tensor: torch.Tensor) -> Any:
+        if id(tensor) in key_by_id:
+            return key_by_id[id(tensor)]
+        if not key_by_memory:
+            key_by_memory.update((_memory_of(one), tensor_key) for tensor_key, one in optimizer_tensors.items())
+        return key_by_memory.get(_memory_of(tensor))
 
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            place = place_of(value)
-            if place is not None:
-                return _Gap(place)
-            shard = local(value.detach())
+            tensor_key = key_of(value)
+            if tensor_key is not None:
+                return _Gap(tensor_key)
+            shard = local_shard(value.detach())
             if not shard.is_cuda:
-                return like(value, shard.to("cpu", copy=True))
-            others.append(value)
-            return _Gap(_Other(len(others) - 1))
+                return wrap_shard(value, shard.to("cpu", copy=True))
+            cuda_tensors.append(value)
+            return _Gap(_Other(len(cuda_tensors) - 1))
         if isinstance(value, dict):
             return {key: walk(one) for key, one in value.items()}
         if type(value) in (list, tuple):
             return type(value)(walk(one) for one in value)
         return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
 
-    made = walk(tree)
-    if not others:
-        return made, None
-    moved = link.copy([local(one.detach()) for one in others], PARTS)
-    moved.fence()  # later work on the device waits; this thread does not
-    shards = zip(others, moved.result, strict=True)
-    return fill(made, {_Other(number): like(*pair) for number, pair in enumerate(shards)}), moved
+    detached = walk(tree)
+    if not cuda_tensors:
+        return detached, None
+    tensor_copy = link.copy([local_shard(one.detach()) for one in cuda_tensors], PARTS)
+    tensor_copy.fence()  # later work on the device waits; this thread does not
+    shards = zip(cuda_tensors, tensor_copy.result, strict=True)
+    return fill(detached, {_Other(number): wrap_shard(*pair) for number, pair in enumerate(shards)}), tensor_copy
 
 
 def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield the path and the place of each gap. Raises CheckpointError for a gap inside a tuple."""
+    """Yield the path and the key of each gap. Raises CheckpointError for a gap inside a tuple."""
     if isinstance(tree, _Gap):
-        yield path, tree.place
+        yield path, tree.key
     elif isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from gaps(value, (*path, key))
@@ -96,7 +96,7 @@ def without_gaps(tree: Any) -> Any:
 def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
     """Return ``tree`` with ``copies`` in its gaps. Gaps without a copy stay."""
     if isinstance(tree, _Gap):
-        return copies.get(tree.place, tree)
+        return copies.get(tree.key, tree)
     if isinstance(tree, dict):
         return {key: fill(one, copies) for key, one in tree.items()}
     if type(tree) in (list, tuple):
@@ -104,15 +104,15 @@ def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
     return tree
 
 
-def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+def wrap_shard(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Return ``shard``, a copy of this rank's part of ``tensor``, as the same tensor type."""
     if not isinstance(tensor, DTensor):
         return shard
     # from_local would move it to the device
-    made = cast(Any, DTensor)(shard, torch_internals.spec_of(tensor), requires_grad=False)
-    return cast(DTensor, made)
+    wrapped = cast(Any, DTensor)(shard, torch_internals.spec_of(tensor), requires_grad=False)
+    return cast(DTensor, wrapped)
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shard = local_shard(tensor.detach()) if isinstance(tensor, DTensor) else tensor
     return (shard.device, shard.data_ptr() if shard.numel() else id(tensor), shard.shape, shard.stride(), shard.dtype)

@@ -337,28 +337,28 @@ def test_what_breaks_a_recording_ends_it_with_a_reason() -> None:
     optimizer, capture, steps = recorded()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
-    assert "load_state_dict" in capture.broken and len(steps) == 1
+    assert "load_state_dict" in capture.failure and len(steps) == 1
 
     optimizer, capture, steps = recorded()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     optimizer.step()
-    assert "groups or parameters changed" in capture.broken and len(steps) == 1
+    assert "groups or parameters changed" in capture.failure and len(steps) == 1
 
     optimizer, capture, steps = recorded()
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # past the hooks
     optimizer.step()
-    assert "bypassed its hooks" in capture.broken and len(steps) == 1
+    assert "bypassed its hooks" in capture.failure and len(steps) == 1
 
     optimizer, capture, steps = recorded()
     with torch.no_grad():
         next(iter(optimizer.state.values()))["exp_avg"].zero_()
     optimizer.step()
-    assert "or its state was" in capture.broken and len(steps) == 1 and capture.version == 2
+    assert "or its state was" in capture.failure and len(steps) == 1 and capture.version == 2
 
     optimizer, capture, steps = recorded()
     optimizer.register_step_pre_hook(halve)
     optimizer.step()
-    assert "after they were recorded" in capture.broken and len(steps) == 1
+    assert "after they were recorded" in capture.failure and len(steps) == 1
 
     optimizer, capture, steps = recorded()
     capture.close()
@@ -373,7 +373,7 @@ def test_a_compiled_step_is_not_recorded() -> None:
     capture = Capture(optimizer)
     weight.grad = torch.ones(3)
     torch.compile(lambda: optimizer.step(), backend="eager")()
-    assert "compiled" in capture.broken and not capture.steps
+    assert "compiled" in capture.failure and not capture.steps
 
 
 class Derived(torch.optim.AdamW):
@@ -393,9 +393,9 @@ def test_other_arguments_and_hooks_for_all_optimizers_change_nothing() -> None:
             weight.grad = torch.tensor([1.0, 2.0, 3.0])
             optimizer.step()
         replay = Replay(Derived, {"0.0": copied}, {}, version=0)
-        for step in capture.take():
+        for step in capture.take_steps():
             replay.apply(step)
-    assert not capture.broken and torch.equal(copied, weight)
+    assert not capture.failure and torch.equal(copied, weight)
 
 
 def reader(data: bytes | bytearray | memoryview) -> Callable[[int, int], memoryview]:

@@ -13,7 +13,7 @@ from tierckpt.replay import link as links
 from tierckpt.replay import log as logs
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame, decode, encode
-from tierckpt.replay.link import GRADIENTS, SEVERAL_BYTES, Link
+from tierckpt.replay.link import GRADIENTS, JOINED_GRADIENT_BYTES, Link
 from tierckpt.replay.log import GradientLog, roll_forward
 
 
@@ -40,7 +40,7 @@ GRADIENTS_OF_ALL_KINDS = {
     "other types": lambda: [rounded(4), torch.randn(4).double(), torch.randn(4).bfloat16(), rounded(2), rounded(3)],
     "odd lengths, and a sign of zero": lambda: [torch.tensor([-0.0]), torch.tensor([0.0, -0.0, float("inf")])],
     "not a number": lambda: [torch.tensor([-4194304, 2143289344], dtype=torch.int32).view(torch.float32), rounded(3)],
-    "large": lambda: [rounded(9), rounded(SEVERAL_BYTES // 4 + 7), rounded(3), rounded(4), torch.randn(3)],
+    "large": lambda: [rounded(9), rounded(JOINED_GRADIENT_BYTES // 4 + 7), rounded(3), rounded(4), torch.randn(3)],
 }
 
 
@@ -75,22 +75,22 @@ def test_small_gradients_are_narrow_together_and_full_when_one_of_them_is(link: 
     assert [len(view) for view in encode(frame)[1]] == [4 * 8 * 2, 0]  # adjacent tensors are one piece
 
 
-def test_what_gives_way_waits_for_the_update_and_not_for_one_that_raised(
+def test_a_yielding_copy_waits_for_the_update_and_not_for_one_that_raised(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "UPDATE_SECONDS", 600.0)
+    monkeypatch.setattr(links, "UPDATE_TIMEOUT_SECONDS", 600.0)
     link.update_begins()
-    waiting = link.copy([rounded(8)], GRADIENTS, gives_way=True)
+    waiting = link.copy([rounded(8)], GRADIENTS, yields_to_update=True)
     time.sleep(0.05)
     assert not waiting.done.done()
     link.update_ends()
     waiting.done.result(60)
     link.update_begins()
-    needed = link.copy([rounded(8)], GRADIENTS, gives_way=True)
+    needed = link.copy([rounded(8)], GRADIENTS, yields_to_update=True)
     assert link.wait(needed) and needed.done.done()  # ``wait`` ends the pause
-    monkeypatch.setattr(links, "UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr(links, "UPDATE_TIMEOUT_SECONDS", 0.01)
     link.update_begins()  # without ``update_ends``
-    link.copy([rounded(8)], GRADIENTS, gives_way=True).done.result(60)
+    link.copy([rounded(8)], GRADIENTS, yields_to_update=True).done.result(60)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_part_is_queued_behind_training_and_training_waits_on_the_device(devic
     assert device.trains.done == [("waits for", beside)] and not copy.done.done()
     device.reach()
     copy.done.result(SECONDS)
-    assert torch.equal(copy.result[0], source) and copy.left_bytes == 0 and not copy.was_changed
+    assert torch.equal(copy.result[0], source) and copy.remaining_bytes == 0 and not copy.was_overwritten
 
 
 def test_gradients_have_a_stream_of_their_own_that_goes_first(device: Device, link: Link) -> None:
@@ -151,7 +151,7 @@ def test_a_source_that_is_written_over_is_seen_unless_training_waits(device: Dev
         source.zero_()
         device.reach()
         copy.done.result(SECONDS)
-        assert copy.was_changed is not waits
+        assert copy.was_overwritten is not waits
 
 
 def test_page_locked_memory_is_used_again_when_nothing_refers_to_it() -> None:

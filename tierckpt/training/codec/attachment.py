@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...errors import StateMismatchError
-from ...replay.checksum import Fingerprint, begin_marks, digest_of, marks_of, numbers_of, sample_of
+from ...replay.checksum import Fingerprint, begin_digests, combined_digest, digest_values, digests_of, sample_of
 from ...replay.guard import Check
-from ...replay.optimizers import local, optimizers_in, parameters_of
+from ...replay.optimizers import local_shard, optimizers_in, parameters_of
 from .reconstruction import Decoder
 from .structure import Encoder, text_of
 from .structure_types import CONSTANTS, bad
@@ -79,7 +79,7 @@ class Attachments:
         marks: dict[Place, Any] = dict(sent)
         for name, key, tensor in _parameters_of(state):
             if (name, key) not in marks:
-                marks[name, key] = begin_marks([local(tensor.detach())])
+                marks[name, key] = begin_digests([local_shard(tensor.detach())])
 
         def read() -> Callable[[], tuple[str, int]]:
             for place, mark in marks.items():
@@ -88,7 +88,7 @@ class Attachments:
             return finish
 
         def finish() -> tuple[str, int]:
-            found = dict(zip(marks, numbers_of([*marks.values()]), strict=True))
+            found = dict(zip(marks, digest_values([*marks.values()]), strict=True))
             known, self._marks = self._marks, found
             changed = [place for place in found if place not in sent and known.get(place, found[place]) != found[place]]
             self._untraced.update(changed)
@@ -109,7 +109,7 @@ class Attachments:
                 tensors.setdefault(name, {})[key] = tensor.detach()
                 self._seen[name, key] = mark
                 if isinstance(tensor, torch.nn.Parameter):
-                    [sent[name, key]] = marks_of([local(tensor.detach())]) or [0]
+                    [sent[name, key]] = digests_of([local_shard(tensor.detach())]) or [0]
         if other := min(places ^ self._places, default=None):
             raise _mismatch(".".join(other))
         value = {
@@ -119,7 +119,7 @@ class Attachments:
             "extra": {name: dict(_extra_of(one)) for name, one in _modules(state)},
         }
         node, _ = encoder.encode(value, (_BELOW,))
-        parts = [local(one.detach()).cpu().contiguous() for one in encoder.numbered.values()]
+        parts = [local_shard(one.detach()).cpu().contiguous() for one in encoder.numbered.values()]
         described = [
             [str(one.dtype), list(one.shape), list(part.shape)]
             for one, part in zip(encoder.numbered.values(), parts, strict=True)
@@ -151,15 +151,15 @@ class Attached:
         for name, tensors in self._newest["tensors"].items():
             for key, tensor in tensors.items():
                 live = self._live.get((name, key))
-                if live is None or local(live).shape != local(tensor).shape:
+                if live is None or local_shard(live).shape != local_shard(tensor).shape:
                     raise _mismatch(f"{name}.{key}")
-                local(live.detach()).copy_(local(tensor))
+                local_shard(live.detach()).copy_(local_shard(tensor))
             self._mark({(name, key) for key in tensors if isinstance(self._live[name, key], torch.nn.Parameter)})
         return _total(self._marks)
 
     def _mark(self, places: Collection[Place]) -> None:
         for place in places:
-            [self._marks[place]] = numbers_of(marks_of([local(self._live[place].detach())])) or [0]
+            [self._marks[place]] = digest_values(digests_of([local_shard(self._live[place].detach())])) or [0]
 
     def finish(self) -> None:
         """Restore the rest of the newest step."""
@@ -197,9 +197,9 @@ def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
         at += size_bytes
     decoder = Decoder(json.dumps(fields["node"]), Metadata(dict(stored)), lambda: _live(state))
     for name, tensor in decoder.tensors.items():
-        if local(tensor).shape != data[name].shape:
+        if local_shard(tensor).shape != data[name].shape:
             raise _mismatch(name)
-        local(tensor.detach()).copy_(data[name])
+        local_shard(tensor.detach()).copy_(data[name])
     decoder.finish()
     return dict(decoder.value)
 
@@ -265,7 +265,7 @@ def _parameters_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.T
 
 
 def _total(marks: Mapping[Place, int]) -> int:
-    return int(digest_of([marks[place] for place in sorted(marks)]), 16) if marks else 0
+    return int(combined_digest([marks[place] for place in sorted(marks)]), 16) if marks else 0
 
 
 def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -276,10 +276,10 @@ def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _mark(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
-        shard = local(tensor.detach())
-        some = marks_of([sample_of(_as_it_lies(shard))]) if shard.device.type == "cpu" else []
+        shard = local_shard(tensor.detach())
+        some = digests_of([sample_of(_as_it_lies(shard))]) if shard.device.type == "cpu" else []
         return id(tensor), torch_internals.version_of(tensor), torch_internals.version_of(shard), shard.data_ptr(), some
-    return Fingerprint.of(local(tensor)).number
+    return Fingerprint.of_tensor(local_shard(tensor)).int_value
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

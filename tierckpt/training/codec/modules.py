@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
-from ...replay.optimizers import local
+from ...replay.optimizers import local_shard
 from .reconstruction import Decoder, NewTensors
 from .stored import Path, Stored, nested
 
@@ -239,13 +239,14 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Tied tensors are copied one after the other, so that the last one wins: a batched call on a GPU has no order.
     """
     plain = []
-    owners = Counter(local(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
+    owners = Counter(local_shard(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:
-        is_seen_through = local(to).is_conj() or local(to).is_neg()  # torch cannot copy to these in one batched call
+        shard = local_shard(to)
+        is_lazy_view = shard.is_conj() or shard.is_neg()  # torch cannot copy to these in one batched call
         is_like = type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape
-        if is_like and not is_seen_through and owners[local(to).data_ptr()] == 1:
+        if is_like and not is_lazy_view and owners[shard.data_ptr()] == 1:
             plain.append((to, source))
         else:
             to.copy_(source[0] if to.ndim == 0 and source.ndim == 1 else source)
     if plain:
-        torch_internals.foreach_copy(*(list(map(local, side)) for side in zip(*plain, strict=True)))
+        torch_internals.foreach_copy(*(list(map(local_shard, side)) for side in zip(*plain, strict=True)))

@@ -34,7 +34,7 @@ from ...format.layout import WINDOWS_DIR, Location, parse_uri, step_of
 from ...format.manifest import BASE_NOTE
 from ...replay.optimizers import layout_digest, optimizers_in, parameters_of
 from ...replay.redo import Conditions, Exact, Redo, gradient_names, pack, unpack
-from ...replay.tree import gaps, like, without_gaps
+from ...replay.tree import gaps, without_gaps, wrap_shard
 from ...telemetry import logger
 from ...torch_internals import flatten_state_dict, set_element
 from ...types import Json
@@ -235,7 +235,7 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
 def _as_live(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` with the sharding of ``parameter``, unless it has another shape (the number of steps)."""
     is_shard = isinstance(parameter, DTensor) and tensor.shape == parameter.to_local().shape
-    return like(parameter, tensor) if is_shard else tensor
+    return wrap_shard(parameter, tensor) if is_shard else tensor
 
 
 def _bad(path: str, why: object) -> IntegrityError:
