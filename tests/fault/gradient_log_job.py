@@ -43,7 +43,7 @@ class Job:
 
     def resume(self, directory: Path) -> Recovered:
         attachments: list[bytes] = []
-        found = roll_forward(self.optimizer, directory, BASE, attached=attachments.append)
+        found = roll_forward(self.optimizer, directory, BASE, on_attachment=attachments.append)
         if found.steps:
             others = json.loads(attachments[-1])
             self.schedule.load_state_dict(others["schedule"])

@@ -72,7 +72,7 @@ def test_a_log_with_a_fault_leads_to_the_step_before_it_and_says_so(bug: str, tm
     assert begin(tmp_path, 9, bug).wait(120) == 0
     job = Job()
     found = job.resume(tmp_path)
-    assert job.step == 4 and found.ended
+    assert job.step == 4 and found.end_reason
     assert job.checksum() == Reference().at(4)
 
 
@@ -141,7 +141,7 @@ def test_damage_anywhere_leads_to_a_step_before_it(tmp_path: Path) -> None:
         found = job.resume(tmp_path)
         assert job.checksum() == states[job.step]
         assert job.step < 6 or data.count(0) >= whole.count(0) - 1  # what fills the last block of a frame is not read
-        ended += bool(found.ended)
+        ended += bool(found.end_reason)
     assert ended > 30
 
 
@@ -247,7 +247,7 @@ def train(job: Job, log: GradientLog, steps: int) -> None:
 def test_a_disk_that_hangs_costs_half_a_second_and_the_log_and_nothing_else(
     call: str, every_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log_writer, "AHEAD_BYTES", 0)  # two steps, as for a large model
+    monkeypatch.setattr(log_writer, "QUEUED_BYTES", 0)  # two steps, as for a large model
     disk, job, others = Disk(monkeypatch, *CALLS[call]), Job(), threading.active_count()
     log = GradientLog(job.optimizer, tmp_path, every_seconds=every_seconds)
     log.begin(BASE)
@@ -326,7 +326,7 @@ def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
 
     def write(*given: Any) -> None:
         now[0] += 0.75 * log_writer.ILL_SECONDS
-        ill.append(log._writer.is_stuck)  # type: ignore[union-attr]  # private: it is asked in the middle of a request
+        ill.append(log._writer.is_hung)  # type: ignore[union-attr]  # private: it is asked in the middle of a request
         real(*given)
 
     monkeypatch.setattr(file_io.DirectFile, "write", write)

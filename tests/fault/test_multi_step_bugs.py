@@ -326,7 +326,7 @@ def test_nothing_waits_for_a_link_that_hangs(where: str, bug: bool, tmp_path: Pa
             checkpointer.step(job.number, job.state)
         step, kept = job.number, job.values()
     if not bug:
-        assert checkpointer.stats[0].fallback == multi_step.HANGS and checkpointer.stats[0].step == step
+        assert checkpointer.stats[0].fallback == multi_step.COPY_HANGS and checkpointer.stats[0].step == step
         again = Job()
         assert restored(tmp_path / "run", again) == step
         check_same(again.values(), kept)

@@ -159,7 +159,7 @@ def test_another_device_falls_back_and_says_why_or_is_accepted(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(Conditions, "here", lambda *_: OTHER)
+        elsewhere.setattr(Conditions, "current", lambda *_: OTHER)
         job, (step,) = trained(run, plain=1)
     with monkeypatch.context() as elsewhere:
         flipped(elsewhere, 1)
@@ -233,14 +233,14 @@ def notes_at(uri: Path) -> Any:
 
 
 def test_an_approximate_save_is_a_checkpoint_at_once_and_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Conditions.here
+    current = Conditions.current
 
     def of_training(device: torch.device, implementation: str) -> Conditions:
         trains = threading.current_thread() is threading.main_thread()
-        return OTHER if trains else here(device, implementation)
+        return OTHER if trains else current(device, implementation)
 
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(Conditions, "here", of_training)
+        elsewhere.setattr(Conditions, "current", of_training)
         flipped(elsewhere, 1)
         job, (step,) = trained(run, exact="approximate")
     assert not (run / WINDOWS_DIR).exists()

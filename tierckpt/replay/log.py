@@ -48,21 +48,21 @@ from .optimizers import (
 
 log = logger("replay")
 
-SAID_SECONDS = 1.0
-HANGS = "gradients do not reach host memory: the link hangs"
+REPORTED_WAIT_SECONDS = 1.0
+LINK_HANGS = "gradients do not reach host memory: the link hangs"
 
 Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
 """Other state of a step, and the check of parameters outside the optimizers (``guard.Check``)."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
-def _named(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
+def _optimizers_by_name(optimizers: Optimizers) -> dict[str, torch.optim.Optimizer]:
     return {"": optimizers} if isinstance(optimizers, torch.optim.Optimizer) else dict(optimizers)
 
 
 def layouts_of(optimizers: Optimizers) -> dict[str, str]:
     """Return the ``layout_digest`` of each optimizer, by name."""
-    return {name: layout_digest(one) for name, one in _named(optimizers).items()}
+    return {name: layout_digest(one) for name, one in _optimizers_by_name(optimizers).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Recovered:
     """The newest step applied; -1 for none."""
     steps: int
     """Number of steps applied."""
-    ended: str = ""
+    end_reason: str = ""
     """Reason why later frames are unusable: a torn tail, damage, a frame of another log. '' if there are none."""
     digest: str = ""
     """Digest of the newest frame, at which a log continues."""
@@ -128,7 +128,7 @@ class GradientLog:
         owner: Mapping[str, Any] | None = None,
         reserve: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
-        self.optimizers = _named(optimizers)
+        self.optimizers = _optimizers_by_name(optimizers)
         for optimizer in self.optimizers.values():
             check_replayable(optimizer)
         self.directory = directory
@@ -141,10 +141,10 @@ class GradientLog:
         self._recorders: dict[str, _Recorder] = {}
         self._waits_for_gradients = {name for name, one in self.optimizers.items() if isinstance(one, torch.optim.SGD)}
         """Optimizers whose steps wait for copies: their gradients are overwritten early (Nesterov, ``zero_grad``)."""
-        self._newest = 0
+        self._newest_step = 0
         self._writer: LogWriter | None = None
         self._layouts: dict[str, str] = {}
-        self._said_seconds = 0.0
+        self._reported_seconds = 0.0
         self._guard = Guard(self.optimizers)
 
     def __enter__(self) -> GradientLog:
@@ -169,61 +169,61 @@ class GradientLog:
         return self._writer.durable_step if self._writer is not None else -1
 
     @property
-    def is_stepped(self) -> bool:
+    def has_pending_step(self) -> bool:
         """True between a step of an optimizer and ``end_of_step``."""
         return any(one.steps for one in self._recorders.values())
 
     @property
     def needs_base(self) -> bool:
         """True if the log ended, but not because of its disk: a checkpoint would begin a new log."""
-        return self._writer is not None and self._is_broken() and not self._writer.is_disk_to_blame
+        return self._writer is not None and self._has_failed() and not self._writer.is_disk_failure
 
     def begin(
-        self, base: str, after: Recovered | None = None, *, step: int | None = None, check: Check = no_check
+        self, base: str, recovered: Recovered | None = None, *, step: int | None = None, check: Check = no_check
     ) -> None:
         """Continue in a new segment: the checkpoint ``base`` has the current state. Returns at once.
 
         Continues the log of the previous base (L4), or begins a new log if that one has ended.
 
         Args:
-            after: the result of ``roll_forward``, before the first step: continues the log from there. The first step
-                logged makes later frames obsolete.
+            recovered: the result of ``roll_forward``, before the first step: continues the log from there. The first
+                step logged makes later frames obsolete.
             step: number of the state's step. None: the last step logged.
             check: reads the checkpoint's parameters outside the optimizers, for a new log.
         """
-        reached = after if after is not None and after.steps else None
-        at = step if step is not None else reached.step if reached is not None else self._newest
-        self._newest, writer = at, self._writer
+        continued = recovered if recovered is not None and recovered.steps else None
+        base_step = step if step is not None else continued.step if continued is not None else self._newest_step
+        self._newest_step, writer = base_step, self._writer
         if writer is not None:
-            if self._recorders and not (after or self.is_stepped or self._is_broken()):
-                writer.turn_to(Base(at, [base]))
+            if self._recorders and not (recovered or self.has_pending_step or self._has_failed()):
+                writer.switch_base(Base(base_step, [base]))
                 self._guard.rebase()
-                self._say_waits(writer)
+                self._report_waits(writer)
                 return
-            if writer.is_stuck:
+            if writer.is_hung:
                 writer.end("its disk hangs")
-                log.warning("steps after %d are not logged: the disk of %s hangs", at, self.directory)
+                log.warning("steps after %d are not logged: the disk of %s hangs", base_step, self.directory)
                 return
-            writer.turn_to(None)
-        self._unhook()
+            writer.switch_base(None)
+        self._close_recorders()
         self._recorders = {
-            name: _Recorder(name, one, self._link, self._guard, waits=name in self._waits_for_gradients)
+            name: _Recorder(name, one, self._link, self._guard, waits_for_copies=name in self._waits_for_gradients)
             for name, one in self.optimizers.items()
         }
-        self._guard.begin(at, check)
+        self._guard.begin(base_step, check)
         self._layouts = layouts_of(self.optimizers)
-        self._said_seconds = 0.0
-        members = itertools.chain.from_iterable(map(parameters_of, self.optimizers.values()))
-        size_bytes = sum(local_shard(one.tensor.detach()).nbytes for one in members)
+        self._reported_seconds = 0.0
+        parameters = itertools.chain.from_iterable(map(parameters_of, self.optimizers.values()))
+        size_bytes = sum(local_shard(one.tensor.detach()).nbytes for one in parameters)
         self._writer = LogWriter(
             self.directory,
-            Base(at, [base] if reached is None else []),
-            reached.digest if reached is not None else "",
-            group=GroupCommit(self.every_steps, self.every_seconds, size_bytes),
+            Base(base_step, [base] if continued is None else []),
+            continued.digest if continued is not None else "",
+            group_commit=GroupCommit(self.every_steps, self.every_seconds, size_bytes),
             owner=self.owner,
             reserve=self.reserve,
-            overwritten=self._waits_for_gradients,
-            after=writer,
+            overwritten_optimizers=self._waits_for_gradients,
+            predecessor=writer,
         )
 
     def end_of_step(self, number: int, attachment: Attachment = b"") -> None:
@@ -232,18 +232,18 @@ class GradientLog:
         Call it last in each step. Does nothing, and does not call ``attachment``, if no optimizer was stepped
         (a GradScaler skipped the step, gradients are accumulated).
         """
-        if self._is_broken():
-            self._unhook()
+        if self._has_failed():
+            self._close_recorders()
             return
-        if not self.is_stepped or self._writer is None:
+        if not self.has_pending_step or self._writer is None:
             return
-        if number <= self._newest:
-            self.fail(f"step {number} follows step {self._newest}")
+        if number <= self._newest_step:
+            self.fail(f"step {number} follows step {self._newest_step}")
             return
-        made = attachment if isinstance(attachment, bytes) else attachment()
-        data, check = made if isinstance(made, tuple) else (made, no_check)
-        steps = {name: taken[0] for name, one in self._recorders.items() if (taken := one.take_steps())}
-        self._newest = number
+        value = attachment if isinstance(attachment, bytes) else attachment()
+        data, check = value if isinstance(value, tuple) else (value, no_check)
+        steps = {name: recorded[0] for name, one in self._recorders.items() if (recorded := one.take_steps())}
+        self._newest_step = number
         self._writer.put(Frame(number, steps, self._layouts, data), self._guard.end_of_step(number, check))
 
     def sync(self) -> None:
@@ -252,7 +252,7 @@ class GradientLog:
         Raises:
             CheckpointError: the log has ended.
         """
-        if not self._is_broken() and self._writer is not None:
+        if not self._has_failed() and self._writer is not None:
             self._writer.sync()
         if self.failure:
             raise CheckpointError(
@@ -261,10 +261,10 @@ class GradientLog:
 
     def close(self) -> None:
         """Write all queued steps, and remove the hooks."""
-        self._unhook()
+        self._close_recorders()
         if self._writer is not None:
             self._writer.finish()
-            self._say_waits(self._writer)
+            self._report_waits(self._writer)
         self._guard.close()
         if self._owns_link:
             self._link.close()
@@ -274,7 +274,7 @@ class GradientLog:
         if self._writer is not None:
             self._writer.end(reason)
 
-    def _is_broken(self) -> bool:
+    def _has_failed(self) -> bool:
         for recorder in self._recorders.values():
             if reason := recorder.check():
                 self.fail(reason)
@@ -282,54 +282,56 @@ class GradientLog:
             self._writer.end(changed[1], newest=changed[0] - 1)
         return bool(self.failure)
 
-    def _unhook(self) -> None:
+    def _close_recorders(self) -> None:
         for recorder in self._recorders.values():
             recorder.close()
         self._recorders = {}
 
-    def _say_waits(self, writer: LogWriter) -> None:
-        seconds, self._said_seconds = writer.blocked_seconds - self._said_seconds, writer.blocked_seconds
-        if seconds >= SAID_SECONDS:
-            log.info("steps up to %d waited %.1f s for the disk of %s", self._newest, seconds, self.directory)
+    def _report_waits(self, writer: LogWriter) -> None:
+        seconds, self._reported_seconds = writer.blocked_seconds - self._reported_seconds, writer.blocked_seconds
+        if seconds >= REPORTED_WAIT_SECONDS:
+            log.info("steps up to %d waited %.1f s for the disk of %s", self._newest_step, seconds, self.directory)
 
 
 class _Recorder(Capture):
-    """Records the steps of one optimizer for a log. ``waits``: each step waits for the copy of its gradients."""
+    """Records the steps of one optimizer for a log. ``waits_for_copies``: each step waits for its gradients."""
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, link: Link, guard: Guard, *, waits: bool) -> None:
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, link: Link, guard: Guard, *, waits_for_copies: bool
+    ) -> None:
         super().__init__(optimizer)
-        self._link, self._guard, self._waits = link, guard, waits
-        self._copied: CopiedGradients | None = None
+        self._link, self._guard, self._waits_for_copies = link, guard, waits_for_copies
+        self._step_gradients: CopiedGradients | None = None
         """Gradients of the current step."""
-        self._written: dict[int, int] = {}
+        self._gradient_counters: dict[int, int] = {}
         """Version counters of the last step's gradients, by address."""
-        self._is_kept = False
+        self._copies_before_return = False
         """The gradients may be overwritten when the step ends."""
-        updated = optimizer.register_step_post_hook(lambda *_: guard.after(name))
-        torch_internals.step_post_hooks_of(optimizer).move_to_end(updated.id, last=False)
-        self._handles += [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), updated]
+        after_update = optimizer.register_step_post_hook(lambda *_: guard.after(name))
+        torch_internals.step_post_hooks_of(optimizer).move_to_end(after_update.id, last=False)
+        self._handles += [optimizer.register_step_pre_hook(lambda *_: guard.before(name)), after_update]
 
     def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        link, this = self._link, id(self.optimizer)
+        link, optimizer_id = self._link, id(self.optimizer)
         can_wait = self._can_wait(gradients.values())
-        self._is_kept = not can_wait
-        yields_to_update = can_wait and this not in link.logged_gradients  # a window needs the link meanwhile
-        copied = CopiedGradients(
+        self._copies_before_return = not can_wait
+        yields_to_update = can_wait and optimizer_id not in link.logged_gradients  # a window needs the link meanwhile
+        step_gradients = CopiedGradients(
             link.copy([*gradients.values()], GRADIENTS, yields_to_update=yields_to_update), [*gradients]
         )
-        if this in link.logged_gradients:
-            link.logged_gradients[this] = copied
-        if self._waits and not link.wait(copied.copy):
-            self.end(HANGS)
-        self._copied = copied
+        if optimizer_id in link.logged_gradients:
+            link.logged_gradients[optimizer_id] = step_gradients
+        if self._waits_for_copies and not link.wait(step_gradients.copy):
+            self.end(LINK_HANGS)
+        self._step_gradients = step_gradients
         link.update_begins()
-        return copied
+        return step_gradients
 
     def on_step_end(self) -> None:
         self._link.update_ends()
-        if self._is_kept and self._copied is not None and not self._link.wait(self._copied.copy):
-            self.end(HANGS)
-        self._copied = None
+        gradients, self._step_gradients = self._step_gradients, None
+        if self._copies_before_return and gradients is not None and not self._link.wait(gradients.copy):
+            self.end(LINK_HANGS)
 
     def before_other_optimizer(self) -> None:
         self._guard.wait()
@@ -345,9 +347,10 @@ class _Recorder(Capture):
         False in the first step. ``grad.data.zero_()`` does not change version counters, so other gradients are copied
         before the step returns.
         """
-        known, self._written = self._written, {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
-        was_written = any(known.get(place, version) != version for place, version in self._written.items())
-        return bool(known) and not was_written
+        counters = {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
+        previous, self._gradient_counters = self._gradient_counters, counters
+        was_written = any(previous.get(address, version) != version for address, version in counters.items())
+        return bool(previous) and not was_written
 
 
 def roll_forward(
@@ -356,13 +359,13 @@ def roll_forward(
     base: str,
     *,
     last_step: int | None = None,
-    attached: Callable[[bytes], int | None] = lambda attachment: None,
+    on_attachment: Callable[[bytes], int | None] = lambda attachment: None,
 ) -> Recovered:
     """Apply the steps after the checkpoint ``base`` to ``optimizers``, which have its parameters and state.
 
     Args:
         last_step: the newest step to apply: the newest that all ranks have.
-        attached: called with each attachment, in order. Returns the digest of its ``Check``.
+        on_attachment: called with each attachment, in order. Returns the digest of its ``Check``.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
@@ -370,50 +373,51 @@ def roll_forward(
             the checkpoint again, and apply steps up to ``error.context["verified_step"]``, -1 for none.
     """
     layouts = layouts_of(optimizers)
-    targets = {name: _Target(one) for name, one in _named(optimizers).items()}
+    targets = {name: _Target(one) for name, one in _optimizers_by_name(optimizers).items()}
     newest, segment = Recovered(-1, 0), None
-    for place in log_segments.walk(directory, base):
-        if isinstance(place, str):
-            newest = replace(newest, ended=place)
+    for position in log_segments.walk(directory, base):
+        if isinstance(position, str):
+            newest = replace(newest, end_reason=position)
             break
-        if not place.layouts.items() <= layouts.items():
+        if not position.layouts.items() <= layouts.items():
             raise IntegrityError(
-                f"the gradient log {place.where} was written by another optimizer, or with other parameters or shards",
+                f"the gradient log {position.where} was written by another optimizer, or with other parameters or "
+                "shards",
                 hint="Restore the checkpoint alone: a log fits only the optimizer and the sharding that wrote it",
-                path=place.segment.path,
+                path=position.segment.path,
             )
-        if last_step is not None and place.number > last_step:
+        if last_step is not None and position.number > last_step:
             break
         try:
-            frame = decode(place.read, where=place.where)
+            frame = decode(position.read, where=position.where)
         except IntegrityError as error:
-            newest = replace(newest, ended=error.message)
+            newest = replace(newest, end_reason=error.message)
             break
-        if place.segment is not segment:
-            segment = place.segment
+        if position.segment is not segment:
+            segment = position.segment
             for target in targets.values():
-                target.is_at_head = True
+                target.is_at_segment_start = True
         for name, step in frame.steps.items():
             targets[name].apply(step)
-        others, verified = attached(frame.attachment) or 0, newest.verified_step
-        if wanted := place.fields.get("parameters"):
-            seen = {name: digest_values(digests_of(target.tensors())) for name, target in targets.items()}
-            if frame_digest(seen, others) != wanted:
-                raise _other_parameters(place.number, place.segment.path, verified)
-            verified = place.number
-        newest = Recovered(place.number, newest.steps + 1, digest=place.digest, verified_step=verified)
+        other_digest, verified_step = on_attachment(frame.attachment) or 0, newest.verified_step
+        if expected_digest := position.fields.get("parameters"):
+            digests = {name: digest_values(digests_of(target.tensors())) for name, target in targets.items()}
+            if frame_digest(digests, other_digest) != expected_digest:
+                raise _digest_mismatch(position.number, position.segment.path, verified_step)
+            verified_step = position.number
+        newest = Recovered(position.number, newest.steps + 1, digest=position.digest, verified_step=verified_step)
     for target in targets.values():
         target.finish()
     return newest
 
 
-def _other_parameters(step: int, path: Path, verified: int) -> IntegrityError:
+def _digest_mismatch(step: int, path: Path, verified_step: int) -> IntegrityError:
     return IntegrityError(
         f"the gradient log ends at other parameters or optimizer state than training had after step {step}: they were "
         "changed outside the optimizer (.data, a fused kernel), or the build or device differs",
-        hint=f"Restore the checkpoint again, and roll forward to step {verified}" if verified >= 0 else
+        hint=f"Restore the checkpoint again, and roll forward to step {verified_step}" if verified_step >= 0 else
         "Restore the checkpoint alone",
-        path=path, verified_step=verified,
+        path=path, verified_step=verified_step,
     )  # fmt: skip
 
 
@@ -423,22 +427,22 @@ class _Target:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_replayable(optimizer)
         self.replay: Replay | None = None
-        self.is_at_head = True
+        self.is_at_segment_start = True
         """The next step is the first of a segment. Each process counts versions from 0; digests link segments (S1)."""
         self._optimizer = optimizer
-        self._members = parameters_of(optimizer)
+        self._parameters = parameters_of(optimizer)
 
     def apply(self, step: Step) -> None:
         if self.replay is None:
-            tensors = {one.key: local_shard(one.tensor.detach()) for one in self._members}
-            stepped = [one for one in self._members if one.tensor in self._optimizer.state]
+            tensors = {one.key: local_shard(one.tensor.detach()) for one in self._parameters}
+            with_state = [one for one in self._parameters if one.tensor in self._optimizer.state]
             state = {
                 one.key: {name: local_shard(value) for name, value in self._optimizer.state[one.tensor].items()}
-                for one in stepped
+                for one in with_state
             }
             self.replay = Replay(type(self._optimizer), tensors, state, step.version - 1)
-        if self.is_at_head:
-            self.replay.version, self.is_at_head = step.version - 1, False
+        if self.is_at_segment_start:
+            self.replay.version, self.is_at_segment_start = step.version - 1, False
         self.replay.apply(step)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -447,16 +451,16 @@ class _Target:
             yield from tensors_of(self._optimizer)
             return
         state = self.replay.state
-        for one in self._members:
+        for one in self._parameters:
             yield from parameter_and_state(local_shard(one.tensor.detach()), state[one.key])
 
     def finish(self) -> None:
         """Set state that a parameter's first step created. Other state was changed in place."""
         state = self.replay.state if self.replay is not None else {}
-        for one in self._members:
-            if made := state.get(one.key):
-                known = self._optimizer.state.get(one.tensor, {})
+        for one in self._parameters:
+            if new_state := state.get(one.key):
+                old_state = self._optimizer.state.get(one.tensor, {})
                 self._optimizer.state[one.tensor] = {
-                    name: known[name] if isinstance(known.get(name), DTensor) else shard_like(value, one.tensor)
-                    for name, value in made.items()
+                    name: old_state[name] if isinstance(old_state.get(name), DTensor) else shard_like(value, one.tensor)
+                    for name, value in new_state.items()
                 }

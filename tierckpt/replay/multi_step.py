@@ -56,14 +56,14 @@ from .link import (
     lossless_upper_halves,
 )
 from .optimizers import Parameter, base_of, check_replayable, layout_digest, local_shard, parameters_of
-from .redo import Conditions, Exact, Redo, Snapshot, SnapshotFuture, checked_exact, put
+from .redo import Conditions, Exact, Redo, Snapshot, SnapshotFuture, checked_exact, fill_tensors
 from .tree import detach
 
 log = logger("replay")
 
-STEPS_MEASURED = 9
+MEASURED_STEPS = 9
 OUT_OF_MEMORY = "host memory ran out"
-HANGS = "copies to host memory, or the replay of steps on them, hang"
+COPY_HANGS = "copies to host memory, or the replay of steps on them, hang"
 Take = Callable[[], Any]
 
 
@@ -79,24 +79,24 @@ class _Part:
 class _OpenWindow:
     take: Take
     parts: list[_Part]
-    steps_left: int
+    remaining_steps: int
     falls_back: bool
     result: SnapshotFuture
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
     copies: list[TensorCopy] = field(default_factory=list)
-    work: list[Future[None]] = field(default_factory=list)
+    pending_work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     """Steps to replay later, with gradients in host memory."""
     fingerprints: Future[dict[Key, Fingerprint]] | None = None
     """At the last version. The next step waits for their completion."""
     failure: str = ""
-    sealed: int = -1
+    sealed_version: int = -1
 
-    def expect(self, has_come: bool) -> None:
-        """Fail the window unless ``has_come``: the next step may overwrite the sources of its copies."""
-        if not has_come:
-            self.failure = self.failure or HANGS
+    def fail_unless(self, is_done: bool) -> None:
+        """Fail the window unless ``is_done``: the next step may overwrite the sources of its copies."""
+        if not is_done:
+            self.failure = self.failure or COPY_HANGS
 
     def snapshot(self, state: Any, version: int, more_bytes: int = 0, **more: Any) -> Snapshot:
         """Return ``state``, after ``version`` steps, with the statistics of the window."""
@@ -107,28 +107,30 @@ class _OpenWindow:
 class _Follower(Capture):
     """Records the steps of a window, with the gradients of copied parts. ``waits``: each step waits for their copy."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, window: _OpenWindow, link: Link, *, waits: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, window: _OpenWindow, link: Link, *, waits_for_copies: bool
+    ) -> None:
         super().__init__(optimizer)
-        self._window, self._link, self._waits = window, link, waits
+        self._window, self._link, self._waits_for_copies = window, link, waits_for_copies
 
     def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-        window, begun = self._window, time.perf_counter()
-        if window.sealed >= 0 or window.failure or window.result.done():
+        window, started_at = self._window, time.perf_counter()
+        if window.sealed_version >= 0 or window.failure or window.result.done():
             return None
-        copied = self._link.logged_gradients[id(self.optimizer)]
-        if copied is None:
+        copied_gradients = self._link.logged_gradients[id(self.optimizer)]
+        if copied_gradients is None:
             keys = [key for part in window.parts if part.version >= 0 for key in part.keys if key in gradients]
             try:
-                copied = CopiedGradients(self._link.copy([gradients[key] for key in keys], GRADIENTS), keys)
+                copied_gradients = CopiedGradients(self._link.copy([gradients[key] for key in keys], GRADIENTS), keys)
             except MemoryError:
                 window.failure = OUT_OF_MEMORY
                 return None
-            window.copies.append(copied.copy)
-        if self._waits:
-            window.expect(self._link.wait(copied.copy))
+            window.copies.append(copied_gradients.copy)
+        if self._waits_for_copies:
+            window.fail_unless(self._link.wait(copied_gradients.copy))
         self._link.update_begins()
-        window.blocked_seconds += time.perf_counter() - begun
-        return copied
+        window.blocked_seconds += time.perf_counter() - started_at
+        return copied_gradients
 
     def on_step_end(self) -> None:
         self._link.update_ends()
@@ -185,26 +187,27 @@ class MultiStepStager:
         self.window_steps = checked_steps(window_steps)
         """0: chosen for each window."""
         self.exact = checked_exact(exact)
-        self._defers = defers or any(local_shard(one.tensor).device.type != "cpu" for one in parameters_of(optimizer))
+        shards = [local_shard(one.tensor) for one in parameters_of(optimizer)]
+        self._keeps_steps = defers or any(shard.device.type != "cpu" for shard in shards)
         self.optimizer = optimizer
         self.link = link or Link()
         self._owns_link = link is None
-        self._fences = [  # before the hooks of ``_Follower``: otherwise gradients are copied before the part
+        self._step_hooks = [  # before the hooks of ``_Follower``: otherwise gradients are copied before the part
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._capture: _Follower | None = None
         """The recorder of the newest window."""
-        self._clocks: list[int] = []
+        self._thread_clocks: list[int] = []
         """CPU clocks of the background threads."""
-        self._replays = ThreadPool(1, "tierckpt-replay", self._note_clock)
-        self._hashes = ThreadPool(1, "tierckpt-fingerprint", self._note_clock)
+        self._replay_pool = ThreadPool(1, "tierckpt-replay", self._add_thread_clock)
+        self._fingerprint_pool = ThreadPool(1, "tierckpt-fingerprint", self._add_thread_clock)
         self._window: _OpenWindow | None = None
         self.link.logged_gradients[id(optimizer)] = None
         self.waited_seconds = 0.0
         """Seconds that steps have waited for parts, in all windows."""
-        self._stepped_at = 0.0
-        self._hidden_seconds: deque[float] = deque(maxlen=STEPS_MEASURED)
+        self._last_step_at = 0.0
+        self._gap_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         """Seconds between the end of a step and the next step, during which copies are hidden."""
         self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
         """Gradients are overwritten early (Nesterov, ``zero_grad`` in place): steps wait for their copies."""
@@ -215,8 +218,8 @@ class MultiStepStager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _note_clock(self) -> None:
-        self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+    def _add_thread_clock(self) -> None:
+        self._thread_clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
 
     @property
     def is_open(self) -> bool:
@@ -239,7 +242,7 @@ class MultiStepStager:
         return self._traffic(sum(map(self._size, parameters_of(self.optimizer))))
 
     def _traffic(self, state_bytes: int) -> Traffic:
-        seconds = statistics.median(self._hidden_seconds) if self._hidden_seconds else 0.0
+        seconds = statistics.median(self._gap_seconds) if self._gap_seconds else 0.0
         return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_bytes_per_second, seconds)
 
     def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
@@ -266,7 +269,7 @@ class MultiStepStager:
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, weights_of(traffic.falling_share(steps), steps))]
         window = self._window = _OpenWindow(take, parts, steps, falls_back, SnapshotFuture(self.end_of_step))
-        self._capture = _Follower(self.optimizer, window, self.link, waits=self._waits_for_gradients)
+        self._capture = _Follower(self.optimizer, window, self.link, waits_for_copies=self._waits_for_gradients)
         self.end_of_step()
         return window.result
 
@@ -278,17 +281,17 @@ class MultiStepStager:
         window, capture = self._window, self._capture
         if window is None or capture is None:
             return
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             window.failure = window.failure or capture.check()
             for step in capture.take_steps():
-                self._follow(window, step)
-            if window.steps_left and not window.failure:
-                window.steps_left -= 1
-                following = next((part for part in window.parts if part.version < 0), None)
-                if following is not None:
-                    self._begin_part(window, following, capture.version)
-                if not window.steps_left:
+                self._replay_step(window, step)
+            if window.remaining_steps and not window.failure:
+                window.remaining_steps -= 1
+                next_part = next((part for part in window.parts if part.version < 0), None)
+                if next_part is not None:
+                    self._begin_part(window, next_part, capture.version)
+                if not window.remaining_steps:
                     self._seal(window, capture)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
@@ -296,7 +299,7 @@ class MultiStepStager:
             self._copy_whole_or_fail(window)
         elif window.failure:
             self.abandon(window.failure)
-        window.blocked_seconds += time.perf_counter() - begun
+        window.blocked_seconds += time.perf_counter() - started_at
 
     def abandon(self, reason: str) -> None:
         """End an open window: its future raises ``CheckpointError(reason)``."""
@@ -318,19 +321,19 @@ class MultiStepStager:
 
     def _progress(self) -> tuple[object, int, float]:
         window = self._window  # a background thread may end it
-        done = sum(one.done() for one in window.work) if window is not None else 0
-        return self.link.progress(), done, sum(map(time.clock_gettime, self._clocks))
+        done = sum(one.done() for one in window.pending_work) if window is not None else 0
+        return self.link.progress(), done, sum(map(time.clock_gettime, self._thread_clocks))
 
     def close(self) -> None:
         """Cancel an open window, and remove the hooks."""
         if self._capture is not None:
             self._capture.close()
         self.link.logged_gradients.pop(id(self.optimizer), None)
-        for fence in self._fences:
+        for fence in self._step_hooks:
             fence.remove()
         self.abandon("the multi-step stager was closed before its window ended")
-        self._replays.shutdown(cancel_futures=True)
-        self._hashes.shutdown()
+        self._replay_pool.shutdown(cancel_futures=True)
+        self._fingerprint_pool.shutdown()
         if self._owns_link:
             self.link.close()
 
@@ -350,8 +353,8 @@ class MultiStepStager:
 
     def _tensors(self, parameter: Parameter) -> list[torch.Tensor]:
         state = self.optimizer.state.get(parameter.tensor, {})
-        found = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
-        return [local_shard(one) for one in found]
+        tensors = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
+        return [local_shard(one) for one in tensors]
 
     def _begin_part(self, window: _OpenWindow, part: _Part, version: int) -> None:
         keys = set(part.keys)
@@ -369,44 +372,44 @@ class MultiStepStager:
             if copy.was_overwritten:
                 raise CheckpointError("a part was changed outside the optimizer while it was being copied")
             tensors = map(_with_strides, copy.result, strides)
-            copied = {}
+            parameter_copies = {}
             for key, state in states.items():
-                copied[key] = next(tensors)
+                parameter_copies[key] = next(tensors)
                 states[key] = {n: next(tensors) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
-            part.replay = Replay(kind, copied, states, version)
+            part.replay = Replay(kind, parameter_copies, states, version)
 
-        window.work.append(self._replays.submit(build))
+        window.pending_work.append(self._replay_pool.submit(build))
 
     def _state(self, parameter: Parameter) -> dict[str, Any]:
         return dict(self.optimizer.state.get(parameter.tensor, {}))
 
     def _before_step(self, *_: Any) -> None:
         """Wait for the copies of parts that the step would overwrite (W1)."""
-        begun = time.perf_counter()
-        if self._stepped_at:
-            self._hidden_seconds.append(begun - self._stepped_at)
+        started_at = time.perf_counter()
+        if self._last_step_at:
+            self._gap_seconds.append(started_at - self._last_step_at)
         window = self._window
         if window is None:
             return
         for part in window.parts:
             if part.copy is not None and not part.copy.done.done() and not window.failure:
                 window.waited_bytes += part.copy.remaining_bytes if part.copy.on_device is None else 0
-                at = time.perf_counter()
-                window.expect(self.link.wait(part.copy))
-                self.waited_seconds += time.perf_counter() - at
+                wait_started_at = time.perf_counter()
+                window.fail_unless(self.link.wait(part.copy))
+                self.waited_seconds += time.perf_counter() - wait_started_at
             if part.copy is not None and part.copy.is_out_of_memory:
                 window.failure = window.failure or OUT_OF_MEMORY
         if window.fingerprints is not None:  # they read the tensors that this step overwrites
-            window.expect(self.wait([window.fingerprints]))
-        window.blocked_seconds += time.perf_counter() - begun
+            window.fail_unless(self.wait([window.fingerprints]))
+        window.blocked_seconds += time.perf_counter() - started_at
 
     def _after_step(self, *_: Any) -> None:
-        self._stepped_at = time.perf_counter()
+        self._last_step_at = time.perf_counter()
         self.link.logged_gradients[id(self.optimizer)] = None
 
-    def _follow(self, window: _OpenWindow, step: Step) -> None:
+    def _replay_step(self, window: _OpenWindow, step: Step) -> None:
         """Replay ``step`` in the background on the parts copied before it, or keep it for later."""
-        behind = [part for part in window.parts if 0 <= part.version < step.version]
+        older_parts = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
             try:
@@ -414,44 +417,48 @@ class MultiStepStager:
             except OverwrittenError:
                 self._waits_for_gradients = True
                 raise
-            if self._defers:
+            if self._keeps_steps:
                 window.steps.append(step)
                 return
-            for part in behind:
+            for part in older_parts:
                 self.link.wait_for_update()
                 if part.replay is not None:
                     part.replay.apply(step)
 
-        window.work.append(self._replays.submit(replay))
+        window.pending_work.append(self._replay_pool.submit(replay))
 
     def _seal(self, window: _OpenWindow, capture: Capture) -> None:
         """End the window at the current version (W2, W3), while the last part is copied."""
-        window.sealed = capture.version
-        held, tree, rest = self._detach(window)
-        window.work += rest
-        live = {place: local_shard(one.detach()) for place, one in held.items()}
-        members = parameters_of(self.optimizer)
+        window.sealed_version = capture.version
+        optimizer_tensors, tree, other_copies = self._detach(window)
+        window.pending_work += other_copies
+        current_tensors = {tensor_key: local_shard(one.detach()) for tensor_key, one in optimizer_tensors.items()}
+        parameters = parameters_of(self.optimizer)
         implementation = ", ".join(sorted(set(capture.implementations)))
         redo = Redo(
             base_of(type(self.optimizer)),
-            window.sealed,
-            Conditions.here(local_shard(members[0].tensor).device, implementation),
-            layout_digest(self.optimizer) if self._defers else "",
-            devices={place: one.device.type for place, one in live.items()},
-            sharded=frozenset(one.key for one in members if isinstance(one.tensor, DTensor)),
+            window.sealed_version,
+            Conditions.current(local_shard(parameters[0].tensor).device, implementation),
+            layout_digest(self.optimizer) if self._keeps_steps else "",
+            devices={tensor_key: one.device.type for tensor_key, one in current_tensors.items()},
+            sharded=frozenset(one.key for one in parameters if isinstance(one.tensor, DTensor)),
         )
-        if self._defers:
-            redo.wanted = {place: Fingerprint.of_tensor(one) for place, one in live.items()}
+        if self._keeps_steps:
+            redo.fingerprints = {tensor_key: Fingerprint.of_tensor(one) for tensor_key, one in current_tensors.items()}
         else:
-            window.fingerprints = self._hashes.submit(
-                lambda: {place: Fingerprint.of_tensor(live[place]) for place in live}
+            window.fingerprints = self._fingerprint_pool.submit(
+                lambda: {
+                    tensor_key: Fingerprint.of_tensor(current_tensors[tensor_key]) for tensor_key in current_tensors
+                }
             )
 
         def finish() -> Snapshot:
-            for one in window.work:
+            for one in window.pending_work:
                 one.result()
-            wanted = window.fingerprints.result() if window.fingerprints is not None else redo.wanted
-            redo.wanted = {place: one.to_host() for place, one in wanted.items()}  # waits for the device
+            fingerprints = window.fingerprints.result() if window.fingerprints is not None else redo.fingerprints
+            redo.fingerprints = {
+                tensor_key: one.to_host() for tensor_key, one in fingerprints.items()
+            }  # waits for the device
             for part in window.parts:
                 if part.replay is None:
                     raise CheckpointError("a part of the window was not copied")
@@ -459,27 +466,28 @@ class MultiStepStager:
             for step in window.steps:
                 keys = {key for part in window.parts if part.version < step.version for key in part.keys}
                 gradients = {key: one for key, one in step.gradients.items() if key in keys}
-                found = step.found_inf.cpu() if step.found_inf is not None else None
-                redo.steps.append(Step(step.version, step.hyperparameters, gradients, found))
+                found_inf = step.found_inf.cpu() if step.found_inf is not None else None
+                redo.steps.append(Step(step.version, step.hyperparameters, gradients, found_inf))
             conditions = redo.conditions
-            if self._defers and self.exact == "required":
-                return window.snapshot(None, window.sealed, conditions=conditions, redo=redo, tree=tree, held=held)
+            if self._keeps_steps and self.exact == "required":
+                parts = {"redo": redo, "tree": tree, "optimizer_tensors": optimizer_tensors}
+                return window.snapshot(None, window.sealed_version, conditions=conditions, **parts)
             redo.devices = dict.fromkeys(redo.devices, "cpu")  # the steps are replayed on the CPU
             inexact = redo.fold(self.exact)
-            state = put(tree, held, redo.tensors)
-            return window.snapshot(state, window.sealed, conditions=conditions, inexact=inexact)
+            state = fill_tensors(tree, optimizer_tensors, redo.tensors)
+            return window.snapshot(state, window.sealed_version, conditions=conditions, inexact=inexact)
 
         def end() -> None:
             try:
-                self._settle(window, finish())
+                self._complete(window, finish())
             except BaseException as error:  # a whole copy follows in ``end_of_step`` or ``result``
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
                 if not window.falls_back and not window.result.done():
                     window.result.set_exception(CheckpointError(window.failure))
 
-        window.result.sealed = self._replays.submit(end)
+        window.result.sealing = self._replay_pool.submit(end)
 
-    def _settle(self, window: _OpenWindow, snapshot: Snapshot) -> None:
+    def _complete(self, window: _OpenWindow, snapshot: Snapshot) -> None:
         if self._window is window:
             self._window = None
         if not window.result.done():
@@ -499,16 +507,17 @@ class MultiStepStager:
 
     def _copy_whole(self, window: _OpenWindow) -> None:
         log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
-        held, tree, rest = self._detach(window)
-        begun = time.perf_counter()
-        copies = dict(zip(held, host_memory([local_shard(one) for one in held.values()]), strict=True))
-        for place, copied in copies.items():
-            copied.copy_(local_shard(held[place].detach()))
-        for one in rest:
+        optimizer_tensors, tree, other_copies = self._detach(window)
+        started_at = time.perf_counter()
+        targets = host_memory([local_shard(one) for one in optimizer_tensors.values()])
+        copies = dict(zip(optimizer_tensors, targets, strict=True))
+        for key, copied in copies.items():
+            copied.copy_(local_shard(optimizer_tensors[key].detach()))
+        for one in other_copies:
             one.result(COPY_TIMEOUT_SECONDS)
-        window.blocked_seconds += time.perf_counter() - begun
-        state, size_bytes = put(tree, held, copies), sum(one.nbytes for one in copies.values())
-        self._settle(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
+        window.blocked_seconds += time.perf_counter() - started_at
+        state, size_bytes = fill_tensors(tree, optimizer_tensors, copies), sum(one.nbytes for one in copies.values())
+        self._complete(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the current tensors by parameter key: the parameter as "", and its state by name."""
@@ -519,18 +528,18 @@ class MultiStepStager:
 
     def _detach(self, window: _OpenWindow) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
         """Take the state, with gaps for the optimizer's tensors, and begin to copy all others."""
-        held = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
-        tree, copy = detach(window.take(), held, self.link)
-        return held, tree, [copy.done] if copy is not None else []
+        optimizer_tensors = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
+        tree, tensor_copy = detach(window.take(), optimizer_tensors, self.link)
+        return optimizer_tensors, tree, [tensor_copy.done] if tensor_copy is not None else []
 
 
-def checked_steps(asked: int | Literal["auto"]) -> int:
+def checked_steps(window_steps: int | Literal["auto"]) -> int:
     """Return the number of steps of a window, 0 for "auto". Raises ConfigError."""
-    if asked == "auto":
+    if window_steps == "auto":
         return 0
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise ConfigError(f"window_steps is {asked!r}: use 'auto' or a whole number of steps, at least 1")
-    return asked
+    if isinstance(window_steps, bool) or not isinstance(window_steps, int) or window_steps < 1:
+        raise ConfigError(f"window_steps is {window_steps!r}: use 'auto' or a whole number of steps, at least 1")
+    return window_steps
 
 
 def _with_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

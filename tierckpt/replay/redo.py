@@ -57,7 +57,7 @@ class Conditions:
     implementation: str
 
     @classmethod
-    def here(cls, device: torch.device, implementation: str) -> Conditions:
+    def current(cls, device: torch.device, implementation: str) -> Conditions:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
         else:
@@ -67,7 +67,9 @@ class Conditions:
     def differences(self, other: Conditions) -> str:
         """Return the differences to ``other``, for messages; '' for none."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
-        return ", ".join(f"{name} {mine} in training and {its} here" for name, mine, its in pairs if mine != its)
+        return ", ".join(
+            f"{name} {trained} in training and {now} here" for name, trained, now in pairs if trained != now
+        )
 
 
 @dataclass
@@ -80,7 +82,7 @@ class Redo:
         devices: kind of device of each tensor in training.
         sharded: keys of the parameters that are DTensors.
         steps: steps to apply, with the gradients of parts copied before them.
-        wanted: fingerprints of all tensors at the last version.
+        fingerprints: of all tensors at the last version.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -91,15 +93,15 @@ class Redo:
     devices: dict[Key, str] = field(default_factory=dict)
     sharded: frozenset[str] = frozenset()
     steps: list[Step] = field(default_factory=list)
-    wanted: dict[Key, Fingerprint] = field(default_factory=dict)
+    fingerprints: dict[Key, Fingerprint] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[Key, torch.Tensor]:
         """All tensors of the optimizer, each at its part's version. Not copied."""
-        return {place: tensor for part in self.parts for place, tensor in part.tensors().items()}
+        return {tensor_key: tensor for part in self.parts for tensor_key, tensor in part.tensors().items()}
 
     @property
-    def replayed(self) -> int:
+    def replay_steps(self) -> int:
         """Number of steps that the oldest part is behind the last version."""
         return max((self.version - part.version for part in self.parts), default=0)
 
@@ -117,7 +119,7 @@ class Redo:
         accepted = ""
         for number, part in enumerate(self.parts):
             try:
-                replay = part.to_devices(lambda place: _device_of(self.devices[place]))
+                replay = part.to_devices(lambda tensor_key: _device_of(self.devices[tensor_key]))
                 for step in self.steps:
                     if step.version > part.version:
                         replay.apply(step)
@@ -126,10 +128,10 @@ class Redo:
                         f"a part of the window ends at version {replay.version} and not at {self.version}",
                         hint="A step is missing. The previous checkpoint is used",
                     )
-                made = replay.tensors()
-                for place, tensor in made.items():
-                    accepted = self._check(place, tensor, part.version, exact) or accepted
-                if missing := [one for one in self.wanted if one[0] in replay.parameters and one not in made]:
+                tensors = replay.tensors()
+                for tensor_key, tensor in tensors.items():
+                    accepted = self._check(tensor_key, tensor, part.version, exact) or accepted
+                if missing := [one for one in self.fingerprints if one[0] in replay.parameters and one not in tensors]:
                     raise IntegrityError(
                         f"the window has no {missing[0]} after its steps", hint="The previous checkpoint is used"
                     )
@@ -143,35 +145,37 @@ class Redo:
                 ) from error
         return accepted
 
-    def _check(self, place: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
+    def _check(self, tensor_key: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
         """Return '' for the bits of training, else the accepted differences. ``version``: that of the part's copy."""
-        (key, name), wanted = place, self.wanted.get(place)
-        if wanted is not None and wanted.matches(tensor):
+        (key, name), fingerprint = tensor_key, self.fingerprints.get(tensor_key)
+        if fingerprint is not None and fingerprint.matches(tensor):
             return ""
-        here = Conditions.here(_device_of(self.devices.get((key, ""), "cpu")), self.conditions.implementation)
-        differences = self.conditions.differences(here)
-        what = f"{name or 'the value'} of parameter {key} has other bits than in training"
-        if not differences or wanted is None:
+        current = Conditions.current(_device_of(self.devices.get((key, ""), "cpu")), self.conditions.implementation)
+        differences = self.conditions.differences(current)
+        message = f"{name or 'the value'} of parameter {key} has other bits than in training"
+        if not differences or fingerprint is None:
             raise IntegrityError(
-                f"{what}, with the same build, device and implementation",
+                f"{message}, with the same build, device and implementation",
                 hint="The window is damaged, or it was changed outside the optimizer while it was being copied",
             )
-        if exact == "approximate" and self._is_close(place, tensor, version):
+        if exact == "approximate" and self._is_close(tensor_key, tensor, version):
             return differences
         raise StateMismatchError(
-            f"{what}: {differences}",
+            f"{message}: {differences}",
             hint='Use the build and device of training, or exact="approximate" to accept differences in the last bits',
         )
 
-    def _is_close(self, place: Key, tensor: torch.Tensor, version: int) -> bool:
+    def _is_close(self, tensor_key: Key, tensor: torch.Tensor, version: int) -> bool:
         """True if the sampled elements of ``tensor`` are within ``tolerance`` of those in training."""
-        (key, name), wanted = place, self.wanted[place].sample.cpu()
-        found = sample_of(tensor).cpu()
+        (key, name), training_sample = tensor_key, self.fingerprints[tensor_key].sample.cpu()
+        sample = sample_of(tensor).cpu()
         gradients = [step.gradients[key] for step in self.steps if step.version > version and key in step.gradients]
-        largest = max((float(one.abs().max()) for one in gradients if one.numel()), default=0.0)
+        largest_gradient = max((float(one.abs().max()) for one in gradients if one.numel()), default=0.0)
         rates = [float(step.hyperparameters[int(key.partition(".")[0])].get("lr", 0.0)) for step in self.steps]
-        bound = tolerance(name, wanted, self.version - version, max(rates, default=0.0), largest)
-        return found.shape == wanted.shape and bool(((found - wanted).abs().double() <= bound).all())
+        bound = tolerance(name, training_sample, self.version - version, max(rates, default=0.0), largest_gradient)
+        return sample.shape == training_sample.shape and bool(
+            ((sample - training_sample).abs().double() <= bound).all()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +201,15 @@ class Snapshot:
     """The parts, at several versions; ``state`` is None."""
     tree: Any = None
     """With ``redo``: the value of ``take``, with gaps in place of the optimizer's tensors (``tree.gaps``)."""
-    held: Mapping[Key, torch.Tensor] = field(default_factory=dict, repr=False)
+    optimizer_tensors: Mapping[Key, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def fold(self, exact: Exact = "required") -> Snapshot:
         """Return this snapshot with ``redo`` folded into ``state``. One call at a time. Raises as ``Redo.fold``."""
         if self.redo is None:
             return self
         inexact = self.redo.fold(exact)
-        state = put(self.tree, self.held, self.redo.tensors)
-        return replace(self, state=state, inexact=inexact, redo=None, tree=None, held={})
+        state = fill_tensors(self.tree, self.optimizer_tensors, self.redo.tensors)
+        return replace(self, state=state, inexact=inexact, redo=None, tree=None, optimizer_tensors={})
 
 
 class SnapshotFuture(Future[Snapshot]):
@@ -213,38 +217,39 @@ class SnapshotFuture(Future[Snapshot]):
 
     def __init__(self, end_of_step: Callable[[], None]) -> None:
         super().__init__()
-        self.sealed: Future[None] | None = None
+        self.sealing: Future[None] | None = None
         """Done when the parts are at one version, or the window has failed."""
         self._end_of_step, self._thread = end_of_step, threading.get_ident()
 
     def result(self, timeout: float | None = None) -> Snapshot:
-        sealed, is_here = self.sealed, threading.get_ident() == self._thread and not self.done()
-        if is_here and sealed is None and timeout != 0:
+        sealing, is_training_thread = self.sealing, threading.get_ident() == self._thread and not self.done()
+        if is_training_thread and sealing is None and timeout != 0:
             raise CheckpointError(
                 "the training thread waits for a multi-step copy before the last step of its window",
                 hint="Call end_of_step after each step of the window, then result()",
             )
-        if is_here and sealed is not None and futures.wait([sealed], timeout).done and not self.done():
+        if is_training_thread and sealing is not None and futures.wait([sealing], timeout).done and not self.done():
             self._end_of_step()
         return super().result(timeout)
 
 
-def put(tree: Any, held: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:
-    """Return ``tree`` with ``copies`` in its gaps, as the types of tensor in ``held``."""
-    return fill(tree, {place: wrap_shard(tensor, copies[place]) for place, tensor in held.items() if place in copies})
+def fill_tensors(tree: Any, optimizer_tensors: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:
+    """Return ``tree`` with ``copies`` in its gaps, as the types of tensor in ``optimizer_tensors``."""
+    wrapped = {key: wrap_shard(tensor, copies[key]) for key, tensor in optimizer_tensors.items() if key in copies}
+    return fill(tree, wrapped)
 
 
-def tolerance(name: str, wanted: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
+def tolerance(name: str, sample: torch.Tensor, steps: int, rate: float, gradient: float) -> torch.Tensor:
     """Return the bound on the error of each element after ``steps`` steps by another implementation.
 
     Parameter: 8 K u max(abs(p), lr). Second moment: 4 K u v. Other state: 8 u max(abs(m)) + 4 K u max(abs(g)). u is
     half a unit in the last place of 1 (2**-24 for float32). Measured with an emulation of CUDA's fused AdamW of torch
     2.13 against the CPU's. Integers must be equal.
     """
-    if not wanted.is_floating_point() or name == "step":
-        return torch.zeros(wanted.shape, dtype=torch.float64, device="cpu")
-    unit = torch.finfo(wanted.dtype).eps / 2
-    size = wanted.abs().double()
+    if not sample.is_floating_point() or name == "step":
+        return torch.zeros(sample.shape, dtype=torch.float64, device="cpu")
+    unit = torch.finfo(sample.dtype).eps / 2
+    size = sample.abs().double()
     if not name:
         return 8 * steps * unit * size.clamp(min=rate)
     if name.endswith("_sq"):
@@ -291,35 +296,35 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
         "names": dict(names),
         "parts": [[part.version, list(part.parameters)] for part in redo.parts],
         "tensors": stored_as,
-        "values": to_json({key: one for part in redo.parts for key, one in part.values().items()}),
+        "values": to_json({key: value for part in redo.parts for key, value in part.values().items()}),
         "steps": steps,
         "fingerprints": [
-            [key, name, str(wanted.int_value), wanted.is_sum, to_json(wanted.sample.cpu())]
-            for (key, name), wanted in redo.wanted.items()
+            [key, name, str(fingerprint.int_value), fingerprint.is_sum, to_json(fingerprint.sample.cpu())]
+            for (key, name), fingerprint in redo.fingerprints.items()
         ],
     }
     return tensors, recipe
 
 
-def unpack(tensors: Mapping[str, torch.Tensor], found: Json) -> Redo:
+def unpack(tensors: Mapping[str, torch.Tensor], recipe: Json) -> Redo:
     """Return the window of ``pack``. Raises IntegrityError for an unusable recipe."""
     try:
-        {FORMAT: None}[found["format"]]
-        kind, conditions = CLASS_BY_NAME[found["optimizer"]], [str(found[name]) for name in Conditions.__slots__]
-        redo = Redo(kind, int(found["version"]), Conditions(*conditions), str(found["layout"]))
-        redo.sharded = frozenset(found["sharded"])
-        state = {key: dict(values) for key, values in from_json(found["values"]).items()}
+        {FORMAT: None}[recipe["format"]]
+        kind, conditions = CLASS_BY_NAME[recipe["optimizer"]], [str(recipe[name]) for name in Conditions.__slots__]
+        redo = Redo(kind, int(recipe["version"]), Conditions(*conditions), str(recipe["layout"]))
+        redo.sharded = frozenset(recipe["sharded"])
+        state = {key: dict(values) for key, values in from_json(recipe["values"]).items()}
         parameters: dict[str, torch.Tensor] = {}
-        for key, name, stored, device in found["tensors"]:
+        for key, name, stored, device in recipe["tensors"]:
             (state.setdefault(key, {}) if name else parameters)[name or key] = tensors[stored]
             redo.devices[key, name] = str(device)
-        for version, keys in found["parts"]:
+        for version, keys in recipe["parts"]:
             redo.parts.append(Replay(kind, {key: parameters[key] for key in keys}, state, int(version)))
-        for described in found["steps"]:
-            gradients = [tensors[stored] for stored in gradient_names(described, found["names"])]
+        for described in recipe["steps"]:
+            gradients = [tensors[stored] for stored in gradient_names(described, recipe["names"])]
             redo.steps.append(decode_step(described, gradients, _device_of))
-        for key, name, number, is_sum, sample in found["fingerprints"]:
-            redo.wanted[key, name] = Fingerprint(int(number), from_json(sample), bool(is_sum))
+        for key, name, number, is_sum, sample in recipe["fingerprints"]:
+            redo.fingerprints[key, name] = Fingerprint(int(number), from_json(sample), bool(is_sum))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise IntegrityError(
             f"the recipe of a window cannot be used: {type(error).__name__}: {error}",

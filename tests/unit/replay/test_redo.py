@@ -64,7 +64,7 @@ def test_parts_are_of_several_versions_until_they_are_folded() -> None:
     job.train()
     snapshot, wanted = window_of(job)
     found = kept(snapshot)
-    assert [part.version for part in found.parts] == [0, 1, 2, 3] and found.version == found.replayed == 3
+    assert [part.version for part in found.parts] == [0, 1, 2, 3] and found.version == found.replay_steps == 3
     with pytest.raises(AssertionError):
         check(fill(snapshot.tree, found.tensors), wanted)
     gradients = sum(len(step.gradients) for step in found.steps)
@@ -216,9 +216,9 @@ def test_a_rounding_of_another_implementation_is_within_the_tolerance() -> None:
 
 
 def test_a_stager_that_may_differ_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Conditions.here
+    real = Conditions.current
     calls = iter(range(100))
-    monkeypatch.setattr(Conditions, "here", lambda *given: OTHER if next(calls) == 0 else real(*given))
+    monkeypatch.setattr(Conditions, "current", lambda *given: OTHER if next(calls) == 0 else real(*given))
     flipped(monkeypatch, 1)
     job = Job()
     job.train()

@@ -200,7 +200,7 @@ async def test_a_log_goes_on_where_its_copy_was_adopted(source: Source, holder: 
     own.log.begin("base-0", found)
     own.step(4)
     reached = roll_forward(_optimizer(), own.directory, "base-0")
-    assert (reached.step, reached.steps, reached.ended) == (4, 4, "")
+    assert (reached.step, reached.steps, reached.end_reason) == (4, 4, "")
     own.log.close()
 
 

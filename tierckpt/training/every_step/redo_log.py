@@ -132,7 +132,7 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
     reader.read_alone(metadata, target)
     tensors = {name.removeprefix(TENSORS): one for name, one in target.items() if name.startswith(TENSORS)}
     redos = {number: unpack(tensors, one) for number, one in recipe["optimizers"]}
-    steps = max(redo.replayed for redo in redos.values())
+    steps = max(redo.replay_steps for redo in redos.values())
     accepted = "; ".join(filter(None, (redo.fold(exact) for redo in redos.values())))
     paths = metadata.planner_data or {}
     tree: dict[str, Any] = {}

@@ -306,7 +306,7 @@ class StepLog:
         found = Recovered(-1, 0)
         while last is not None:
             found = self._roll_forward(base, state, last)
-            reached: list[tuple[int, str]] = all_gather((found.step, found.ended))
+            reached: list[tuple[int, str]] = all_gather((found.step, found.end_reason))
             if all(at == last for at, _ in reached):
                 break
             ended |= {rank: why for rank, (at, why) in enumerate(reached) if at < last}
@@ -411,11 +411,13 @@ class StepLog:
     def _roll_forward(self, base: str, state: dict[str, Any], last: int) -> Recovered:
         attached = Attached(state)
         try:
-            found = roll_forward(optimizers_in(state), self._directory, base, last_step=last, attached=attached.take)
+            found = roll_forward(
+                optimizers_in(state), self._directory, base, last_step=last, on_attachment=attached.take
+            )
             attached.finish()
         except Exception as error:  # all ranks restore the checkpoint again
             verified = error.context.get("verified_step", -1) if isinstance(error, IntegrityError) else -1
-            return Recovered(verified, 0, ended=f"{type(error).__name__}: {error}")
+            return Recovered(verified, 0, end_reason=f"{type(error).__name__}: {error}")
         return found
 
 

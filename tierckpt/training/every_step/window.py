@@ -30,7 +30,7 @@ from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer_times import STEPS_MAX, Traffic
 from ...quantities import human_bytes
 from ...replay.link import COPY_TIMEOUT_SECONDS
-from ...replay.multi_step import HANGS, OUT_OF_MEMORY, MultiStepStager, checked_steps
+from ...replay.multi_step import COPY_HANGS, OUT_OF_MEMORY, MultiStepStager, checked_steps
 from ...replay.optimizers import optimizers_in
 from ...replay.redo import Exact, Snapshot, checked_exact
 from ...replay.tree import detach, fill
@@ -235,7 +235,7 @@ class SaveWindow:
             futures.wait(window.rest, COPY_TIMEOUT_SECONDS)  # of a device
             for stager, copied in zip(self._stagers, window.copies, strict=True):
                 if not copied.done() and (stager.failure or not stager.wait([copied])):
-                    window.failure = window.failure or stager.failure or HANGS
+                    window.failure = window.failure or stager.failure or COPY_HANGS
             waited = time.perf_counter() - begun
             record.blocked_seconds += waited
             if waited >= SAID_SECONDS:
