@@ -404,7 +404,7 @@ def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
     for root in roots:
         settle(root, job)
         assert "staged by a trainer that has ended" not in log_of(root)
-        assert "could not be brought" not in log_of(root)
+        assert "cannot be written to the local tier" not in log_of(root)
     assert_is_step(file_uri, 3, tmp_path / "another node", 2)
 
 

@@ -369,7 +369,7 @@ def test_the_history_is_the_agents_and_outlives_it(s3_uri: str, agent: str, loca
     [
         (["--listen", "127.0.0.1"], "--listen says where"),
         (["--web", "--listen", "127.0.0.1:x"], "--listen is '127.0.0.1:x'"),
-        (["--web", "--listen", "example.org:80"], "'example.org' is no address"),
+        (["--web", "--listen", "example.org:80"], "'example.org' is not an address"),
         (["--web", "--json"], "serves no page"),
     ],
 )

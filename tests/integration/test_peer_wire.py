@@ -483,7 +483,7 @@ async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) ->
 async def test_the_server_is_what_the_agent_says_it_is(tmp_path: Path) -> None:
     node = Node(tmp_path)
     assert isinstance(node.server, PeerServer)
-    with pytest.raises(ConfigError, match="does not listen"):
+    with pytest.raises(ConfigError, match="is not listening"):
         _ = node.server.address
 
 

@@ -151,7 +151,7 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(run_uri: str) -> None:
     assert done.document["going_bytes"] > 4 * 1000
     assert on_local(run_uri) == on_shared(run_uri) == [10, 20, 25, 30]
     text = for_people("prune", run_uri, "--keep-last", 1).out
-    assert "Nothing was removed. With --yes: 6 of 8 copies go" in text
+    assert "Nothing was removed. --yes removes 6 of 8 copies" in text
     assert "not among the newest 1" in text
 
 

@@ -155,7 +155,7 @@ def test_a_full_ssd_holds_no_copy_and_loses_nothing_of_its_own(fleet: Fleet, tmp
         own = shards(nodes[1])
         save(f"{uri}/step-1", small_state(3), settings=nodes[0].settings)
         nodes.until(lambda: nodes[1].replicas()["without_room"] >= 1, "the copy to be refused")
-        assert "only this node's own work is in the way" in nodes[1].replicas()["last_error"]
+        assert "only this node's own saves could be evicted" in nodes[1].replicas()["last_error"]
         assert not nodes[0].has_all_replicas(f"{uri}/step-1")
         assert shards(nodes[1]) == own
 

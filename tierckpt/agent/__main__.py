@@ -1,5 +1,5 @@
-"""``python -m tierckpt.agent IDLE_SECONDS``: how the first process of a job starts the agent. Its settings come as JSON
-on stdin."""
+"""``python -m tierckpt.agent IDLE_SECONDS``: starts the agent for the first process of a job. Settings as JSON on
+stdin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The agent process: serves the socket, drains the journal, finishes handoffs, and exits when it is idle.
 
-Started by the first process of a job that needs it (``ipc/agent_client.py``) or by the site (``tierckpt agent``). It
-runs the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses
-nothing that was acknowledged: the next one goes on where it stopped."""
+The first process of a job that needs it starts it (``ipc/agent_client.py``), or the site (``tierckpt agent``). It runs
+the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses nothing
+that was acknowledged: the next agent continues."""
 
 from __future__ import annotations
 
@@ -57,28 +57,28 @@ SEND_SECONDS = 10.0
 
 
 def run(settings: Settings, options: AgentOptions | None = None) -> int:
-    """Run the agent of ``settings.local_root`` until it may leave, or a signal comes. Returns the exit code: 0, or 3
-    when a signal came and not all is on the shared tier.
+    """Run the agent of ``settings.local_root`` until it is idle or gets a signal. Returns the exit code: 0, or 3 if a
+    signal came before everything was on the shared tier.
 
-    Returns 0 at once when an agent runs already.
+    Returns 0 at once if an agent already runs.
     """
     use_local_root(settings)
     directory = private_directory(settings.local_root)
     with try_lock(directory / LOCK) as held:
         if not held:
-            log.info("an agent runs already for %s", settings.local_root)
+            log.info("an agent already runs for %s", settings.local_root)
             return 0
         os.truncate(held.descriptor, 0)
         os.pwrite(held.descriptor, f"{os.getpid()}\n".encode(), 0)
         _allow_descriptors()
-        priority.lower_this_thread(priority.BACKGROUND_NICE)  # the threads it will start inherit that
-        # Whatever this process drains, it drains itself.
+        priority.lower_this_thread(priority.BACKGROUND_NICE)  # inherited by the threads it starts
+        # This process drains by itself.
         inline = settings.model_copy(update={"mover": "inline"})
         return asyncio.run(Agent(inline, directory, options or AgentOptions()).run())
 
 
 class Agent:
-    """One agent. ``run`` is its whole life."""
+    """One agent, from start to exit (``run``)."""
 
     def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
         self.settings, self.options = settings, options
@@ -87,10 +87,10 @@ class Agent:
         self._directory = directory
         self._connections: set[Connection] = set()
         self._watched: set[Connection] = set()
-        """Whose process has not ended, closed ones among them when there is a handoff of theirs."""
+        """Connections of live processes, including closed ones with a handoff."""
         self._begun = self._busy_at = time.monotonic()
         self._prune_at = 0.0
-        """When (monotonic seconds) runs whose store did not answer are pruned again; infinite while one is pruned."""
+        """When (monotonic seconds) failed retention is retried; infinite while it runs."""
         self._moving: dict[str, Progress] = {}
         self._signalled = False
         self._metrics: Any = None
@@ -149,7 +149,7 @@ class Agent:
             await self._hub_proxy.close()
         for connection in self._connections:
             if connection.owner.pid == os.getpid():
-                connection.close()  # a thread of the page waits for its answer, and this process for the thread
+                connection.close()  # a thread of the page waits for its answer, and this process for that thread
         return code
 
     async def _keep_log_small(self) -> None:
@@ -159,7 +159,7 @@ class Agent:
             await asyncio.sleep(LOG_CHECK_SECONDS)
 
     async def _serve_metrics(self) -> None:
-        """Prometheus, where it is asked for. An agent that cannot serve it drains all the same."""
+        """Serve Prometheus metrics if the options say so. A failure does not stop draining."""
         if self.options.metrics_port is None:
             return
         try:
@@ -168,10 +168,10 @@ class Agent:
             self._metrics = Metrics(self.settings, self.mover.limiter)
             await self._metrics.serve(self.options.metrics_port)
         except (ImportError, TierckptError) as error:
-            log.error("no metrics are served: %s", error)
+            log.error("metrics cannot be served: %s", error)
 
     async def _serve_hub(self) -> None:
-        """Serve a Hub, if the options ask for it. It fetches as any client of this agent does, on a loop of its own."""
+        """Serve a Hub if the options say so. It is a client of this agent, with an event loop of its own."""
         if self.options.hf_proxy_port is None:
             return
         try:
@@ -185,30 +185,30 @@ class Agent:
             self._hub_proxy = HubProxy(settings, live if self.peers is not None else None)
             await self._hub_proxy.start(self.options.hf_proxy_port)
         except TierckptError as error:
-            log.error("no Hub is served: %s", error)
+            log.error("the Hub cannot be served: %s", error)
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         socket_file = self._directory / SOCKET
         if not (socket_file.is_dir() and set_aside(socket_file)):
-            socket_file.unlink(missing_ok=True)  # we hold the lock: nobody listens there any more
+            socket_file.unlink(missing_ok=True)  # stale: this process has the lock
         with socket_path(self._directory) as path:
             try:
                 listener.bind(path)
             except OSError as error:
                 raise StoreError(
-                    f"no Unix socket can be made in {self._directory}: {error.strerror}",
+                    f"cannot create a Unix socket in {self._directory}: {error.strerror}",
                     hint="Set TIERCKPT_LOCAL_ROOT to a directory on a disk of this node; until then each process "
-                    "drains what it saves itself",
+                    "drains its own saves",
                     tier=Tier.LOCAL,
                 ) from error
-        with contextlib.suppress(PermissionError):  # it sets no modes; nobody else enters the directory
+        with contextlib.suppress(PermissionError):  # a file system without modes; the directory is private
             (self._directory / SOCKET).chmod(0o600)
         listener.listen(128)
         return listener
 
     def _on_signal(self, number: signal.Signals, loop: asyncio.AbstractEventLoop) -> None:
-        """Finish within the grace. A second signal ends the process at once: the journal has what is left."""
+        """Drain within the grace period. A second signal ends the process at once; the journal keeps the rest."""
         for each in _ending_signals():
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
@@ -216,27 +216,27 @@ class Agent:
 
     def _finish_within_grace(self, why: str) -> None:
         grace_seconds = self.settings.grace_seconds
-        log.info("%s: the agent drains for %g s at most; a second signal ends it at once", why, grace_seconds)
-        # Python waits for threads without an end, and they may wait for a disk or a store.
+        log.info("%s: the agent drains for at most %g s; a second signal ends it at once", why, grace_seconds)
+        # Python waits for its threads without a limit, and they may hang in a disk or store.
         end_later(PartialTransferError.exit_code, grace_seconds + END_SECONDS)
         self._signalled = True
         self.mover.drains.ended.set()  # wakes ``_work_until_told``
 
     async def _work_until_told(self) -> None:
-        """Look into the journal now and then: a message may be lost with the process that would have sent it."""
+        """Scan the journal periodically, because a process may die before it sends its message."""
         await self._recover()
         while not self._signalled:
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
             if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
-                await self._recover()  # what a rank has written and nobody has named is put away when its time is up
+                await self._recover()  # entries of ranks that died without a message
             if not self._may_leave():
                 self._busy_at = time.monotonic()
             elif time.monotonic() - self._busy_at >= self.options.idle_seconds:
                 if await self._release_kept():
                     continue
                 if not self.options.stay:
-                    log.info("agent leaves: nothing to do for %g s", self.options.idle_seconds)
+                    log.info("agent exits: idle for %g s", self.options.idle_seconds)
                     return
             next_look_at = time.monotonic() + RESCAN_SECONDS
             while not self._signalled and (left_seconds := next_look_at - time.monotonic()) > 0:
@@ -252,9 +252,9 @@ class Agent:
         return not (has_work or is_needed) and self.handoffs.is_empty
 
     async def _release_kept(self) -> bool:
-        """The job has ended without a word: what it has kept on the SSD, the newest of each run, is drained after all.
+        """The job ended without closing: drain the local-only checkpoints, the newest of each run.
 
-        A job that comes back meanwhile costs nothing but that drain.
+        If the job returns, this has cost one drain.
         """
         try:
             await self.mover.drains.drop_superseded()
@@ -263,14 +263,14 @@ class Agent:
             log.error("cannot release local-only checkpoints: %s", error)
             return False
         for entry in released:
-            log.info("%s: its job has ended, and nothing newer is on shared storage: it is drained", entry.uri)
+            log.info("%s: draining it: its job ended, and nothing newer is on shared storage", entry.uri)
         return bool(released)
 
     async def _drain_what_is_ready(self) -> None:
         self.mover.drains.submit_due(await self._entries())
 
     async def _prune_what_is_due(self) -> None:
-        """Prune the runs into which a drain has ended. Their trainers may have ended before it."""
+        """Prune the runs of finished drains. Their trainers may have exited."""
         if time.monotonic() < self._prune_at:
             return
         if await asyncio.to_thread(has_due, self.settings.local_root):
@@ -284,14 +284,14 @@ class Agent:
         try:
             is_left = await self.mover.pruner.prune_due()
         except Exception:
-            if not self._signalled:  # else the stores were closed below it
-                log.exception("retention failed; it is tried again")
+            if not self._signalled:  # otherwise the stores are already closed
+                log.exception("retention failed; it will be retried")
         self._prune_at = time.monotonic() + (PRUNE_AGAIN_SECONDS if is_left else 0.0)
 
     async def _finish(self) -> int:
-        """After a signal: bring staged saves to the SSD, and drain as far as the grace period allows, newest first.
+        """After a signal: flush staged saves to the SSD, and drain within the grace period, newest first.
 
-        The processes of the job may have had the signal too: a checkpoint they have staged is waited for.
+        Waits for staged checkpoints of the job's processes, which may have had the signal too.
         """
         await self.mover.drains.newest_first()
         async for _ in Poll(self.settings.grace_seconds, LOCAL):
@@ -303,20 +303,20 @@ class Agent:
         left = await self._left()
         for entry in left:
             log.warning(
-                "%s (%s) is not on the shared tier yet; the next agent goes on",
+                "%s (%s) is not on the shared tier yet; the next agent continues",
                 entry.uri,
                 human_bytes(entry.size_bytes),
             )
         for save in self.handoffs.saves:
-            log.warning("%s is staged and not on the local tier", save.name)
+            log.warning("%s is staged but not on the local tier", save.name)
         return 3 if left or self.handoffs.saves else 0
 
     async def _left(self) -> list[JournalEntry]:
-        """What is on the local tier and not on the shared one."""
+        """Return the entries that are only on the local tier."""
         return [entry for entry in await self._entries() if entry.state in TO_DRAIN]
 
     async def _entries(self) -> list[JournalEntry]:
-        """The journal, newest first."""
+        """Return the journal, newest first."""
         try:
             self.page.entries = entries = await asyncio.to_thread(self.mover.journal.entries)
         except (OSError, TierckptError) as error:
@@ -326,7 +326,7 @@ class Agent:
 
     def _on_progress(self, progress: Progress) -> None:
         before = self._moving.get(progress.what)
-        # A drain that is tried again begins at zero.
+        # A retried drain restarts at zero.
         known_bytes = before.done_bytes if before is not None and before.done_bytes <= progress.done_bytes else 0
         self.page.moved(progress, progress.done_bytes - known_bytes)
         self._moving[progress.what] = progress
@@ -346,14 +346,14 @@ class Agent:
         except BlockingIOError:
             return
         except OSError as error:
-            log.error("no connection can be accepted: %s", error)
+            log.error("cannot accept a connection: %s", error)
             loop = asyncio.get_running_loop()
-            loop.remove_reader(listener)  # or this would be called again at once, and for ever
+            loop.remove_reader(listener)  # otherwise the loop would spin
             loop.call_later(ACCEPT_AGAIN_SECONDS, self._accept_again, listener)
             return
         pid, uid = peer_of(sock)
         if uid not in (os.getuid(), 0) or len(self._connections) >= CONNECTIONS_MAX:
-            log.warning("refused a connection of process %d, user %d", pid, uid)
+            log.warning("rejected a connection of process %d, user %d", pid, uid)
             sock.close()
             return
         sock.setblocking(False)
@@ -370,7 +370,7 @@ class Agent:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _readable(self, connection: Connection) -> bool:
-        """Read and act. False when there is nothing more to read now, or ever."""
+        """Read and handle messages. False if there is no more to read."""
         try:
             alive = connection.read()
             while (message := take_message(connection.buffer)) is not None:
@@ -378,7 +378,7 @@ class Agent:
         except BlockingIOError:
             return False
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            log.warning("hung up on process %d: %s", connection.owner.pid, error)
+            log.warning("closed the connection of process %d: %s", connection.owner.pid, error)
             alive = False
         if not alive:
             self._hang_up(connection)
@@ -397,15 +397,15 @@ class Agent:
             return  # until its process ends
         else:
             self._unwatch(connection)
-        if connection.owner.pid != os.getpid():  # the page of this process asks: no process ends
+        if connection.owner.pid != os.getpid():  # a connection of this process's page
             self._spawn(self._after_an_end())
 
     def _ended(self, connection: Connection) -> None:
-        """The process has ended, even if somebody it forked still holds the connection open."""
+        """The process exited, even if a forked child keeps the connection open."""
         self._unwatch(connection)
         if connection in self._connections:
             while self._readable(connection):
-                pass  # its last word counts
+                pass  # read its last messages
         if connection in self._connections:
             self._hang_up(connection)
         else:
@@ -419,8 +419,8 @@ class Agent:
         connection.pidfd = -1
 
     async def _after_an_end(self) -> None:
-        """A process has ended: what it left unfinished is put away, once its handoffs are executed."""
-        await asyncio.sleep(ENDING_SECONDS)  # its connection may be closed a moment before its locks
+        """Recover the entries of an ended process, after its handoffs."""
+        await asyncio.sleep(ENDING_SECONDS)  # the kernel may close the connection before it releases the locks
         await self.handoffs.finished()
         await self._recover()
 
@@ -429,7 +429,7 @@ class Agent:
         try:
             await self.mover.drains.recover()
         except (OSError, TierckptError) as error:
-            log.error("what earlier processes left cannot be taken up now: %s", error)
+            log.error("cannot recover the entries of ended processes now: %s", error)
 
     def _handle(self, connection: Connection, message: Json) -> None:
         count = message.pop("descriptors", 0)
@@ -441,14 +441,14 @@ class Agent:
             self._answer(connection, {"error": f"{type(error).__name__}: {error}"})
             return
         finally:
-            close_all(received)  # those that nobody has taken
+            close_all(received)  # unless the operation took them
         if asyncio.iscoroutine(answer):
             self._spawn(self._answer_later(connection, answer))
         else:
             self._answer(connection, {"ok": answer})
 
     async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
-        """Answer when the work is done, and say meanwhile that it is being done: silence means that this one is ill."""
+        """Answer when the work is done, and send "busy" meanwhile, because a silent agent counts as unresponsive."""
         task = asyncio.ensure_future(work)
         while not (await asyncio.wait([task], timeout=BUSY_SECONDS))[0]:
             self._answer(connection, {"busy": self.handoffs.progress()})
@@ -460,13 +460,13 @@ class Agent:
 
     def _answer(self, connection: Connection, answer: Json) -> None:
         data = encode(answer)
-        if len(data) > SENT_AT_ONCE_BYTES_MAX:  # it may not fit into the socket's buffer
+        if len(data) > SENT_AT_ONCE_BYTES_MAX:  # may exceed the socket's buffer
             self._spawn(self._send(connection, data))
             return
         try:
             connection.socket.sendall(data)
         except OSError:
-            return  # it went away; reading will say so
+            return  # closed; the reader handles it
 
     async def _send(self, connection: Connection, data: bytes) -> None:
         with contextlib.suppress(OSError, TimeoutError):
@@ -479,7 +479,7 @@ class Agent:
         self.mover.drains.submit(token)
 
     def _on_here(self, connection: Connection, received: list[int]) -> None:
-        """Somebody wants to be sure that there is an agent."""
+        """Answer that an agent runs."""
 
     def _on_hand_in(
         self,
@@ -504,35 +504,35 @@ class Agent:
     def _on_throttle(
         self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
     ) -> None:
-        """Let the drains of this node take no more than that, for so long: training needs the rest."""
+        """Limit the drains of this node for ``seconds``, so that training gets the remaining bandwidth."""
         self.mover.limiter.throttle(bytes_per_second, seconds)
 
     async def _on_settle(self, connection: Connection, received: list[int]) -> None:
-        """Answer when no handoff is being executed any more: then the local tier has all it is going to have."""
+        """Answer when no handoff is in execution: the local tier then has every save that it can have."""
         for ended in [watched for watched in self._watched if watched.process_has_ended]:
             self._ended(ended)
         await self.handoffs.finished()
 
     def _on_metrics(self, connection: Connection, received: list[int], rows: list[list[Any]]) -> int:
-        """Take in what another process of this node has measured."""
+        """Add measurements of another process of this node."""
         return emit_rows(rows)
 
     def _on_peers(
         self, connection: Connection, received: list[int], version: str | None = None, directory: str | None = None
     ) -> Coroutine[Any, Any, Json]:
-        """Who the other nodes are; with a version, also that this process fills ``directory`` with it."""
+        """Return the other nodes. With a version: also note that this process fills ``directory`` with it."""
         return self._cluster().ask(connection, version, directory)
 
     def _on_peers_done(self, connection: Connection, received: list[int], version: str) -> None:
-        """This process no longer fills anything with ``version``."""
+        """Note that this process no longer fills ``version``."""
         self._cluster().done(connection, version)
 
     def _on_fetched(self, connection: Connection, received: list[int], version: str, report: Json) -> None:
-        """What this process has fetched of ``version`` since it began."""
+        """Record the bytes of ``version`` that this process has fetched since it started."""
         self._cluster().report(connection, version, report)
 
     def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
-        """Where the job's own store says the agents are."""
+        """Add the agents' addresses from the job's own store."""
         self._cluster().tell(addresses)
 
     def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
@@ -543,7 +543,9 @@ class Agent:
 
     def _cluster(self) -> PeerService:
         if self.peers is None:
-            raise ConfigError("this agent was started without `peers`; `tierckpt agent --stop` lets a new one start")
+            raise ConfigError(
+                "this agent was started without `peers`; stop it (`tierckpt agent --stop`) to start a new one"
+            )
         return self.peers
 
     def _on_stop(self, connection: Connection, received: list[int]) -> None:
@@ -555,10 +557,10 @@ class Agent:
         return self.page.answer(what, asked)
 
     def _on_status(self, connection: Connection, received: list[int]) -> Json:
-        return self.status() | {"processes": len(self._connections) - 1}  # without the one that asks
+        return self.status() | {"processes": len(self._connections) - 1}  # without this request's own connection
 
     def status(self) -> Json:
-        """The state of this agent."""
+        """Return the state of this agent."""
         return {
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - self._begun,
@@ -582,17 +584,17 @@ class Agent:
 
 
 def _ending_signals() -> list[signal.Signals]:
-    """SIGHUP, of a terminal that has gone, is one unless nohup has it ignored."""
+    """Signals that end the agent: SIGHUP (closed terminal) too, unless nohup ignores it."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 def _allow_descriptors() -> None:
-    """As many open files as this user may have: each staged checkpoint of each rank keeps a few."""
+    """Raise the limit of open files: each staged checkpoint of each rank keeps a few."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _unknown() -> Json:
-    raise ValueError("no such operation; the two sides are of different versions of tierckpt")
+    raise ValueError("unknown operation: client and agent have different versions of tierckpt")

@@ -1,7 +1,7 @@
 """The drains of all nodes, as their agents answer ``/v1/drains``, for the page of the cluster.
 
 Requests go out only while the document is in demand: to each node at most every ``ASK_SECONDS``, and at most
-``ASKED_PER_SECOND`` in all, so that with 512 nodes an answer is at most 21 s old. The membership names silent nodes at
+``ASKED_PER_SECOND`` in all, so that with 512 nodes an answer is at most 21 s old. The membership lists silent nodes at
 once.
 """
 
@@ -31,7 +31,7 @@ ASKED_AT_A_TIME = 64
 ASKED_PER_SECOND = 25
 NODES_MAX = 512
 OWN_SECONDS = 2.0
-"""Minimum time between two answers of this node. They take at most ``CPU_SHARE`` of a core."""
+"""Minimum time between two answers of this node; making them uses at most ``CPU_SHARE`` of a core."""
 CPU_SHARE = 0.004
 RUNS_MAX = 16
 TEXT_MAX = 300
@@ -66,7 +66,7 @@ def summary(document: Json) -> Json:
 def checked(answer: Any) -> Json:
     """Validate another node's ``summary``: cut long texts, drop unknown fields.
 
-    Raises ValueError: it is none.
+    Raises ValueError: malformed answer.
     """
     try:
         texts = {name: str(answer[name])[:TEXT_MAX] for name in ("host", "state", "cause")}
@@ -99,16 +99,16 @@ class _Told:
     at_unix_seconds: float = 0.0
     asked_at: float = float("-inf")
     problem: str = ""
-    """Why it gave no answer the last time; '' when it did."""
+    """Reason why its last request failed; '' after an answer."""
     silent_since_unix_seconds: float | None = field(default=None)
 
 
 class ClusterDrains:
-    """Asks the other nodes through this node's peer service. Runs on the agent's loop.
+    """Queries the other nodes through this node's peer service. Runs on the agent's loop.
 
     Args:
         status: returns the status of this node's agent.
-        peers: None where there are none.
+        peers: None without a cluster.
     """
 
     def __init__(self, settings: Settings, status: Callable[[], Json], peers: PeerService | None) -> None:
@@ -121,7 +121,7 @@ class ClusterDrains:
         self._asking: asyncio.Task[None] | None = None
 
     async def own(self) -> Json:
-        """This node's own answer."""
+        """Return this node's own answer."""
         async with self._making:
             if time.monotonic() >= self._own_until:
                 self._own, cpu_seconds = await asyncio.to_thread(self._make, self._status())
@@ -134,7 +134,7 @@ class ClusterDrains:
         return found, time.thread_time() - begun
 
     async def document(self) -> Json:
-        """A row for each node, first those that need a person most."""
+        """Return a row for each node, the most urgent first."""
         own = await self.own()
         members = self._peers.members()[:NODES_MAX] if self._peers is not None else []
         if self._asking is None or self._asking.done():
@@ -159,13 +159,13 @@ class ClusterDrains:
         }
 
     def _never_heard(self, members: Iterable[tuple[Member, str, float]]) -> list[str]:
-        """The configured places without a known member."""
+        """Return the configured addresses without a known member."""
         known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
         return [place for place in (self._peers.unheard() if self._peers is not None else ()) if place not in known]
 
     def _problem(self) -> str:
         if self._peers is None:
-            return "This node knows no others: set peers (TIERCKPT_PEERS) for all nodes of the cluster."
+            return "This node has no peers: set peers (TIERCKPT_PEERS) for all nodes of the cluster."
         return self._peers.problem
 
     def _row(self, member: Member, state: str, heard_seconds_ago: float) -> Json:
@@ -180,7 +180,7 @@ class ClusterDrains:
         }  # fmt: skip
 
     async def _ask(self, members: Iterable[Member]) -> None:
-        """Ask the nodes with the oldest answers, within ``ASKED_PER_SECOND``."""
+        """Query the nodes with the oldest answers, within ``ASKED_PER_SECOND``."""
         now, period = time.monotonic(), ASK_SECONDS
         due = [member for member in members if now - self._told.setdefault(member.name, _Told()).asked_at >= period]
         due.sort(key=lambda member: self._told[member.name].asked_at)
@@ -199,7 +199,7 @@ class ClusterDrains:
             async with asyncio.timeout(ANSWER_SECONDS):
                 told.drains = checked(await self._peers.ask_drains(member))
         except ObjectNotFoundError:
-            told.problem, told.silent_since_unix_seconds = "its agent is of a version that does not tell", None
+            told.problem, told.silent_since_unix_seconds = "its agent's version does not report drains", None
         except (TierckptError, OSError, TimeoutError, ValueError) as error:
             told.problem = str(error)[:TEXT_MAX] or f"no answer in {ANSWER_SECONDS:g} s"
             told.silent_since_unix_seconds = told.silent_since_unix_seconds or told.at_unix_seconds or time.time()
@@ -213,7 +213,7 @@ class ClusterDrains:
 
 
 def _need(row: Json) -> tuple[bool, int, float, bool]:
-    """Larger: a person should look at it sooner."""
+    """Sort key: urgency of the row for a person."""
     drains, is_silent = row["drains"] or {}, not row["answers"] and row["state"] != "left"
     state = RANKED.index(drains["state"]) if drains.get("state") in RANKED else -1
     return is_silent, state, float(drains.get("lag_seconds", 0.0)), row["is_this"]

@@ -14,11 +14,11 @@ _SO_PEERPIDFD = 77
 
 
 class Connection:
-    """One process of the job. Reads without blocking; descriptors are queued until their message is whole.
+    """Connection to one process of the job. Reads without blocking; queues descriptors until their message is complete.
 
-    Its end is not the process's: a process that got no answer in time closes it and lives on. The kernel tells by
-    ``pidfd`` (pidfd_open(2)) when the process ends. Where it does not (-1: an old kernel that sees another container's
-    process), the end of the connection has to do, and locks are not taken over: who still holds one is alive.
+    The process may outlive the connection: it closes it after a timed-out request. ``pidfd`` (pidfd_open(2)) reports
+    the end of the process. Without a pidfd (-1: an old kernel and a process of another container), the end of the
+    connection counts as the end of the process, and locks are not taken over, since their owner may be alive.
     """
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
@@ -29,7 +29,7 @@ class Connection:
         self.descriptors: list[int] = []
 
     def read(self) -> bool:
-        """Take in what has come. False when the other side is gone."""
+        """Read available data. False at the end of the connection."""
         size = DESCRIPTORS_MAX * array.array("i").itemsize
         data, ancillary, flags, _ = self.socket.recvmsg(1 << 16, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
@@ -38,7 +38,7 @@ class Connection:
                 received.frombytes(content[: len(content) - len(content) % received.itemsize])
                 self.descriptors.extend(received)
         if flags & socket.MSG_CTRUNC:
-            return False  # descriptors were lost: what comes now cannot be trusted
+            return False  # descriptors were lost, so later messages cannot be assigned theirs
         self.buffer += data
         return bool(data)
 
@@ -54,9 +54,9 @@ class Connection:
 
 
 def _pidfd_of(sock: socket.socket, pid: int) -> int:
-    """A descriptor that becomes readable when the process on the other side has ended; -1 when there is none."""
+    """Return a descriptor that becomes readable when the peer process ends; -1 if there is none."""
     try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # Linux 6.5; of another container's processes too
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # Linux 6.5; works across containers
     except OSError:
         pass
     try:
@@ -66,6 +66,6 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close them all; the list is empty then."""
+    """Close all descriptors and empty the list."""
     while descriptors:
         os.close(descriptors.pop())

@@ -1,19 +1,19 @@
-"""Handoffs: holds the staged saves of living trainers, and has those of dead ones finished (``dcp/handoff/finish.py``).
+"""Handoffs: staged saves of living trainers, which the agent finishes if the trainers die (``dcp/handoff/finish.py``).
 
-Each rank of a save hands in a *handoff* once its state is staged, all of it by descriptor: which bytes go where, and
-the memory that holds them. When it begins to write, it passes the lock on its journal entry too, so that the lock
-outlives the rank. The first rank that sees the save end, well or not, takes back the handoffs of all ranks.
+Each rank of a save hands in a *handoff* once its state is staged: descriptors of the memory, and a description of the
+files to write. When the rank starts to write, it also passes the lock on its journal entry, so that the lock outlives
+the rank. The first rank that sees the save end, successfully or not, withdraws the handoffs of all ranks.
 
-When all owners of a save's handoffs have ended before that, the handoffs are executed, if every rank of the save has
-handed one in, here or on another node (``dcp/handoff/multi_node.py``): nothing else can complete the save any more.
-Otherwise the save never existed, and its memory is freed.
+If all owners of a save's handoffs end before that, no other process can complete the save. The agent executes the
+handoffs if every rank has handed one in, here or on another node (``dcp/handoff/multi_node.py``). Otherwise it frees
+the memory, and the save never existed.
 
 Invariants:
-    E1  A handoff is executed only when nobody who could still finish or give up that save is alive.
-    E2  Memory is held as long as a handoff that has not ended needs it; no longer.
-    E3  Executing twice is harmless: the second finds the save committed, or its journal entry gone.
-    E4  From when a rank reports that it has begun until its handoff has ended, no other process can take up or remove
-        the rank's journal entry.
+    E1  A handoff is executed only when no live process can finish or abandon the save.
+    E2  Memory is held exactly until its handoff ends.
+    E3  Executing twice is harmless: the second run finds the save committed, or its journal entry gone.
+    E4  From the report that a rank has started to write until its handoff ends, no other process can adopt or
+        remove the rank's journal entry.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ log = logger("agent")
 
 EXECUTION_SECONDS_MAX = 1800.0
 STRAGGLER_SECONDS = 3.0
-"""How long a save whose other ranks are gone is kept for a rank that may still hand in its handoff."""
+"""Seconds that an incomplete save waits for another handoff after its owners exited."""
 ENDED_MAX = 256
-"""Saves whose end is remembered, for handoffs that come late."""
+"""Number of ended saves that are remembered, so that late handoffs are dropped."""
 
 
 @dataclass(eq=False)
 class ClientProcess:
-    """A process that talks to the agent."""
+    """A process connected to the agent."""
 
     pid: int
     is_alive: bool = True
@@ -51,12 +51,12 @@ class ClientProcess:
 
 @dataclass(eq=False)
 class HeldHandoff:
-    """One rank's handoff, as the agent has it: descriptors by name (``dcp/handoff/description.py``)."""
+    """One rank's handoff: descriptors by name (``dcp/handoff/description.py``)."""
 
     owner: ClientProcess
     descriptors: dict[str, int]
     has_begun: bool = False
-    """There is a journal entry."""
+    """The rank has a journal entry."""
 
     def close(self) -> None:
         for descriptor in self.descriptors.values():
@@ -71,7 +71,7 @@ class SaveHandoffs:
     name: str
     world_size: int
     is_of_this_node: bool
-    """No rank of it is on another node."""
+    """All ranks run on this node."""
     by_rank: dict[int, HeldHandoff] = field(default_factory=dict)
 
     @property
@@ -91,7 +91,7 @@ class Handoffs:
     """All handoffs of a node. One per agent; its methods run on the agent's event loop.
 
     Args:
-        on_ended: called when a save that dead ranks have left is finished or given up.
+        on_ended: called when a save of dead ranks is finished or abandoned.
     """
 
     def __init__(self, on_ended: Callable[[], None] = lambda: None) -> None:
@@ -101,7 +101,7 @@ class Handoffs:
         self._finishing: set[SaveHandoffs] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._executing: dict[int, int] = {}
-        """Processes that execute handoffs, and the pipe at whose end each ends."""
+        """Write end of the life pipe of each executor, by process id."""
         self.executed = 0
 
     @property
@@ -114,7 +114,7 @@ class Handoffs:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the handoffs keep, each piece counted once."""
+        """Memory held by the handoffs; shared files count once."""
         kept = [
             os.fstat(fd)
             for save in self.saves
@@ -124,7 +124,7 @@ class Handoffs:
         return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
 
     def progress(self) -> Json:
-        """What is being executed, and a number that changes as long as something comes of it."""
+        """Return the handoffs in execution. ``work`` increases while an executor makes progress."""
         return {
             "saves": len(self._finishing),
             "size_bytes": self.size_bytes,
@@ -143,7 +143,7 @@ class Handoffs:
         is_of_this_node: bool,
         descriptors: dict[str, int],
     ) -> None:
-        """Take in a handoff, and own its descriptors. A second one of a rank replaces the first."""
+        """Add a handoff and take ownership of its descriptors. A rank's second handoff replaces its first."""
         handoff = HeldHandoff(owner, descriptors)
         if name in self._ended:  # another rank has failed meanwhile
             handoff.close()
@@ -154,9 +154,9 @@ class Handoffs:
             old.close()
 
     def begun(self, name: str, rank: int, lock: int | None) -> None:
-        """The rank has a journal entry now, and this is the lock on it: kept here from now on.
+        """Note that the rank has a journal entry, and keep the lock on it.
 
-        Raises KeyError when there is no such handoff, and the save has not ended either.
+        Raises KeyError: unknown handoff of a save that has not ended.
         """
         save = self._saves.get(name)
         if save is None or rank not in save.by_rank:
@@ -170,7 +170,7 @@ class Handoffs:
             save.by_rank[rank].descriptors[LOCK_NAME] = lock
 
     def take_back(self, name: str) -> None:
-        """The save has ended: there is nothing to execute any more, whichever rank it was that saw it."""
+        """End a save: drop the handoffs of all its ranks."""
         self._ended.append(name)
         save = self._saves.pop(name, None)
         if save is None:
@@ -180,7 +180,7 @@ class Handoffs:
             self._on_ended()
 
     def gone(self, owner: ClientProcess) -> None:
-        """``owner`` has ended. Finishes every save that nobody alive can end any more."""
+        """Note that ``owner`` exited. Finish each save without a live owner."""
         owner.is_alive = False
         for save in list(self._saves.values()):
             if not save.has_living_owner and any(handoff.owner is owner for handoff in save.by_rank.values()):
@@ -192,13 +192,13 @@ class Handoffs:
         task.add_done_callback(self._tasks.discard)
 
     def leave(self) -> None:
-        """The agent ends in order: let what is being executed go on."""
+        """Let the executors outlive this agent."""
         for life in self._executing.values():
             with contextlib.suppress(OSError):
                 os.write(life, b".")
 
     async def finished(self) -> None:
-        """Return when nothing is being executed."""
+        """Return when no handoff is in execution."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
@@ -206,13 +206,13 @@ class Handoffs:
         if not save.is_complete:
             await asyncio.sleep(STRAGGLER_SECONDS)
         if save.has_living_owner or self._saves.get(save.name) is not save:
-            return  # a straggler has come, and its own end brings us back here; or that end was faster
+            return  # a late handoff arrived: its owner's exit calls this again; or the save ended
         del self._saves[save.name]
         self._finishing.add(save)
         try:
             await self._finish_now(save)
         except Exception as error:
-            log.error("a staged save could not be brought to the local tier: %s", error)
+            log.error("a staged save cannot be written to the local tier: %s", error)
         finally:
             save.close()
             self._finishing.discard(save)
@@ -224,16 +224,16 @@ class Handoffs:
             self.executed += 1
             return
         log.warning(
-            "a staged save is lost: %d of its %d ranks had staged it on this node when they ended",
+            "a staged save is lost: only %d of its %d ranks had staged it on this node when they ended",
             len(save.by_rank),
             save.world_size,
         )
 
     async def _execute(self, save: SaveHandoffs) -> None:
-        """Flush and commit in a process of its own: it needs torch, and the agent stays small and alive all the same.
+        """Flush and commit in a child process, which imports torch; the agent stays small and responsive.
 
-        Should the agent be told to end meanwhile, it goes on (``leave``): it has all that it needs. Should the agent be
-        killed, it ends: the job that is started again would not wait for it.
+        If the agent exits in order, the executor continues (``leave``). If the agent is killed, the executor ends
+        too, because a restarted job would not wait for it.
         """
         process, life = start_executor(save)
         self._executing[process.pid] = life
@@ -244,7 +244,7 @@ class Handoffs:
 
 
 def _work_of(pid: int) -> int:
-    """What a process has done so far: nanoseconds on processors, and bytes written."""
+    """Return the work of a process so far: CPU nanoseconds plus bytes written."""
     done = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         done = int(Path(f"/proc/{pid}/io").read_text().split()[3])  # wchar
@@ -254,7 +254,7 @@ def _work_of(pid: int) -> int:
 
 
 def start_executor(save: SaveHandoffs) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and our end of the pipe that its life hangs on."""
+    """Start the executor of a save. Returns the process, and the pipe that ends it when closed without a byte."""
     left = [save.by_rank[rank] for rank in sorted(save.by_rank)]
     told = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]
     descriptors = tuple(fd for handoff in save.by_rank.values() for fd in handoff.descriptors.values())

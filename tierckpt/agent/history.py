@@ -1,8 +1,7 @@
 """The drain rate and the lag of the last ten minutes and of the last day, of the node and of each run.
 
-The agent samples them every ``SAMPLE_SECONDS``, whether somebody looks or not. Memory is fixed: 21 KB a series, 370 KB
-with ``RUNS_MAX`` runs. A file below the agent's directory, written at most once in ``WRITE_SECONDS``, keeps them over a
-restart of the agent: 0.4 MB at most.
+The agent samples them every ``SAMPLE_SECONDS``. Memory is fixed: 21 KB a series, 370 KB with ``RUNS_MAX`` runs. A file
+in the agent's directory, written at most once in ``WRITE_SECONDS``, keeps them over a restart: 0.4 MB at most.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logger("agent.history")
 
 SAMPLE_SECONDS = 2
 RINGS = {"recent": (SAMPLE_SECONDS, 300), "day": (60, 1440)}
-"""Seconds of a slot, and how many slots are kept."""
+"""Seconds of a slot, and number of slots."""
 RUNS_MAX = 16
 """With more runs, the least recently active one is dropped."""
 FIELDS = ("bytes_per_second", "lag_bytes", "lag_seconds")
@@ -37,7 +36,7 @@ RATE_SLOTS = 5
 """Samples in the mean of the current rate."""
 WRITE_SECONDS = 60.0
 NODE = ""
-"""The name of the series of the whole node. The others have the name of their run."""
+"""Name of the series of the whole node. Other series have the name of their run."""
 FILE = "history"
 FILE_BYTES_MAX = 4 << 20
 
@@ -56,11 +55,11 @@ class Ring:
 
     @property
     def columns(self) -> list[array[Any]]:
-        """All that it holds, in a fixed order."""
+        """Return all data, in a fixed order."""
         return [self.slots, *(column for name in sorted(self.series) for column in self.series[name])]
 
     def put(self, slot: int, values: Mapping[str, Values]) -> None:
-        """Set ``slot`` of every series: to nothing for a series that is not in ``values``."""
+        """Set ``slot`` of every series; a series that is not in ``values`` gets no value."""
         at = slot % self.count
         self.slots[at] = slot
         for name in values.keys() - self.series.keys():
@@ -70,7 +69,7 @@ class Ring:
                 column[at] = value
 
     def since(self, name: str, after: int, now: float) -> Json:
-        """The values of the slots from ``after`` + 1 to ``now``; ``first`` is the first slot."""
+        """Return the values of the slots from ``after`` + 1 to ``now``; ``first`` is the first slot."""
         last = int(now) // self.seconds
         first = max(after + 1, last - self.count + 1)
         columns = self.series.get(name)
@@ -102,7 +101,7 @@ class History:
         self._minute = -1
         self._minute_seconds = 0.0
         self._sums: dict[str, Values] = {}
-        """Of the minute: bytes sent, and the largest lags."""
+        """Sums of the current minute: bytes sent, and the largest lags."""
         self._busy_at: dict[str, int] = {}
         """The last slot with a drain, by run."""
         self._is_written = True
@@ -147,7 +146,7 @@ class History:
         return sent, lags
 
     def _bounded(self, values: dict[str, Values], slot: int) -> dict[str, Values]:
-        """Keep the values of ``RUNS_MAX`` runs: the others have theirs in the sum."""
+        """Limit the values to ``RUNS_MAX`` runs; the others count in the node's sum only."""
         self._busy_at |= dict.fromkeys(values.keys() - {NODE}, slot)
         for name in sorted(self._busy_at, key=lambda name: self._busy_at[name], reverse=True)[RUNS_MAX:]:
             del self._busy_at[name]
@@ -159,14 +158,14 @@ class History:
 
     @property
     def bytes_per_second(self) -> float:
-        """The drain rate of now, of the whole node."""
+        """Current drain rate of the whole node."""
         now = time.time()
         rates = self.rings["recent"].since(NODE, int(now) // SAMPLE_SECONDS - RATE_SLOTS - 1, now)["bytes_per_second"]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) if known else 0.0
 
     def to_json(self, run: str = NODE, after: Mapping[str, int] | None = None, now: float | None = None) -> Json:
-        """The series of ``run``: of each ring the slots from ``after`` + 1 to ``now``."""
+        """Return the series of ``run``: for each ring the slots from ``after`` + 1 to ``now``."""
         now, after = time.time() if now is None else now, after or {}
         rings = {name: ring.since(run, int(after.get(name, -1)), now) for name, ring in self.rings.items()}
         return {"run": run, "runs": sorted(self._busy_at), "at_unix_seconds": now, **rings}
@@ -174,7 +173,7 @@ class History:
     # --- on disk --------------------------------------------------------------------------------------------------
 
     def unwritten(self) -> bytes | None:
-        """The bytes to write for the next agent; None without a change since the last call."""
+        """Return the bytes to write for the next agent; None if nothing changed since the last call."""
         if self._is_written:
             return None
         self._is_written = True
@@ -188,7 +187,7 @@ class History:
 
     @classmethod
     def read(cls, local_root: Path) -> History:
-        """The history of an earlier agent; an empty one if its file is missing or damaged. Blocking."""
+        """Read the history of an earlier agent; empty if its file is missing or damaged. Blocking."""
         try:
             return cls._decoded(read_whole(agent_dir(local_root) / FILE, FILE_BYTES_MAX))
         except ObjectNotFoundError:
@@ -210,24 +209,24 @@ class History:
                 size = len(column) * column.itemsize
                 column[:], body = array(column.typecode, body[:size]), body[size:]
                 if len(column) != ring.count:
-                    raise ValueError("it is of other slots")
+                    raise ValueError("its slots have another length or number")
         found._busy_at = {str(name): int(slot) for name, slot in head["busy_at"].items()}
         return found
 
 
 def write(local_root: Path, data: bytes) -> None:
-    """Keep ``data`` for the next agent. Blocking.
+    """Write ``data`` for the next agent. Blocking.
 
-    A crash leaves the file of before, or this one (``durable_write``): it costs at most ``WRITE_SECONDS``.
+    A crash leaves the previous file or this one (``durable_write``), so it costs at most ``WRITE_SECONDS``.
     """
     try:
         durable_write(agent_dir(local_root) / FILE, data)
     except (OSError, TierckptError) as error:
-        log.warning("the history of the drains is not written: %s", error)
+        log.warning("cannot write the history of the drains: %s", error)
 
 
 @lru_cache(maxsize=4096)
 def _series_of(uri: str) -> tuple[str, ...]:
-    """The series that a checkpoint, or a single file, counts for."""
+    """Return the series that a checkpoint, or a single file, counts in."""
     location = parse_uri(uri)
     return (NODE,) if step_of(location.name) is None else (NODE, location.parent.uri)

@@ -1,16 +1,16 @@
-"""The agent's HTTP server, on aiohttp. The peers, the page with the metrics, and the Hub proxy are sites of it.
+"""The agent's HTTP server, on aiohttp. Peers, the page with the metrics, and the Hub proxy are its sites.
 
-aiohttp parses requests, writes answers and keeps connections open between them. Its access log, its decompression, its
-error pages, and its headers with versions and the time are off. These limits, the same for every site, are added:
+aiohttp parses requests, writes answers and keeps connections alive. Its access log, decompression, error pages, and
+version and date headers are off. Limits added for every site:
 
     L1  The head of a request arrives within ``HEAD_SECONDS`` of its first byte, the first one within that time of the
         connection. A connection that is idle for ``IDLE_SECONDS`` is closed.
-    L2  A site has at most ``CONNECTIONS_MAX`` connections, and half of the open files of the process; one address has
-        at most half of them. A connection counts until its request is answered, even after its client left.
-    L3  A request has at most ``HEAD_BYTES_MAX`` bytes and the body that its site reads, and ``HEADERS_MAX`` headers. An
+    L2  A site has at most ``CONNECTIONS_MAX`` connections, and half of the process's open files; one address has at
+        most half of them. A connection counts until its request is answered, even after its client left.
+    L3  A request has at most ``HEAD_BYTES_MAX`` bytes, ``HEADERS_MAX`` headers, and the body that its site reads. An
         unread body ends the connection.
-    L4  A client that does not receive its answer in time is disconnected. So is one whose request fails in here: the
-        reason is for the log.
+    L4  A client that does not receive its answer in time is disconnected, as is one whose request fails in the
+        handler; the reason is logged.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ HEAD_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 HANDSHAKE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
-"""How long the end of an answer may take to leave after its connection was closed."""
+"""Seconds that an answer may take to leave after its connection was closed."""
 HEAD_BYTES_MAX = 16 << 10
 HEADERS_MAX = 64
 BACKLOG = 1024
 WRITE_BYTES = 256 << 10
-"""Bytes given to a socket at a time: asyncio copies those that it does not take at once."""
+"""Bytes passed to a socket at once; asyncio copies the part that the socket does not accept."""
 
 Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -52,9 +52,9 @@ class HttpServer:
     """Serves one site on the running event loop, from ``start`` to ``close``.
 
     Args:
-        name: of the site, for messages.
+        name: name of the site in messages.
         handler: returns the answer to a request, sent or not.
-        body_bytes_max: of a request; the handler reads it.
+        body_bytes_max: largest body of a request; the handler reads it.
     """
 
     def __init__(self, name: str, handler: Handler, *, body_bytes_max: int = 0) -> None:
@@ -66,10 +66,10 @@ class HttpServer:
         self.by_host: Counter[str] = Counter()
         self._listener: asyncio.Server | None = None
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
-        self._failures = Repeats(log, logging.ERROR, f"a request to {name} could not be answered: %s: %s")
+        self._failures = Repeats(log, logging.ERROR, f"cannot answer a request to {name}: %s: %s")
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """Listen; port 0 chooses a free one. Raises ConfigError: the address cannot be listened on."""
+        """Listen; port 0 selects a free one. Raises ConfigError: cannot listen on the address."""
         loop = asyncio.get_running_loop()
         manager = web.Server(self._answer, request_factory=partial(_Request, loop=loop))
         try:
@@ -83,20 +83,20 @@ class HttpServer:
             )
         except OSError as error:
             raise ConfigError(
-                f"{self.name} cannot be served on port {port} of {host}: {error.strerror or error}",
-                hint="Another process may have the port: give another one",
+                f"cannot serve {self.name} on port {port} of {host}: {error.strerror or error}",
+                hint="Another process may use the port: choose another one",
             ) from None
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address and the port that it listens on."""
+        """Address and port of the listening socket."""
         if self._listener is None or not self._listener.sockets:
-            raise ConfigError(f"{self.name}: the server does not listen")
+            raise ConfigError(f"{self.name}: the server is not listening")
         host, port = self._listener.sockets[0].getsockname()[:2]
         return str(host), int(port)
 
     async def close(self) -> None:
-        """Stop listening, and end the requests under way. Idempotent."""
+        """Stop listening, and end open requests. Idempotent."""
         if self._listener is not None:
             self._listener.close()
         left = set(self.connections)
@@ -110,7 +110,7 @@ class HttpServer:
         self._malformed.note(host, reason)
 
     def admit(self, host: str) -> bool:
-        """Count a connection of ``host``. False when there are too many (L2)."""
+        """Count a connection of ``host``. False if there are too many (L2)."""
         most = min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if self.by_host.total() >= most or self.by_host[host] >= max(1, most // 2):
             self.counts["overflowed"] += 1
@@ -127,10 +127,10 @@ class HttpServer:
             async with asyncio.timeout(send_seconds(response.content_length or 0)):
                 await response.prepare(request)
                 await response.write_eof()
-        except (OSError, EOFError) as error:  # TimeoutError is one
+        except (OSError, EOFError) as error:  # includes TimeoutError
             log.debug("a connection to %s ends: %s", self.name, type(error).__name__)
         except Exception as error:
-            log.debug("a request to %s could not be answered", self.name, exc_info=True)
+            log.debug("cannot answer a request to %s", self.name, exc_info=True)
             self._failures.note(type(error).__name__, error)
         else:
             connection.set_answering(False)
@@ -140,7 +140,7 @@ class HttpServer:
 
 
 class _Request(web.BaseRequest):
-    """A request whose answer names neither versions nor, to clients that are no members, this node's time."""
+    """A request whose answer has no version headers, and no time header for clients that are not members."""
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         response.headers["Server"] = "tierckpt"
@@ -170,7 +170,7 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._wire = transport  # aiohttp forgets its own when it closes it
+        self._wire = transport  # aiohttp clears its own reference on close
         self._client = str((transport.get_extra_info("peername") or ("?",))[0])
         self._has_room = self._site.admit(self._client)
         if not self._has_room:
@@ -191,7 +191,7 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._cancel_deadline()
-        if self._has_room:  # else aiohttp does not know it
+        if self._has_room:  # otherwise aiohttp has not seen it
             super().connection_lost(exc)
 
     async def start(self) -> None:
@@ -215,9 +215,9 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that aiohttp could not parse; the reason is for the log."""
+        """Answer a request that aiohttp could not parse; the reason is logged."""
         if status != HTTPStatus.BAD_REQUEST:
-            raise ConnectionResetError("the request could not be answered")  # it is aborted already
+            raise ConnectionResetError("the request could not be answered")  # already aborted
         self._site.note_malformed(self._client, type(exc).__name__)
         return refusal(HTTPStatus.BAD_REQUEST)
 
@@ -226,7 +226,7 @@ class _Connection(web.RequestHandler):
         self._cancel_deadline()
 
     def abort(self) -> None:
-        """Close the connection at once; what was not sent yet is dropped."""
+        """Close the connection at once and drop unsent data."""
         self._wire.abort()
 
     def _abort_in(self, seconds: float) -> None:
@@ -240,7 +240,7 @@ class _Connection(web.RequestHandler):
 
 
 def refusal(status: HTTPStatus, headers: Mapping[str, str] = {}) -> web.Response:
-    """An empty answer, after which the connection ends."""
+    """Return an empty answer that ends the connection."""
     response = web.Response(status=status, headers={"Content-Length": "0", **headers})
     response.force_close()
     return response
@@ -249,7 +249,7 @@ def refusal(status: HTTPStatus, headers: Mapping[str, str] = {}) -> web.Response
 async def begin(
     request: web.BaseRequest, headers: Mapping[str, str], *, status: int = HTTPStatus.OK
 ) -> web.StreamResponse:
-    """Send the head of an answer whose body follows by ``write``."""
+    """Send the head of an answer; ``write`` sends its body."""
     response = web.StreamResponse(status=status, headers=headers)
     async with asyncio.timeout(send_seconds(0)):
         await response.prepare(request)
@@ -257,7 +257,7 @@ async def begin(
 
 
 async def write(response: web.StreamResponse, data: bytes | memoryview) -> None:
-    """Send a part of a body. Raises OSError: the client left, or does not receive it in time (L4)."""
+    """Send a part of a body. Raises OSError: the client left, or is too slow (L4)."""
     view = memoryview(data)
     async with asyncio.timeout(send_seconds(len(view))):
         for at in range(0, len(view), WRITE_BYTES):
@@ -265,5 +265,5 @@ async def write(response: web.StreamResponse, data: bytes | memoryview) -> None:
 
 
 def send_seconds(size_bytes: int) -> float:
-    """How long an answer of this size may take to send."""
+    """Return the time limit for sending an answer of this size."""
     return get_concurrency.WINDOW_SECONDS + size_bytes / get_concurrency.BYTES_PER_SECOND_MIN

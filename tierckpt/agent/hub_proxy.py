@@ -1,18 +1,18 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
-Files come through the node cache. With ``peers``, the Hub sends each chunk to one node, its owner, and the other nodes
-fetch it from there (peer/fetch/hub_owners.py). Of the Hub's API, requests of readers about repositories are
-passed on (``_READS``), without the fields for xet, which would bypass the cache.
+Files come through the node cache. With ``peers``, the Hub sends each chunk to one node, its owner, from which the other
+nodes fetch it (peer/fetch/hub_owners.py). Read requests of the Hub's API about repositories are forwarded (``_READS``),
+without the fields for xet, which would bypass the cache.
 
 Invariants:
-    X1  Read only: GET, HEAD, and the POST that asks what some paths are. On the loopback address, for requests that
-        name it as their host.
+    X1  Read only: GET, HEAD, and the POST that queries paths. On the loopback address, for requests with that address
+        as their Host.
     X2  The token is the agent's own: a client of the port reads the repositories that this token may read, and nothing
-        else: a Hub also answers a GET with tokens that may write, and with the token's owner. A client's token is
-        neither read, passed on, nor kept. Members of the cluster read files of commits by each other's tokens.
-    X3  The last piece of a file is sent when all of it has passed the digest that the Hub lists. An error ends the
-        connection early, so that no client takes the file for whole. A damaged file is read from the Hub by this node
-        alone the next time: the owner of a part of it does not know.
+        else, because a Hub also answers a GET with tokens that may write, and with the token's owner. A client's token
+        is neither read, forwarded, nor stored. Members of the cluster read files of commits by each other's tokens.
+    X3  The last piece of a file is sent after the whole file has passed the digest that the Hub lists. An error ends
+        the connection early, so that no client accepts the file as complete. Next time, this node reads a damaged file
+        from the Hub itself, because the owner of a part does not know of the damage.
     X4  Requests are answered on the agent's event loop; files and stores are read on the client's.
 """
 
@@ -59,21 +59,21 @@ log = logger("agent.hub")
 
 HOST: Final = "127.0.0.1"
 KNOWN_SECONDS: Final = 10.0
-"""How long the commit of a revision and an answer of the API are reused."""
+"""Seconds that the commit of a revision and an answer of the API are reused."""
 KNOWN_MAX: Final = 256
 TURN_SECONDS: Final = 5.0
-"""A client that waits for a piece gets a byte so often: Hugging Face's give up after 10 s without one."""
+"""Interval of single bytes to a client that waits for a piece: Hugging Face's give up after 10 s without one."""
 HELD_BYTES: Final = 12
-"""Bytes kept of each piece for that."""
+"""Bytes of each piece reserved for these."""
 PIECES_AHEAD: Final = 8
-"""Pieces under way for one client; the settings bound those of all clients."""
+"""Pieces in flight for one client; the settings limit those of all clients."""
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _KINDS = ("datasets", "spaces")
 _READS = ("revision", "tree", "refs", "commits", "discussions", "paths-info", "auth-check")
-"""Paths of the API below a repository that are passed on."""
+"""API paths under a repository that are forwarded."""
 _LISTS = ("tree", "paths-info")
-"""Of these, the lists of files."""
+"""The file lists among them."""
 FORM_BYTES_MAX: Final = 4 << 20
 """Size of a POST that names paths: a client asks for a few hundred at a time."""
 
@@ -91,10 +91,10 @@ class HubProxy:
     """Serves one Hub on the running event loop, from ``start`` to ``close``.
 
     Args:
-        live: returns the nodes; None: this one is alone.
+        live: returns the nodes; None: this node only.
 
     Raises:
-        ConfigError: ``HF_ENDPOINT`` of this process is no URL; or the secret or the certificates cannot be used.
+        ConfigError: invalid ``HF_ENDPOINT`` of this process, or unusable secret or certificates.
     """
 
     def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> None:
@@ -108,9 +108,9 @@ class HubProxy:
             NodeCache(settings, mover.store, ignore_progress, owners) for owners in (None, *self._owners)
         )
         self._damaged: set[str | None] = set()
-        """Etags of files whose bytes were not those that the Hub lists."""
+        """Etags of files that failed their digest."""
         self._bringing: dict[tuple[str, ByteRange, bool], concurrent.futures.Future[tuple[Path, str]]] = {}
-        """Fetches under way for other nodes."""
+        """Fetches in flight for other nodes."""
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, Any]] = {}
         self._http = HttpServer("the Hub", self._handle, body_bytes_max=FORM_BYTES_MAX)
@@ -123,7 +123,7 @@ class HubProxy:
         """
         if self._hub.host in (f"{HOST}:{port}", f"localhost:{port}"):
             raise ConfigError(
-                "HF_ENDPOINT of the agent names the agent itself", hint="Start the agent without it, or with the Hub's"
+                "HF_ENDPOINT of the agent is the agent itself", hint="Unset it for the agent, or set the Hub's address"
             )
         await self._http.start(HOST, port)
         _, port = self._http.address
@@ -131,7 +131,7 @@ class HubProxy:
         return port
 
     async def close(self) -> None:
-        """Stop serving, and the fetches under way."""
+        """Stop serving, and cancel open fetches."""
         await self._http.close()
         await asyncio.to_thread(self._close_client)
 
@@ -154,7 +154,7 @@ class HubProxy:
             return _reply(403)  # a page in a browser, by another name of this address
         parts = [unquote(part) for part in re.split("[?#]", path, maxsplit=1)[0].split("/") if part]
         if not path.startswith("/") or not path.isascii() or not is_safe_path("/".join(parts)):
-            return _reply(404)  # it would lead elsewhere on the Hub, or to another host
+            return _reply(404)  # would lead elsewhere on the Hub, or to another host
         is_form = parts[4:5] == ["paths-info"]
         if request.method not in ("HEAD", "GET", "POST") or is_form != (request.method == "POST"):
             return _reply(404)
@@ -172,7 +172,7 @@ class HubProxy:
         except TierckptError as error:
             log.info("%s: %s", path, error.message)
             if request.writer.output_size:
-                raise EOFError("the answer has begun") from None  # the client sees that it is cut short (X3)
+                raise EOFError("the answer has started") from None  # the client sees a truncated answer (X3)
             return _refusal(error)
 
     async def _pass_on(self, request: web.BaseRequest, form: bytes | None, is_list: bool) -> web.StreamResponse:
@@ -180,7 +180,7 @@ class HubProxy:
         key = path if form is None else f"{path} {digest_of(form)}"
         found: Answer = await self._recent(key, lambda: self._hub.answer(path, form))
         headers = {name: value for name, value in found.headers.items() if name in _PASSED_ON}
-        for name in ("link", "location"):  # pages of a list, and repositories that were renamed
+        for name in ("link", "location"):  # pages of a list, and renamed repositories
             if name in found.headers:
                 own = f"http://{request.headers['Host']}"
                 headers[name] = found.headers[name].replace(self._hub.endpoint, own)
@@ -197,7 +197,7 @@ class HubProxy:
         return _File(location, await self._run(store.head(location.name)), commit)
 
     async def _recent(self, key: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The answer to ``ask``, reused for ``KNOWN_SECONDS``, so that the clients of a node ask once."""
+        """Return the answer to ``ask``, reused for ``KNOWN_SECONDS`` for all clients of the node."""
         at, known = self._known.get(key, (0.0, None))
         if known is not None and time.monotonic() - at < KNOWN_SECONDS:
             return known
@@ -240,7 +240,7 @@ class HubProxy:
                 coming.pop(0).result()
                 piece = memoryview(bytearray(at.size_bytes))
                 await self._run(entry.read_into(path, at, piece))
-                if response is None:  # an error until now is an answer of its own
+                if response is None:  # an error before the first piece has an answer of its own
                     response = await begin(request, headers, status=status)
                 await write(response, held)
                 await write(response, piece[:-HELD_BYTES])
@@ -251,8 +251,8 @@ class HubProxy:
 
     @contextlib.asynccontextmanager
     async def _opened(self, file: _File) -> AsyncIterator[tuple[CacheEntry, str, list[asyncio.Future[None]]]]:
-        """The entry that has a file, its path there, and the fetches under way. When the client leaves, these are
-        waited for and kept: it comes again, and the Hub need not send them again."""
+        """Yield the entry of a file, its path there, and the fetches in flight. If the client leaves, the fetches are
+        awaited and kept for its next request."""
         cache = self._alone if file.info.etag in self._damaged else self._shared
         entry = await self._run(_open(cache, file.location, file.info))
         coming: list[asyncio.Future[None]] = []
@@ -272,11 +272,11 @@ class HubProxy:
             await asyncio.gather(self._run(entry.close()), *coming, return_exceptions=True)
 
     def bring(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
-        """Fetch a range of a file of a commit for another node, on any thread. Returns a future of the file that has it
-        and its digest ('': not known).
+        """Fetch a range of a file of a commit for another node, on any thread. Returns a future of the file with the
+        range and its digest ('': unknown).
 
         Args:
-            reads: read a range that is not here from the Hub; else the future raises ObjectNotFoundError.
+            reads: read a missing range from the Hub; otherwise the future raises ObjectNotFoundError.
 
         Raises:
             TierckptError: the proxy is closed.
@@ -294,7 +294,7 @@ class HubProxy:
         repository = repository_of(location)
         is_file = repository is not None and repository.is_commit and is_safe_path(repository.path)
         if location.scheme != "hf" or not is_file:
-            raise ObjectNotFoundError(f"{uri} is no file of a commit of a Hub")
+            raise ObjectNotFoundError(f"{uri} is not a file of a commit of a Hub")
         if not reads and not await asyncio.to_thread(self._owned.pool.rows, location.uri):
             raise ObjectNotFoundError(f"{uri} is not on this node")  # no request to the Hub
         info = await self._client.mover.store(location.parent).head(location.name)
@@ -307,7 +307,7 @@ class HubProxy:
                 raise ObjectNotFoundError(f"{at} of {uri} is not on this node")
             index, chunk = entry.frozen.index_of(path), at.start // entry.chunk_size_bytes
             digest = entry.digest(index, chunk) if entry.frozen.chunk_range(index, chunk) == at else ""
-            places = [directory / path for directory in reversed(entry.directories())]  # it may be published meanwhile
+            places = [directory / path for directory in reversed(entry.directories())]  # may be published meanwhile
             return next((place for place in places if place.exists()), places[-1]), digest
         finally:
             await entry.close()
@@ -322,13 +322,13 @@ def _path_in(entry: CacheEntry, location: Location) -> str:
 
 
 def _is_for_readers(parts: list[str]) -> bool:
-    """True for lists of repositories, what one is, and ``_READS`` of it, by the parts of a path of the API."""
+    """True for lists of repositories, one repository, and ``_READS`` of it, by the parts of an API path."""
     is_named = parts[:1] != [] and parts[0] in ("models", *_KINDS) and all(map(NAME.fullmatch, parts[1:3]))
     return is_named and (len(parts) <= 3 or parts[3] in _READS)
 
 
 async def _form_of(request: web.BaseRequest) -> bytes | None:
-    """The body of a POST; None for one that is not read, and ends the connection."""
+    """Return the body of a POST; None if it is rejected, which ends the connection."""
     length = request.headers.get("Content-Length", "")
     kind = request.headers.get("Content-Type", "").partition(";")[0]
     if not length.isdecimal() or int(length) > FORM_BYTES_MAX or kind != "application/x-www-form-urlencoded":
@@ -338,7 +338,7 @@ async def _form_of(request: web.BaseRequest) -> bytes | None:
 
 
 def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
-    """Cut a range where chunks are cut."""
+    """Cut a range at chunk boundaries."""
     at = wanted.start
     while at < wanted.stop:
         stop = min(wanted.stop, (at // size_bytes + 1) * size_bytes)

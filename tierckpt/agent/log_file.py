@@ -1,10 +1,10 @@
-"""The log of an agent that was started on demand: its standard error, a file that is bounded while the agent runs.
+"""The log of an agent that was started on demand: its standard error, a file of bounded size.
 
     <local_root>/agent/agent.log      appended to
-    <local_root>/agent/agent.log.1    what was there before
+    <local_root>/agent/agent.log.1    the previous file
 
-The agent itself puts a full one aside, so that all that it says goes along: events, and what libraries write. Both
-together take twice ``LOG_BYTES_MAX``, and what is said between two looks (a second).
+The agent itself rotates a full file, so the log includes what libraries write. Both files together take twice
+``LOG_BYTES_MAX``, plus the output between two checks (a second).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ OUTPUTS = (1, 2)
 
 
 class LogFile:
-    """Whatever of this process's outputs goes to the log in ``directory``. None does where the site runs the agent."""
+    """The log in ``directory``, if this process's outputs go there: not if the site started the agent."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOG
         self._outputs = [file for file in OUTPUTS if _is(file, self._path)]
 
     def keep_small(self) -> None:
-        """Begin a new file where this one is full. One that cannot be begun stays, and it is tried again."""
+        """Rotate a full file. After a failure the file stays, and the next call retries."""
         if not self._outputs or os.fstat(self._outputs[0]).st_size <= LOG_BYTES_MAX:
             return
         with contextlib.suppress(OSError):
-            if _is(self._outputs[0], self._path):  # else whoever started another agent has put it aside already
+            if _is(self._outputs[0], self._path):  # otherwise another agent's start has rotated it
                 self._path.replace(self._path.with_name(f"{LOG}.1"))
             file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:

@@ -1,11 +1,10 @@
-"""Prometheus metrics of a node: what the mover measures, and what the journal and the local tier say when asked.
+"""Prometheus metrics of a node.
 
-Two kinds come together here. Measurements (``telemetry.METRICS``) are added up as they happen, in this process or,
-handed in as rows of a ``Tally``, in a trainer. State (``GAUGES`` below) is read when Prometheus asks, so that it is
-right after a restart of the agent too, and at most once in ``STATE_SECONDS``.
+Measurements (``telemetry.METRICS``) are added as they happen, by this process or as rows of a trainer's ``Tally``.
+State (``GAUGES`` below) is read on a scrape, at most once per ``STATE_SECONDS``, so it is right after a restart too.
 
-Served on the loopback address only, beside the page of the node (``web.py``): what tells what a node does, and asks for
-no password, is not for the network. A site's own exporter or sidecar on the node scrapes it.
+Served on the loopback address only, with the page of the node (``web.py``), because it has no password. A site's
+exporter or sidecar on the node scrapes it.
 """
 
 from __future__ import annotations
@@ -46,31 +45,31 @@ STATE_SECONDS = 5.0
 GAUGES = {
     "tierckpt_lag_seconds": "Age of the oldest save that this tier has not committed; 0 when there is none.",
     "tierckpt_lag_bytes": "Bytes committed on the local tier that the shared tier has not committed.",
-    "tierckpt_queue_entries": "Journal entries, by state; failed ones wait for their store, or it refuses them.",
-    "tierckpt_store_waiting_seconds": "How long drains have waited for this store; absent while it answers.",
-    "tierckpt_store_waiting_bytes": "What waits for this store.",
-    "tierckpt_run_lag_steps": "Steps of the run that are lost with this node, but for copies of peers.",
-    "tierckpt_run_lag_bytes": "Their size.",
+    "tierckpt_queue_entries": "Journal entries by state; failed ones wait for their store, or it refuses them.",
+    "tierckpt_store_waiting_seconds": "Seconds that drains have waited for this store; absent while it answers.",
+    "tierckpt_store_waiting_bytes": "Bytes that wait for this store.",
+    "tierckpt_run_lag_steps": "Steps of the run that are lost if this node fails, copies on peers not counted.",
+    "tierckpt_run_lag_bytes": "Size of these steps.",
     "tierckpt_run_lag_seconds": "From the newest step on shared storage to the newest step here; absent without one.",
-    "tierckpt_run_safe_step": "The newest step of the run on shared storage; absent without one.",
-    "tierckpt_last_commit_step": "Step of the newest checkpoint that the tier has committed, as this node knows.",
-    "tierckpt_last_commit_time_seconds": "When the newest checkpoint that the tier has committed was saved (Unix).",
+    "tierckpt_run_safe_step": "Newest step of the run on shared storage; absent without one.",
+    "tierckpt_last_commit_step": "Step of the newest checkpoint that the tier has committed, as known to this node.",
+    "tierckpt_last_commit_time_seconds": "Save time of the newest checkpoint that the tier has committed (Unix).",
     "tierckpt_local_free_bytes": "Free bytes of the disk of the local tier.",
     "tierckpt_local_size_bytes": "Size of the disk of the local tier.",
-    "tierckpt_drain_limit_bytes_per_second": "Most that the drains of this agent send; 0 when there is no limit.",
+    "tierckpt_drain_limit_bytes_per_second": "Rate limit of this agent's drains; 0 for no limit.",
     "tierckpt_drain_paused": "1 while drains are paused.",
 }
-"""What is read when Prometheus asks, by name."""
+"""Help of the gauges read on a scrape, by name."""
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]
 
 
 class Metrics:
-    """The metrics of one node. Measures from the moment it is made until ``close``.
+    """The metrics of one node. Measures from construction until ``close``.
 
     Args:
-        settings: whose local tier is read.
-        limiter: of the agent's mover, None when there is none.
+        settings: names the local tier to read.
+        limiter: of the agent's mover, or None.
     """
 
     def __init__(self, settings: Settings, limiter: RateLimiter | None = None) -> None:
@@ -109,7 +108,7 @@ class Metrics:
         return server.port
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Return what Prometheus is told, and its type."""
+        """Return the metrics and their content type."""
         encode, kind = choose_encoder(accept)
         return encode(self.registry), kind
 
@@ -134,8 +133,7 @@ def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge 
 
 
 class NodeState:
-    """What the node's document says: lag, queue, stores, runs, last commits, room. Blocking; called from the page's
-    threads."""
+    """Gauge values from the node's document. Blocking; called on the page's threads."""
 
     def __init__(self, settings: Settings, limiter: RateLimiter | None) -> None:
         self.settings, self.limiter = settings, limiter
@@ -145,7 +143,7 @@ class NodeState:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return name, labels and value of each gauge, not older than ``STATE_SECONDS``."""
+        """Return name, labels and value of each gauge, at most ``STATE_SECONDS`` old."""
         with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= STATE_SECONDS:
@@ -154,7 +152,7 @@ class NodeState:
                     self._samples = [*self._read()]
                 except OSError as error:
                     log.warning("the state of %s could not be read: %s", self.settings.local_root, error)
-                    self._samples = []  # absent tells more than old
+                    self._samples = []  # no value is better than an old one
             return self._samples
 
     def _read(self) -> Iterator[Sample]:
@@ -209,7 +207,7 @@ def _tiers_of(row: Json) -> tuple[Tier, ...]:
 
 
 class _State(Collector):
-    """Hands the state of the node to prometheus-client."""
+    """Exports ``NodeState`` to prometheus-client."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state

@@ -1,5 +1,5 @@
-"""What a node is doing, as one document: ``tierckpt status --json``, and the page. Asks the node's disk and agent, and
-no store."""
+"""The state of a node as one document, for ``tierckpt status --json`` and the page. Reads the node's disk and agent, no
+store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .run_catalog import REFUSED, SET_ASIDE, directory_stamp, run_rows, step_row
 log = logger("agent.document")
 
 Known: TypeAlias = dict[Path, tuple[tuple[int, ...], Json | None]]
-"""Of each local checkpoint, when its directory and records were changed, and what was read then."""
+"""By local checkpoint: its ``directory_stamp``, and the row read at that time."""
 
 ANSWER_SECONDS = 2.0
 STEPS_MAX = 64
@@ -47,11 +47,10 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
     """Return journal, local tier, cache, agent, free space, steps by tier, stalls, and the last verify and drill.
 
     Args:
-        known: what an earlier call has read of checkpoints, which this one need not read again.
-        agent: what the agent says of itself. None: it is asked.
+        known: cache of checkpoint rows between calls; updated in place.
+        agent: status of the agent. None: it is requested.
 
-    Cost: 1.7 ms with eight checkpoints that are known, of which it takes four stats each; 6 ms when their manifests are
-    read.
+    Cost: 1.7 ms with eight cached checkpoints (four stats each), 6 ms if their manifests must be read.
     """
     root = settings.local_root
     entries = Journal(root).entries()
@@ -88,14 +87,14 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
 
 
 def agent_status(settings: Settings) -> tuple[Json | None, str | None]:
-    """What the agent says of itself, None when none runs; and why it says nothing, when one may run all the same."""
+    """Return the agent's status, or None and the reason. (None, None): no agent runs."""
     return ask_agent(settings, {"op": "status"})
 
 
 def ask_agent(
     settings: Settings, message: Json, timeout_seconds: float = ANSWER_SECONDS
 ) -> tuple[Json | None, str | None]:
-    """The answer of the agent, None when none runs; and why there is none, when one may run all the same."""
+    """Return the agent's answer, or None and the reason. (None, None): no agent runs."""
     if not has_socket(settings.local_root):
         return None, None
     with contextlib.closing(AgentClient(settings)) as contact:
@@ -108,12 +107,12 @@ def ask_agent(
 
 
 def _budget(settings: Settings) -> Json:
-    """What the node's drains may take: its control file (`tierckpt drain --limit`, `--pause`) over the settings."""
+    """Limits of the node's drains: the settings, overridden by `tierckpt drain --limit` and `--pause`."""
     rate: int | None = settings.drain_bytes_per_second
     document: Json = {"bytes_per_second": rate, "concurrency": settings.concurrency, "paused": False, "problem": None}
     try:
         control = read_control(settings.local_root)
-    except ConfigError as error:  # movers keep to what stood there before; `status` is how one learns of it
+    except ConfigError as error:  # movers keep their previous limits; `status` shows the problem
         return document | {"problem": error.message}
     if control.bytes_per_second is not UNCHANGED:
         document["bytes_per_second"] = control.bytes_per_second
@@ -137,16 +136,16 @@ def _entry(entry: JournalEntry, agent: Json) -> Json:
 
 
 IDLE_SECONDS = 4.0
-"""A drain that has sent nothing for so long waits for its store."""
+"""A drain that has sent nothing for this long is shown as waiting for its store."""
 TRY_SECONDS = 10.0
-"""What failed before is shown for so long while it is tried again."""
+"""During this time a retried drain still shows its last failure."""
 
 
 def _drain_of(entry: JournalEntry, agent: Json) -> Json:
-    """The state of the drain of ``entry``: of the agent that does it, of its store, or as the journal notes it.
+    """Return the state of the drain of ``entry``, from the agent's drain, its store, or the journal.
 
-    ``since_unix_seconds`` is the begin of the state; ``cause`` and ``remedy`` are texts, '' without one;
-    ``next_try_seconds`` counts from now, None where nobody tries.
+    ``since_unix_seconds``: start of the state. ``cause`` and ``remedy``: texts, may be ''. ``next_try_seconds``: from
+    now, None if no retry is scheduled.
     """
     drain: Json | None = next((one for one in agent.get("drains", ()) if _is_of(one, entry)), None)
     location = entry.location
@@ -165,17 +164,17 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
         "since_unix_seconds": entry.failing_since_unix_seconds or entry.created_unix_seconds,
     }
     if entry.state in ASIDE:
-        remedy = "`tierckpt drain --retry` tries again, `tierckpt drain --forget URI` gives it up"
+        remedy = "`tierckpt drain --retry` retries it, `tierckpt drain --forget URI` drops it"
         return found | noted | {"state": SET_ASIDE, "remedy": remedy}
     if drain is not None and entry.error and time.time() - drain["since_unix_seconds"] < TRY_SECONDS:
-        drain = None  # it is tried again, and may fail in the same way in a moment
+        drain = None  # a retry, which may fail again at once
     if drain is not None:
         found |= {name: drain[name] for name in found}
         if drain["state"] in (SENDING, COMMITTING) and drain["idle_seconds"] >= IDLE_SECONDS:
             silent = f"{store} has not answered for {human_seconds(drain['idle_seconds'])}"
             since = time.time() - drain["idle_seconds"]
             found |= {"state": STORE, "cause": silent, "since_unix_seconds": since, "remedy": _REMEDY}
-        is_moving = drain["state"] == SENDING and drain["idle_seconds"] < 1.0  # one request failed, and others go on
+        is_moving = drain["state"] == SENDING and drain["idle_seconds"] < 1.0  # other requests still succeed
         if trouble is not None and not is_moving and found["state"] in (STORE, COMMITTING, SENDING):
             found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
     elif trouble is not None:
@@ -185,7 +184,7 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
     return found
 
 
-_REMEDY = "Look at the store and the network to it; the drain goes on when it answers (`tierckpt doctor URI`)"
+_REMEDY = "Check the store and the network; the drain continues when the store answers (`tierckpt doctor URI`)"
 
 
 def _is_of(drain: Json, entry: JournalEntry) -> bool:
@@ -193,7 +192,7 @@ def _is_of(drain: Json, entry: JournalEntry) -> bool:
 
 
 def _stores(journal: Sequence[Json]) -> list[Json]:
-    """Each store that drains wait for, with the cause, since when, and how much waits for it."""
+    """Return the stores that drains wait for: cause, start and size of the backlog."""
     found: dict[str, Json] = {}
     for item in journal:
         drain = item["drain"]
@@ -214,8 +213,7 @@ def _stores(journal: Sequence[Json]) -> list[Json]:
 
 
 def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
-    """Yield a row for each committed checkpoint of the local tier. A manifest is read again when what is beside it has
-    changed."""
+    """Yield a row for each committed checkpoint of the local tier. Cached rows are used while their stamp matches."""
     fresh: Known = {}
     for directory in directories:
         stamp = directory_stamp(directory)
@@ -283,7 +281,7 @@ def _cached(settings: Settings) -> Iterator[Json]:
 
 
 def _stalls(root: Path, steps: Sequence[Json]) -> list[Json]:
-    """How long each of the latest saves of the newest run kept its training waiting, oldest first."""
+    """Return the stall of each of the latest saves of the newest run, oldest first."""
     if not steps:
         return []
     lines = newest_lines(local_dir(root, parse_uri(steps[0]["run"])))
@@ -294,10 +292,10 @@ def _stalls(root: Path, steps: Sequence[Json]) -> list[Json]:
 
 
 def peers_document(settings: Settings) -> Json:
-    """What this node's agent knows of its peers. Starts none.
+    """Return the state of this node's peers, as its agent reports it. Does not start an agent.
 
     Raises:
-        ConfigError: there are no ``peers`` in the settings.
+        ConfigError: the settings have no ``peers``.
     """
     if settings.peers is None:
         raise ConfigError(

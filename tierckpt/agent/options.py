@@ -1,4 +1,4 @@
-"""Options of ``tierckpt agent`` that are no settings."""
+"""Options of ``tierckpt agent`` that are not settings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class AgentOptions:
     """Options of one agent."""
 
     stay: bool = False
-    """Runs until a signal. Else it leaves after ``idle_seconds`` with nothing to drain and nobody connected."""
+    """Run until a signal. Otherwise exit after ``idle_seconds`` without connections and drains."""
     idle_seconds: float = IDLE_SECONDS
     metrics_port: int | None = None
-    """Where Prometheus metrics are served, on the loopback address only. 0: any free port. None: nowhere."""
+    """Port of the Prometheus metrics, on the loopback address. 0: any free port. None: no metrics."""
     hf_proxy_port: int | None = None
-    """Where a Hugging Face Hub is served through the node cache, as ``metrics_port``."""
+    """Port of a Hugging Face Hub served through the node cache, as ``metrics_port``."""
     advertise: str | None = None
-    """``host[:port]`` by which the other nodes reach this one. None: ``peer_listen``, or found out from the route."""
+    """Address ``host[:port]`` of this node for the others. None: ``peer_listen``, or derived from the route."""
     network_bytes_per_second: int | None = None
-    """Speed of this node's network, which decides its part of the work. None: what the kernel says."""
+    """Speed of this node's network, which determines its share of the work. None: as the kernel reports."""
     serve_bytes_per_second: int | None = None
-    """Most that this node serves to all peers together. None: what the network takes."""
+    """Limit of the bytes served to all peers together. None: no limit."""

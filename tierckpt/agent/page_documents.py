@@ -3,7 +3,7 @@
 The page's server may be another process (``tierckpt status --web``). It sends requests through the agent's socket,
 and the agent reads stores with its own credentials.
 
-D1  A run or a checkpoint is read only when the node's document names it: no path or bucket can be chosen by a URL.
+D1  A run or a checkpoint is read only if the node's document contains it: a URL cannot select a path or bucket.
 D2  A document is cached for ``KEEP_SECONDS``, and an answer takes at most ``AGENT_SECONDS``.
 """
 
@@ -30,17 +30,17 @@ from .peer_service import PeerService
 from .run_catalog import RunCatalog, step_rows
 
 DRAIN = "drain "
-"""Of a drain, the beginning of ``Progress.what``."""
+"""Prefix of ``Progress.what`` of a drain."""
 SLOT_MARGIN_SECONDS = 0.05
-"""A sample is taken so long after the begin of its slot: a timer may fire a little early."""
+"""Delay of a sample after the start of its slot, because a timer may fire early."""
 
 
 class PageSource:
-    """The answers of one agent. Runs on its loop.
+    """The page's answers of one agent. Runs on its loop.
 
     Args:
         status: returns the agent's status.
-        peers: None where there are none.
+        peers: None without a cluster.
     """
 
     def __init__(self, mover: Mover, status: Callable[[], Json], peers: PeerService | None) -> None:
@@ -49,7 +49,7 @@ class PageSource:
         self.runs = RunCatalog(mover)
         self.cluster = ClusterDrains(mover.settings, status, peers)
         self.entries: Sequence[JournalEntry] = ()
-        """The journal, as the agent has read it last."""
+        """The journal, as last read by the agent."""
 
     def moved(self, progress: Progress, size_bytes: int) -> None:
         """Note that ``size_bytes`` of a transfer have moved."""
@@ -57,7 +57,7 @@ class PageSource:
             self.history.count_sent(progress.what.removeprefix(DRAIN), size_bytes)
 
     async def run(self) -> None:
-        """Sample the drains, once in each slot of the history, until cancelled."""
+        """Sample the drains once per slot of the history, until cancelled."""
         written_at = time.monotonic()
         while True:
             await asyncio.sleep(history.SAMPLE_SECONDS - time.time() % history.SAMPLE_SECONDS + SLOT_MARGIN_SECONDS)
@@ -67,7 +67,7 @@ class PageSource:
                 await self.write()
 
     async def write(self) -> None:
-        """Keep the history for the next agent."""
+        """Write the history for the next agent."""
         if (data := self.history.unwritten()) is not None:
             await asyncio.to_thread(history.write, self._root, data)
 
@@ -78,7 +78,7 @@ class PageSource:
     async def answer(self, what: str, asked: Json) -> Json:
         """Answer the operation ``page``.
 
-        Raises ValueError: there is no such page.
+        Raises ValueError: unknown page.
         """
         if what == "history":
             return self.history.to_json(str(asked.get("run", "")), asked.get("after"))
@@ -104,11 +104,11 @@ Query: TypeAlias = Mapping[str, str]
 
 
 class NotNamedError(Exception):
-    """The node's document does not name it."""
+    """The node's document does not contain it."""
 
 
 class BusyError(Exception):
-    """Enough documents are being made."""
+    """The limit of concurrent documents is reached."""
 
 
 class PageDocuments:
@@ -143,7 +143,7 @@ class PageDocuments:
             self._gate.release()
 
     def _once(self, key: tuple[str, ...], seconds: float, make: Callable[[], Json]) -> Json:
-        """The document of ``key``, which is not older than ``seconds``. One thread makes it, the others wait."""
+        """Return the document of ``key``, at most ``seconds`` old. One thread makes it, the others wait."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -157,7 +157,7 @@ class PageDocuments:
             return found
 
     def _ask(self, what: str, **asked: object) -> tuple[Json | None, str]:
-        """The agent's answer, and why there is none."""
+        """Return the agent's answer, or None and the reason."""
         message = {"op": "page", "what": what, "asked": asked}
         answer, problem = ask_agent(self._settings, message, AGENT_SECONDS)
         return answer, "" if answer is not None else problem or NO_AGENT
@@ -227,7 +227,7 @@ def _is_in(row: Json | None, run: str) -> bool:
 
 
 def _own_row(row: Json) -> Json:
-    """A step that only the node's document names, as a row of a run: it is being written, or no agent runs."""
+    """Return a run's row for a step that only the node's document contains: being written, or no agent runs."""
     return {
         "name": row["uri"].rpartition("/")[2],
         "uri": row["uri"],

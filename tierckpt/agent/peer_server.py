@@ -1,8 +1,8 @@
 """The site of a node's agent for the other nodes: GET and HEAD of the paths in peer_http.py, for members only.
 
-K1  A request is answered only once it is proven (auth.py), and only from ``Holdings``, ``segment``, ``hub``,
-    ``fresh`` and ``drains``: no path of a file of this node is part of a request. Everything else is one 404.
-K2  Bounded, besides http_server.py: chunks under way in all and per peer, bytes per second, and the time of an
+K1  A request is answered only after authentication (auth.py), and only from ``Holdings``, ``segment``, ``hub``,
+    ``fresh`` and ``drains``: no request contains a path of a file of this node. Everything else is a 404.
+K2  Bounded, besides http_server.py: chunks in flight in all and per peer, bytes per second, and the time of an
     answer. No request has a body.
 K3  A chunk goes from the page cache to the socket (sendfile(2)); it is in the page cache before its first byte is
     sent, so a slow disk never delays the other connections.
@@ -57,16 +57,16 @@ SERVES_MAX = 64
 """Chunks served at a time, to all peers together; a quarter of them to any one."""
 POLL_SECONDS = 0.01
 POLL_SECONDS_MAX = 0.05
-"""Between two looks for a chunk that a peer waits for: at first, and after a long wait."""
+"""Interval of the checks for a chunk that a peer waits for: initial, and after a long wait."""
 TRIES = 3
-"""Looks for a chunk that was here and could not be opened."""
+"""Attempts to open a chunk that the journal lists."""
 RETRY_AFTER_SECONDS = 1
 INTEREST_SECONDS = 10.0
 SLOW_SECONDS = 2.5
-"""A peer that finds this node slow repeats it every second."""
+"""Lifetime of a peer's report that this node is slow; the peer repeats it every second."""
 INTERESTED_MAX = 8192
 PIECE_BYTES = 1 << 20
-"""Bytes sent at a time where the rate is bounded, or through TLS."""
+"""Bytes sent at once with a rate limit or TLS."""
 RATE_SECONDS = 10
 
 
@@ -96,13 +96,13 @@ class Rates:
 
 
 class RecentNames:
-    """Names recently noted under a version. Bounded, in versions and in names of each."""
+    """Names recently noted under a version. Bounded in versions, and in names per version."""
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, float]] = {}
 
     def note(self, version: str, name: str, seconds: float) -> None:
-        """Note a name. When there are too many versions, those without a note for ``seconds`` are dropped."""
+        """Note a name. With too many versions, those without a note for ``seconds`` are dropped."""
         now = time.monotonic()
         if version not in self._names and len(self._names) >= INTERESTED_MAX:
             self._names = {key: fresh for key in self._names if (fresh := self._fresh(key, now - seconds))}
@@ -119,7 +119,7 @@ class RecentNames:
 
 
 class TokenBucket:
-    """Bounds a rate: ``take`` returns when as many bytes may be sent. None: at once."""
+    """Rate limiter: ``take`` returns when as many bytes may be sent. None: no limit."""
 
     def __init__(self, bytes_per_second: int | None) -> None:
         self.bytes_per_second = bytes_per_second
@@ -135,18 +135,18 @@ class TokenBucket:
 
 
 class PeerServer:
-    """Serves what ``holdings`` has, on one event loop; files are read on threads of its own.
+    """Serves ``holdings`` on one event loop; reads files on threads of its own.
 
     Args:
-        fresh: the answer to ``/v1/fresh``; None: there is none.
+        fresh: returns the answer to ``/v1/fresh``; None: not served.
         segment: opens a range of a gradient log of this node.
-        hub: fetches a range of a file of a Hub, or only looks for it, and returns the file that has it and its digest;
+        hub: fetches a range of a file of a Hub, or only looks it up. Returns the file with the range, and its digest.
             None: this node serves no Hub.
-        drains: the answer to ``/v1/drains``.
-        bytes_per_second: the most that is served to all peers together.
+        drains: returns the answer to ``/v1/drains``.
+        bytes_per_second: limit for all peers together.
 
     Raises:
-        ConfigError: see ``check_listen``; or the secret or the certificates cannot be used.
+        ConfigError: see ``check_listen``; or the secret or the certificates are unusable.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PeerServer:
         self.holdings, self.members = holdings, members
         self._where = check_listen(settings)
         self.verifier = Verifier(read_secret(settings), members.me.name)
-        self._strangers = Repeats(log, logging.WARNING, "requests are refused from %s: %s")
+        self._strangers = Repeats(log, logging.WARNING, "requests from %s are rejected: %s")
         self._tls = server_tls(settings)
         self._fresh, self._segment, self._hub, self._drains = fresh, segment, hub, drains
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
@@ -179,23 +179,23 @@ class PeerServer:
         self._interested, self._slow = RecentNames(), RecentNames()
         self._rates = Rates()
         self.served: Counter[str] = Counter()
-        """Bytes of chunks, by the peer that received them."""
+        """Bytes of chunks, by receiving peer."""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError: the address cannot be listened on."""
+        """Listen. Raises ConfigError: cannot listen on the address."""
         await self.http.start(*self._where, self._tls)
 
     @property
     def address(self) -> str:
-        """The address and the port that it listens on."""
+        """Address and port of the listening socket."""
         return address_of(*self.http.address)
 
     def _in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """Run ``work`` on a thread of the server's own: a slow disk delays nothing else in the agent."""
+        """Run ``work`` on a thread of the server, so that a slow disk delays nothing else in the agent."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def close(self) -> None:
-        """Stop listening, and end the requests under way. Idempotent."""
+        """Stop listening, and end open requests. Idempotent."""
         await self.http.close()
         for task in (looks := [*self._looks.values()]):
             task.cancel()
@@ -219,7 +219,7 @@ class PeerServer:
             name, nonce = self.verifier.check(request.method, target, headers)
         except OtherTime as error:
             self.counts["other_time"] += 1
-            log.debug("a member's clock is another: %s", client)
+            log.debug("a member's clock differs: %s", client)
             return self._signed(refusal(HTTPStatus.UNAUTHORIZED, {TIME: str(int(error.now))}), error.nonce)
         except RejectedRequest as error:
             self.counts["refused"] += 1
@@ -280,12 +280,12 @@ class PeerServer:
         return {**held.to_json(), "interested": sorted(self.interested(version))}
 
     def interested(self, version: str) -> set[str]:
-        """The peers that recently asked for ``version`` as interested, and this node if it fills. Blocking."""
+        """Return the peers recently interested in ``version``, and this node if it fills it. Blocking."""
         names = self._interested.names(version, INTEREST_SECONDS)
         return names | {self.members.me.name} if self.holdings.is_fetching(version) else names
 
     def slow_to(self, version: str) -> set[str]:
-        """The peers that recently found this node far slower than others for chunks of ``version``."""
+        """Return the peers that recently reported this node as slow for chunks of ``version``."""
         return self._slow.names(version, SLOW_SECONDS)
 
     # --- chunks --------------------------------------------------------------------------------------------------
@@ -311,13 +311,13 @@ class PeerServer:
         return _missing()
 
     async def _from_hub(self, asked: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
-        """Send a range of a file of a Hub once it is here. The first request for it starts the fetch."""
+        """Send a range of a file of a Hub once this node has it. The first request starts the fetch."""
         bringing = self._hub(uri, at, reads) if self._hub is not None else None
         if bringing is None:
             return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
         future = asyncio.wrap_future(bringing)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.wait([future], timeout=HUB_WAIT_SECONDS)  # the fetch goes on after a timeout
+        await asyncio.wait([future], timeout=HUB_WAIT_SECONDS)  # the fetch continues after a timeout
         if future.done() and not (future.cancelled() or future.exception()):
             path, digest = future.result()
             return await self._range(asked, lambda: open_range(path, at, digest), is_coming=True)
@@ -330,7 +330,7 @@ class PeerServer:
     async def _range(
         self, asked: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
     ) -> web.StreamResponse:
-        """Send the range that ``open_`` opens. ``is_coming``: if it opens nothing now, it will a moment later."""
+        """Send the range that ``open_`` opens. ``is_coming``: if nothing opens, it is expected soon."""
         if not await self._take_slot(asked.name, time.monotonic()):
             return self._nothing(asked, is_coming=True)
         try:
@@ -382,18 +382,18 @@ class PeerServer:
                     except asyncio.SendfileNotAvailableError:
                         if transport.is_closing():
                             raise EOFError("the peer closed the connection") from None
-                        is_plain = False  # this file system has no sendfile
+                        is_plain = False  # the file system has no sendfile
                         continue
                 else:
                     data = await self._in_thread(os.pread, opened.file, count, at)
                     await write(response, data)
                     sent = len(data)
                 if not sent:
-                    raise EOFError("the file is shorter now")  # the connection ends: the peer sees too few bytes
+                    raise EOFError("the file was truncated")  # the connection ends: the peer sees too few bytes
                 at += sent
 
     async def _take_slot(self, name: str, deadline: float) -> bool:
-        """Take one of the places for chunks under way; False when none is free in time."""
+        """Take a slot for a chunk in flight; False if none is free in time."""
         while self.serving.total() >= SERVES_MAX or self.serving[name] >= max(1, SERVES_MAX // 4):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -411,7 +411,7 @@ class PeerServer:
         self.freed.set()
 
     async def _await_chunk(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
-        """Return True when a look finds a chunk, False after the deadline. Requests for a version share each look."""
+        """Wait for a chunk. False after the deadline. Requests for a version share each check."""
         pause = POLL_SECONDS
         while time.monotonic() < deadline:
             await self._look(version, size, pause)
@@ -423,7 +423,7 @@ class PeerServer:
     async def _look(self, version: str, size: int, pause: float) -> None:
         key = version, size
         task = self._looks.get(key)
-        if task is None or task.done():  # awaiting an ended task is no pause: a loop of it would stop the agent
+        if task is None or task.done():  # awaiting a finished task does not yield: a loop of it would block the agent
             task = self._looks[key] = asyncio.ensure_future(self._look_later(version, size, pause))
             task.add_done_callback(lambda ended: self._looks.pop(key) if self._looks.get(key) is ended else None)
         await asyncio.shield(task)
@@ -433,7 +433,7 @@ class PeerServer:
         await self._in_thread(self.holdings.locate, version, size, 0)
 
     def status(self) -> Json:
-        """What this node serves and fetches now. Blocking."""
+        """Return what this node serves and fetches now. Blocking."""
         return {
             "name": self.members.me.name,
             "served_bytes": dict(self.served),
@@ -448,7 +448,7 @@ class PeerServer:
 
 @dataclass(slots=True)
 class _Asked:
-    """A proven request of the member ``name``. Its answer refers to ``nonce``."""
+    """An authenticated request of member ``name``. Its answer is bound to ``nonce``."""
 
     request: web.BaseRequest
     name: str

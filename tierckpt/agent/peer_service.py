@@ -1,12 +1,12 @@
 """The agent's peer service: serves this node's chunks, tracks the members, and reports them to the node's processes.
 
-All of it is extra: an agent whose peers cannot be served or found drains and fetches as one without them, says so in
-its log and in ``tierckpt status --peers``, and tries again.
+It is optional: an agent that cannot serve or find peers drains and fetches without them, reports the problem in its log
+and in ``tierckpt status --peers``, and retries.
 
 Invariants:
-    A1  Nothing here ends the agent or holds up a drain: every error is caught, files are touched on other threads.
-    A2  What a process says of a directory it fills counts for as long as its connection lasts.
-    A3  The secret is in no answer, no log and no argument of a process.
+    A1  Nothing here ends the agent or delays a drain: every error is caught, and files are accessed on other threads.
+    A2  A process's report about a directory it fills is valid while its connection lasts.
+    A3  The secret is in no answer, log or process argument.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ RETRY_SECONDS = 2.0
 LOOK_SECONDS = 2.0
 FILLS_MAX = 1024
 SETS_MAX = 20_000
-"""Sets of lost nodes that are looked at one by one."""
+"""Sets of lost nodes that are enumerated at most."""
 TOLD_BYTES_MAX = 768 << 10
-"""Of members, in one answer: a message holds a MiB (ipc/agent_client.py). It is room for 5000."""
+"""Size of the members in one answer: a message has at most a MiB (ipc/agent_client.py). Enough for 5000."""
 UNHEARD_MAX = 256
 NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
-"""Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route. Nothing is sent."""
+"""Addresses for documentation (RFC 5737, RFC 3849): their route is the default route. Nothing is sent."""
 
 _VERSION = re.compile(r"[0-9a-f]{32}")
 
 
 class PeerService:
-    """Serves, knows and tells, from ``start`` to ``close``. Runs on the agent's loop.
+    """Serves peers and tracks members, from ``start`` to ``close``. Runs on the agent's loop.
 
     Args:
-        directory: the agent's own, where the node's name is kept.
+        directory: the agent's own, which stores the node's name.
         options: the agent's.
-        fresh: what ``/v1/fresh`` answers; None: nothing.
+        fresh: returns the answer to ``/v1/fresh``; None: not served.
         segment: opens a range of a gradient log of this node.
-        hub: has a range of a file of a Hub here (peer_server.py).
+        hub: provides a range of a file of a Hub (peer_server.py).
         drains: returns the answer to ``/v1/drains``.
     """
 
@@ -92,7 +92,7 @@ class PeerService:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
         self.problem = ""
-        """Why this node does not serve or does not look for others; "" when all is well."""
+        """Reason why this node does not serve or find peers; "" if it does."""
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
         self._directory, self._fresh, self._segment, self._hub = directory, fresh, segment, hub
@@ -102,7 +102,7 @@ class PeerService:
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
         self._reports: dict[tuple[Hashable, str], Json] = {}
         self._settled: Json = _sum_of([])
-        """The sum of the reports of those who have ended."""
+        """Sum of the reports of ended processes."""
         self._task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._asked_at = time.monotonic()
@@ -115,9 +115,9 @@ class PeerService:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Come up, trying again while that fails; then look after things until cancelled."""
+        """Start, retrying on failure; then maintain the membership until cancelled."""
         while True:
-            while not await self._try_start():  # noqa: ASYNC110  # no event tells when a port is free again
+            while not await self._try_start():  # noqa: ASYNC110  # no event reports a free port
                 await asyncio.sleep(RETRY_SECONDS)
             gossip = self.gossip
             assert gossip is not None
@@ -131,8 +131,8 @@ class PeerService:
             await self._rename(gossip.me.name)
 
     async def _rename(self, name: str) -> None:
-        """Another node goes by our name: a local root was copied. Once, or a liar could keep us at it."""
-        log.error("another node goes by the name %s (was the local root copied?): this one takes a new one", name)
+        """Another node has the same name: a local root was copied. Once only, so that a liar cannot repeat it."""
+        log.error("another node is named %s too (was the local root copied?): this node takes a new name", name)
         self._has_renamed = True
         await self._stop()
         await asyncio.to_thread((self._directory / NODE_NAME).unlink, missing_ok=True)
@@ -144,12 +144,12 @@ class PeerService:
         except (TierckptError, OSError, ImportError) as error:
             await self._stop()
             if str(error) != self.problem:
-                log.error("this node takes no part in the cluster: %s", error)
+                log.error("this node does not join the cluster: %s", error)
             self.problem = str(error)
         except Exception as error:
             await self._stop()
             self.problem = f"{type(error).__name__}: {error}"
-            log.exception("this node takes no part in the cluster")
+            log.exception("this node does not join the cluster")
         self._started.set()
         return not self.problem
 
@@ -184,7 +184,7 @@ class PeerService:
         return seeds
 
     async def _find_me(self, seeds: Sequence[str] | None = None) -> None:
-        """Find out under which address the others reach us; asked again as networks come up after agents do."""
+        """Determine this node's address for the others, again and again, since networks may come up after agents."""
         assert self.gossip is not None and self.server is not None and self._lookup is not None
         table = self.gossip.table
         if seeds is None:
@@ -195,7 +195,7 @@ class PeerService:
         table.me = replace(table.me, address=address, weight=weight)
 
     async def close(self) -> None:
-        """Say goodbye, and stop. Bounded in time; idempotent."""
+        """Leave the cluster, and stop. Bounded in time; idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -214,7 +214,7 @@ class PeerService:
                     await part.close()
 
     def _observe(self) -> None:
-        """Now and then: metrics, and whether anybody asks."""
+        """Periodically update the metrics, and whether requests arrive."""
         gossip, server = self.gossip, self.server
         if gossip is None or server is None:
             return
@@ -229,17 +229,17 @@ class PeerService:
 
     @property
     def is_needed(self) -> bool:
-        """True while somebody on this node fills something, or another node has asked for chunks a moment ago."""
+        """True while a process of this node fills a version, or another node has recently requested chunks."""
         return bool(self._fills) or time.monotonic() - self._asked_at < self.options.idle_seconds
 
-    # --- what the node's processes ask -----------------------------------------------------------------------------
+    # --- requests of the node's processes --------------------------------------------------------------------------
 
     async def ask(self, owner: Hashable, version: str | None, directory: str | None) -> Json:
-        """Answer the operation ``peers``. With a version and a directory, that directory is served from now on.
+        """Answer the operation ``peers``. With a version and a directory, start serving that directory.
 
         Raises:
-            ConfigError: this node takes no part in the cluster; the message says why.
-            ValueError: not a version, or not an absolute path.
+            ConfigError: this node has not joined the cluster; the message has the reason.
+            ValueError: malformed version, or a relative path.
         """
         if version is not None:
             _check_version(version)
@@ -250,7 +250,7 @@ class PeerService:
                 await self._started.wait()
         gossip, server = self.gossip, self.server
         if gossip is None or server is None:
-            raise ConfigError(f"this node takes no part in the cluster: {self.problem or 'it has not come up yet'}")
+            raise ConfigError(f"this node has not joined the cluster: {self.problem or 'it is starting'}")
         live = gossip.table.live()
         me = next((member for member in live if member.name == gossip.me.name), None) or balanced([gossip.me])[0]
         interested = await asyncio.to_thread(server.interested, version) if version is not None else set()
@@ -266,13 +266,13 @@ class PeerService:
         }
 
     def _unheard(self, gossip: Gossip) -> list[str]:
-        """The configured nodes at none of whose addresses a member answers."""
+        """Return the configured nodes with no answering member at any address."""
         places = self._lookup.places() if self._lookup is not None else {}
         return [place for place, addresses in places.items() if not any(map(gossip.is_reachable, addresses))]
 
     def _add_fill(self, owner: Hashable, version: str, directory: Path) -> None:
         if not directory.is_absolute():
-            raise ValueError("the directory that is filled is not absolute")
+            raise ValueError("the directory to fill must be absolute")
         fills = self._fills.setdefault(owner, [])
         if (version, directory) in fills:
             return
@@ -282,7 +282,7 @@ class PeerService:
         self.holdings.add(version, directory)
 
     def done(self, owner: Hashable, version: str | None = None) -> None:
-        """A process has ended, or no longer fills ``version`` (A2)."""
+        """Note that a process has ended, or no longer fills ``version`` (A2)."""
         kept = []
         for known, directory in self._fills.pop(owner, []):
             if version is None or known == version:
@@ -295,7 +295,7 @@ class PeerService:
             self._settled = _sum_of([self._settled, self._reports.pop(key)])
 
     def report(self, owner: Hashable, version: str, report: Json) -> None:
-        """A process tells what it has fetched of ``version`` since it began. Raises ValueError for what is none."""
+        """Note what a process has fetched of ``version`` since it started. Raises ValueError: malformed report."""
         _check_version(version)
         clean: Json = {
             "by_source": _amounts(report.get("by_source"), 16),
@@ -306,15 +306,15 @@ class PeerService:
             self._reports[(owner, version)] = clean
 
     def tell(self, addresses: Sequence[str]) -> None:
-        """The job's own store says where the agents are (``peers=torchrun``)."""
+        """Add the agents' addresses from the job's own store (``peers=torchrun``)."""
         if self._lookup is not None and self.gossip is not None:
             self._lookup.set_job_addresses([str(address) for address in addresses])
             self.gossip.look_up_now()
 
-    # --- what people ask -------------------------------------------------------------------------------------------
+    # --- status ----------------------------------------------------------------------------------------------------
 
     async def status(self) -> Json:
-        """What ``tierckpt status --peers`` shows."""
+        """Return the document of ``tierckpt status --peers``."""
         serves = await asyncio.to_thread(self.server.status) if self.server is not None else None
         gossip, server = self.gossip, self.server
         fetched = _sum_of([self._settled, *self._reports.values()])
@@ -348,7 +348,7 @@ class PeerService:
         return document
 
     def members(self) -> list[tuple[Member, str, float]]:
-        """The other nodes, by name: each with its state, and the seconds since it was heard."""
+        """Return the other nodes by name, each with its state and the seconds since its last message."""
         if self.gossip is None:
             return []
         table, now = self.gossip.table, time.monotonic()
@@ -356,7 +356,7 @@ class PeerService:
         return [(record.member, table.state(record), max(0.0, now - record.beat_at)) for record in records]
 
     def unheard(self) -> list[str]:
-        """The configured nodes that have never answered, by their places."""
+        """Return the addresses of configured nodes that have never answered."""
         return self._unheard(self.gossip)[:UNHEARD_MAX] if self.gossip is not None else []
 
     async def ask_drains(self, member: Member) -> Json:
@@ -365,14 +365,13 @@ class PeerService:
         Raises TierckptError: see ``PeerClient.chunk``.
         """
         if self._client is None:
-            raise ConfigError(f"this node takes no part in the cluster: {self.problem or 'it has not come up yet'}")
+            raise ConfigError(f"this node has not joined the cluster: {self.problem or 'it is starting'}")
         return await self._client.drains(member)
 
 
 def survival(members: Sequence[Member], replicas: int) -> Json:
-    """How likely every shard has a copy left when that many nodes are lost at once, from one to one more than there
-    are replicas: counted out over the placement itself, by formula (planning/replica_placement.py) where that is too
-    many."""
+    """Return the probability that every shard keeps a copy if n nodes are lost at once, n from one to replicas + 1:
+    enumerated over the placement, or by formula (planning/replica_placement.py) if there are too many sets."""
     known = tuple(sorted((member.name, member.domain) for member in members))
     return {str(lost): found for lost, found in _survival(known, replicas)}
 
@@ -394,10 +393,10 @@ def _survival(known: tuple[tuple[str, str], ...], replicas: int) -> tuple[tuple[
 
 
 def node_name(directory: Path) -> str:
-    """The name of this node among its peers: made once, kept beside the agent's lock for as long as the local root.
+    """Return the name of this node among its peers, created once and stored next to the agent's lock.
 
     Raises:
-        OSError, TierckptError: it can be neither read nor kept.
+        OSError, TierckptError: the name can be neither read nor stored.
     """
     path = directory / NODE_NAME
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
@@ -406,12 +405,12 @@ def node_name(directory: Path) -> str:
             return known
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:80] or "node"
     name = f"{host}-{secrets.token_hex(4)}"
-    durable_write(path, f"{name}\n".encode())  # the agent's lock is ours: nobody else makes one
+    durable_write(path, f"{name}\n".encode())  # this process has the agent's lock: no other process creates one
     return name
 
 
 def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> tuple[str, str]:
-    """(address for the others, IP address from which we talk to them). Blocking: a name may have to be looked up."""
+    """Return (address for the others, IP address of outgoing connections). Blocking: may resolve a name."""
     host, port = host_and_port(listening)
     others = [seed for seed in seeds if seed != listening]
     source = discovery.source_address(others) or discovery.source_address(NOWHERE) or "127.0.0.1"
@@ -432,7 +431,7 @@ def _row(record: MemberRecord, now: float) -> Json:
 
 
 def _fitting(rows: list[Json]) -> list[Json]:
-    """As many rows as one message holds."""
+    """Return the rows that fit in one message."""
     size = 0
     for count, row in enumerate(rows):
         size += len(json.dumps(row))
@@ -443,7 +442,7 @@ def _fitting(rows: list[Json]) -> list[Json]:
 
 def _check_version(version: Any) -> None:
     if not (isinstance(version, str) and _VERSION.fullmatch(version)):
-        raise ValueError("no version: it has 32 hex digits")
+        raise ValueError("a version has 32 hex digits")
 
 
 def _amounts(value: Any, most: int) -> dict[str, int]:

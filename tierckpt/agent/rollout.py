@@ -28,7 +28,7 @@ from ..types import Json
 RATE_SECONDS = 5.0
 CELLS_MAX = 128
 DRAWN_MAX = 64
-"""Nodes whose cells are told: the slowest."""
+"""Number of nodes drawn with cells: the slowest ones."""
 SHARES = 9
 ASKED = "a"
 
@@ -39,15 +39,15 @@ class Node:
 
     name: str
     chunks: bytearray = field(default_factory=bytearray)
-    """For each chunk 1 when it is here."""
+    """1 for each chunk that the node has."""
     has: int = 0
     fetching: frozenset[int] = frozenset()
-    """Chunks that it reads from shared storage now."""
+    """Chunks that the node is reading from shared storage."""
     after: int = 0
-    """Ask for holdings from this line on."""
+    """Journal line after which the next holdings are requested."""
     is_whole: bool = False
     is_silent: bool = False
-    """It did not answer the last time."""
+    """The node did not answer the last request."""
     landed_bytes: int = 0
     from_peers_bytes: int = 0
     from_shared_bytes: int = 0
@@ -55,11 +55,11 @@ class Node:
     history: deque[tuple[float, int, int, int]] = field(default_factory=deque)
     """(time, from peers, from shared storage, served), for rates."""
     before: tuple[int, int, int] | None = None
-    """Landed, got and served when the watching began."""
+    """Landed, received and served bytes at the first request."""
 
     @property
     def is_part(self) -> bool:
-        """True when it has, or wants, something of the version."""
+        """True if the node has, or fetches, chunks of the version."""
         return self.is_whole or bool(self.chunks)
 
     def share(self) -> float:
@@ -75,7 +75,7 @@ class Node:
 
 
 class Rollout:
-    """One version on its way to many nodes, as they tell it."""
+    """Distribution of one version to many nodes, from their reports."""
 
     def __init__(self, uri: str, version: str, chunk_size_bytes: int, now: float) -> None:
         self.uri, self.version, self.chunk_size_bytes = uri, version, chunk_size_bytes
@@ -94,10 +94,10 @@ class Rollout:
     def is_done(self) -> bool:
         return bool(self.part) and all(node.is_whole for node in self.part)
 
-    # --- what nodes tell -------------------------------------------------------------------------------------------
+    # --- reports of the nodes --------------------------------------------------------------------------------------
 
     def take(self, held: Mapping[str, ChunkReport | None], statuses: Mapping[str, Json | None], now: float) -> None:
-        """Take in one look at all nodes; None for one that did not answer."""
+        """Add one round of answers; None for a node that did not answer."""
         self.now = now
         for name, found in held.items():
             self._take_held(self.node(name), found)
@@ -111,7 +111,7 @@ class Rollout:
         if held is None or not held.total or held.total > CHUNKS_MAX:
             return
         self.total = held.total
-        if len(node.chunks) != held.total or held.landed < node.after:  # it has begun anew
+        if len(node.chunks) != held.total or held.landed < node.after:  # the fill was restarted
             node.chunks, node.has, node.after = bytearray(held.total), 0, 0
         if held.whole:
             node.chunks, node.has = bytearray(b"\1") * held.total, held.total
@@ -129,7 +129,7 @@ class Rollout:
             node.landed_bytes = max(node.landed_bytes, self.size_bytes)
         now = (node.landed_bytes, got.get(node.name, 0), sum(_amounts(status.get("served_bytes")).values()))
         if not node.is_part:
-            node.before = (0, *now[1:])  # should it begin before the next look, it has begun at nothing
+            node.before = (0, *now[1:])  # a fill that starts before the next round starts at zero bytes
             return
         if node.before is None:
             node.before = now
@@ -141,10 +141,10 @@ class Rollout:
         while len(node.history) > 2 and node.history[1][0] <= self.now - RATE_SECONDS:
             node.history.popleft()
 
-    # --- what it comes to ------------------------------------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------------------------
 
     def share(self) -> float:
-        """Of all chunks on all nodes that want them."""
+        """Mean share of the version on the nodes that fetch it."""
         part = self.part
         return sum(node.share() for node in part) / len(part) if part else 0.0
 
@@ -184,8 +184,8 @@ class Rollout:
         }
 
     def cells(self, node: Node, width: int) -> list[tuple[float, bool]]:
-        """``width`` parts of the version: how much of each is here, and whether some of it is being read from shared
-        storage."""
+        """Divide the version into ``width`` cells. Returns the share on the node, and whether a chunk of the cell is
+        being read from shared storage."""
         found = []
         for at in range(width):
             start, stop = _span(at, width, self.total)
@@ -195,13 +195,13 @@ class Rollout:
         return found
 
     def shades(self, node: Node) -> str:
-        """``cells`` for a program to draw: a digit for each, 0 nothing and 9 all of it; ``a``: being read now."""
+        """Encode ``cells`` as one character each: 0 (empty) to 9 (complete), ``a`` (being read)."""
         cells = self.cells(node, min(CELLS_MAX, self.total))
         return "".join(ASKED if asked and share < 1 else str(int(share * SHARES)) for share, asked in cells)
 
 
 def _span(at: int, width: int, total: int) -> tuple[int, int]:
-    """Which chunks cell ``at`` stands for: at least one."""
+    """Return the chunks of cell ``at``, at least one, as (start, stop)."""
     start = min(at * total // width, max(0, total - 1))
     return start, max(start + 1, (at + 1) * total // width)
 
@@ -210,7 +210,7 @@ def _span(at: int, width: int, total: int) -> tuple[int, int]:
 
 
 def line(rollout: Rollout) -> str:
-    """The rollout in a line, for a log."""
+    """Format the rollout as one log line."""
     now, part = rollout.to_json(), rollout.part
     slowest = min(part, key=Node.share, default=None)
     rates, sizes = now["bytes_per_second"], now["bytes_by_source"]
@@ -227,11 +227,11 @@ def line(rollout: Rollout) -> str:
     return text
 
 
-# --- what strangers tell -------------------------------------------------------------------------------------------
+# --- validation of reports ------------------------------------------------------------------------------------------
 
 
 def _given(statuses: Mapping[str, Json | None]) -> dict[str, int]:
-    """Bytes that each node got, as those who gave them say."""
+    """Return the bytes that each node received, summed over the senders' reports."""
     got: dict[str, int] = {}
     for status in statuses.values():
         for name, size in _amounts((status or {}).get("served_bytes")).items():
@@ -248,7 +248,7 @@ def _count(value: Any) -> int:
 
 
 def rows(value: Any) -> list[Json]:
-    """The objects of a list; none where it is no list."""
+    """Return the objects of a list; empty if ``value`` is not a list."""
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
@@ -256,15 +256,15 @@ T = TypeVar("T")
 
 ASK_SECONDS = 2.0
 ASKED_MAX = 512
-"""Nodes that are looked at; of more, those first by name."""
+"""Maximum number of nodes in a round; the first ones by name."""
 ASKED_AT_A_TIME = 32
 
 
 class RolloutWatch:
-    """One version on its way to all nodes. ``look`` asks each of them once; ``rollout`` is what they have told.
+    """Follows the distribution of one version to all nodes. ``look`` queries each node once and updates ``rollout``.
 
     Args:
-        uri: whose; None: what most nodes are filling.
+        uri: URI of the version; None: the version that most nodes fill.
     """
 
     def __init__(self, uri: str | None, settings: Settings) -> None:
@@ -277,13 +277,13 @@ class RolloutWatch:
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
 
     async def look(self, *, start: bool = True) -> None:
-        """Ask each node what it has.
+        """Query each node for its chunks.
 
         Args:
-            start: start an agent when none runs on this node.
+            start: start an agent if none runs on this node.
 
         Raises:
-            TierckptError: the agent of this node refuses, or is not there.
+            TierckptError: the agent of this node rejects the request or is unavailable.
         """
         answer = await asyncio.to_thread(self._contact.ask, {"op": "peers"}, start=start)
         live = [member_of(row) for row in answer["live"][:ASKED_MAX]]
@@ -310,11 +310,11 @@ class RolloutWatch:
             if not rollout.node(member.name).is_whole
         }
         held = await self._all(asks)
-        gone = {node.name: None for node in rollout.part if node.name not in statuses}  # left, or dead
+        gone = {node.name: None for node in rollout.part if node.name not in statuses}  # left or dead
         rollout.take({**held, **gone}, statuses, time.monotonic())
 
     async def _all(self, asks: Mapping[str, Awaitable[T]]) -> dict[str, T | None]:
-        """Ask some at a time; None for who does not answer."""
+        """Send requests concurrently, within the limit; None for a node that does not answer."""
 
         async def one(ask: Awaitable[T]) -> T | None:
             try:
@@ -326,7 +326,7 @@ class RolloutWatch:
         return dict(zip(asks, await asyncio.gather(*map(one, asks.values())), strict=True))
 
     def _find(self, statuses: Mapping[str, Json | None]) -> None:
-        """What most nodes are filling now, of the URI that was asked for; else what is whole on this node already."""
+        """Select the version that most nodes fill, of ``uri`` if set; else the complete version on this node."""
         found: Counter[tuple[bool, str, str, int]] = Counter()
         for status in statuses.values():
             found.update(fill for fill in _fills(status) if self.uri in (None, fill[1]))
@@ -339,13 +339,13 @@ class RolloutWatch:
                 if row.uri == self.uri and row.state == "complete":
                     new = Rollout(row.uri, row.version, self.settings.chunk_size_bytes, time.monotonic())
         if new is not None and (self.rollout is None or new.version != self.rollout.version):
-            new.take({}, self._before, new.now)  # what nodes said when none of them was filling it yet
+            new.take({}, self._before, new.now)  # baseline: the byte counts before the fill started
             self.rollout = new
         self._before = statuses
 
 
 def _fills(status: Json | None) -> Iterator[tuple[bool, str, str, int]]:
-    """What a node says it fills: (a process is at it, URI, version, chunk size). What is none is left out."""
+    """Yield the valid fills of a status: (a process is active, URI, version, chunk size)."""
     for fill in rows((status or {}).get("fills")):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             version, size = str(fill["version"]), int(fill["chunk_size_bytes"])

@@ -1,7 +1,7 @@
 """The runs and checkpoints of a node on all tiers, and the contents of one, for the agent's page.
 
-Every wait has a deadline. Without an answer of the store, rows come from this node, with the reason. A checkpoint that
-shared storage has committed is read once: a reload costs one listing.
+Every wait has a deadline. If the store does not answer, rows come from this node, with the reason. A committed
+checkpoint on shared storage is read once: a reload costs one listing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ..redaction import redact
 from ..types import Json, Tier
 
 REFUSED, SET_ASIDE = "refused", "set aside"
-"""Further states of a drain (``ActiveDrain`` has the others)."""
+"""Drain states in addition to those of ``ActiveDrain``."""
 RANKED = (QUEUED, SENDING, COMMITTING, OTHER_RANKS, STORE, REFUSED, SET_ASIDE)
-"""The states of a drain; the last needs a person most."""
+"""States of a drain, in order of urgency; the last is the most urgent."""
 
 
 def step_rows(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> list[Json]:
-    """A row for each step of this node, newest first, with its state on each tier."""
+    """Return a row for each step of this node, newest first, with its state on each tier."""
     rows: dict[str, Json] = {}
     done_bytes: Counter[str] = Counter()
     newest = (agent.get("replicas") or {}).get("newest") or {}
@@ -68,7 +68,7 @@ def step_rows(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> li
             row["local"] = row["local"] or "writing"
             continue
         if row["drain"] is None or RANKED.index(drain["state"]) > RANKED.index(row["drain"]["state"]):
-            row["drain"], row["shared"] = drain, drain["state"]  # of several ranks that which needs a person most
+            row["drain"], row["shared"] = drain, drain["state"]  # the most urgent of several ranks
         done_bytes[item["uri"]] += drain["done_bytes"]
     for row in rows.values():
         if row["drain"] is not None and done_bytes[row["uri"]]:
@@ -77,7 +77,7 @@ def step_rows(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> li
 
 
 def _row(rows: dict[str, Json], uri: str, at_unix_seconds: float) -> Json | None:
-    """The row of ``uri``; None when it is no step of a run."""
+    """Return the row of ``uri``; None if it is not a step of a run."""
     run, step = _run_and_step(uri)
     if step is None:
         return None
@@ -95,10 +95,10 @@ def _run_and_step(uri: str) -> tuple[str, int | None]:
 
 
 def run_rows(steps: Sequence[Json], newest_drained: Callable[[str], Json | None] = lambda run: None) -> list[Json]:
-    """A row for each run of this node, newest first: its safe step, and the loss if this node dies.
+    """Return a row for each run of this node, newest first: its safe step, and the loss if this node fails.
 
     Args:
-        newest_drained: the line of ``run_log_reader.newest_drained`` of a run: the local copy may be gone.
+        newest_drained: ``run_log_reader.newest_drained`` of a run, since the local copy may be deleted.
     """
     by_run: dict[str, list[Json]] = {}
     for row in steps:
@@ -107,7 +107,7 @@ def run_rows(steps: Sequence[Json], newest_drained: Callable[[str], Json | None]
 
 
 def _run(run: str, rows: Sequence[Json], drained: Json | None) -> Json:
-    """``rows`` are newest first. Steps that are newer than the newest safe one are lost with this node."""
+    """Summarize ``rows``, newest first. Steps after the newest safe one are lost with this node."""
     safe = next((row for row in rows if row["shared"] == "committed"), None)
     lost = [*(rows[: rows.index(safe)] if safe is not None else rows)]
     if drained is not None and (safe is None or drained["created_at"] > safe["at_unix_seconds"]):
@@ -148,15 +148,15 @@ def _loss(gone: Sequence[Json], kept: Json | None, is_on_peers: bool) -> str:
 T = TypeVar("T")
 
 STORE_SECONDS = 4.0
-"""Time limit of one request to a store: a person waits for the page."""
+"""Time limit of one request to a store, because a person waits for the page."""
 PEER_SECONDS = 2.0
 CHECKPOINTS_MAX = 256
-"""Of a run; the newest."""
+"""Maximum per run; the newest ones."""
 ROWS_MAX = 200
-"""Files, and tensors, of one answer."""
+"""Maximum files, and tensors, in one answer."""
 READ_AT_A_TIME = 16
 KNOWN_MAX = 4096
-"""Committed checkpoints that are remembered, 200 bytes each."""
+"""Committed checkpoints in the cache, 200 bytes each."""
 RUNS_KEPT = 8
 TENSORS_KEPT = 2
 """Checkpoints with a cached list of tensors."""
@@ -181,14 +181,14 @@ class _Committed:
 
 @dataclass(slots=True)
 class _StepTiers:
-    """One name below a run, on each tier."""
+    """One name under a run, on each tier."""
 
     local: _Committed | None = None
     files_here: int = 0
     is_drained: bool = False
     shared: _Committed | None = None
     is_listed: bool = False
-    """Shared storage has something under the name."""
+    """Shared storage has an object under the name."""
     peers: list[str] = field(default_factory=list)
 
     @property
@@ -204,13 +204,13 @@ class RunCatalog:
         self._shared: OrderedDict[str, _Committed] = OrderedDict()
         """Commits on shared storage, by URI."""
         self._here: OrderedDict[str, dict[str, tuple[object, _StepTiers | None]]] = OrderedDict()
-        """This node's copies of a run, by name, with the stamp of their files when they were read."""
+        """This node's copies by run and name, with the stamp of their files at the time of reading."""
         self._tensors: OrderedDict[tuple[str, str], list[TensorRow]] = OrderedDict()
         self._gate = asyncio.Semaphore(READ_AT_A_TIME)
 
     async def run(self, uri: str) -> Json:
-        """The checkpoints of the run at ``uri``, the newest first; its records; ``problem``: why shared storage, or
-        part of it, could not be read."""
+        """Return the checkpoints of the run at ``uri``, newest first, and its records. ``problem``: why shared storage,
+        or part of it, could not be read."""
         location = parse_uri(uri)
         found = await asyncio.to_thread(self._local, location)
         names, problem = await self._in_time(location, self._mover.store(location).list_dirs(), [])
@@ -237,7 +237,7 @@ class RunCatalog:
     # --- tiers ----------------------------------------------------------------------------------------------------
 
     def _local(self, run: Location) -> dict[str, _StepTiers]:
-        """This node's commits. A checkpoint is read again when its directory or its records have changed."""
+        """Return this node's commits. Cached rows are used while their stamp matches."""
         directory, known = self._mover.directory(run), self._here.get(run.uri, {})
         fresh: dict[str, tuple[object, _StepTiers | None]] = {}
         for path in directory.iterdir() if directory.is_dir() else ():
@@ -252,7 +252,7 @@ class RunCatalog:
         return {name: replace(tiers) for name, (_, tiers) in fresh.items() if tiers is not None}
 
     async def _in_time(self, location: Location, work: Awaitable[T], default: T) -> tuple[T, str]:
-        """The result of ``work`` on a store; ``default`` and the reason when it fails, or takes too long."""
+        """Return the result of ``work`` on a store; on failure or timeout, ``default`` and the reason."""
         store = f"{location.scheme}://{location.authority}"
         try:
             async with asyncio.timeout(STORE_SECONDS):
@@ -267,12 +267,12 @@ class RunCatalog:
             return default, redact(f"{location.uri}: {error.strerror or error}")
 
     async def _read_shared(self, run: Location, found: Mapping[str, _StepTiers]) -> None:
-        """Read the manifests that are not known yet."""
+        """Read the manifests that are not cached."""
 
         async def one(name: str, tiers: _StepTiers) -> None:
             uri = run.child(name).uri
             if tiers.local is not None and tiers.is_drained:
-                known: _Committed | None = tiers.local  # the mark says that shared storage has this attempt
+                known: _Committed | None = tiers.local  # the mark: shared storage has this attempt
             elif (known := self._shared.get(uri)) is None:
                 async with self._gate:
                     manifest = await shared_commit.read_shared_manifest(self._mover.store(run.child(name)))
@@ -287,7 +287,7 @@ class RunCatalog:
         listed = [one(name, tiers) for name, tiers in found.items() if tiers.is_listed]
         for result in await asyncio.gather(*listed, return_exceptions=True):
             if isinstance(result, ManifestError):
-                continue  # a damaged one is no commit
+                continue  # a damaged manifest is no commit
             if isinstance(result, BaseException):
                 raise result
 
@@ -303,7 +303,7 @@ class RunCatalog:
     async def _branch(
         self, run: Location, found: Mapping[str, _StepTiers], names: Sequence[str], *, is_near: bool
     ) -> Branch | None:
-        """The branch that a job of the run continues; None where no step is abandoned."""
+        """Return the branch that a job of the run continues; None if no step is abandoned."""
         known = [(tiers.known.branch, step_of(name)) for name, tiers in found.items() if tiers.known is not None]
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(STORE_SECONDS):
@@ -343,10 +343,10 @@ class RunCatalog:
     # --- one checkpoint -------------------------------------------------------------------------------------------
 
     async def checkpoint(self, uri: str, text: str) -> Json:
-        """The document of ``tierckpt info`` for the checkpoint at ``uri``, and its tensors.
+        """Return the document of ``tierckpt info`` for the checkpoint at ``uri``, and its tensors.
 
         Has the first ``ROWS_MAX`` files and tensors with ``text`` in their names, and their number. ``problem``: why it
-        cannot be read; ``shared_problem``: why only this node's copy was.
+        cannot be read; ``shared_problem``: why only this node's copy was read.
         """
         location = parse_uri(uri)
         checkpoint, problem = await self._in_time(location, self._mover.selector.find(location), None)
@@ -389,7 +389,7 @@ class RunCatalog:
         return found | {"size_bytes": size_bytes, "files": files}
 
     async def _tensors_of(self, checkpoint: Checkpoint) -> tuple[list[TensorRow], str]:
-        """The tensors, and the reason why they cannot be listed."""
+        """Return the tensors, or the reason why they cannot be listed."""
         key = (checkpoint.location.uri, checkpoint.attempt)
         if checkpoint.attempt and key in self._tensors:
             return self._tensors[key], ""
@@ -410,13 +410,13 @@ class RunCatalog:
         key = entry.key if entry is not None else METADATA
         size_bytes = entry.size_bytes if entry is not None else (await checkpoint.store.head(key)).size_bytes
         if size_bytes > METADATA_BYTES_MAX:
-            raise ConfigError(f"its metadata has {size_bytes} bytes: too many for a page")
+            raise ConfigError(f"its metadata is too large for a page: {size_bytes} bytes")
         local = checkpoint.local_path(entry) if entry is not None else None
         return await (asyncio.to_thread(local.read_bytes) if local is not None else checkpoint.store.get(key))
 
 
 def _read_local(directory: Path) -> _StepTiers | None:
-    """The commit in ``directory``; None without one, or if its manifest is damaged."""
+    """Return the commit in ``directory``; None without one, or if its manifest is damaged."""
     with contextlib.suppress(ManifestError, StoreError):
         if (manifest := local_commit.read_local_manifest(directory)) is not None:
             here = sum(file_size(directory / entry.key) == entry.size_bytes for entry in manifest.entries)
@@ -426,9 +426,9 @@ def _read_local(directory: Path) -> _StepTiers | None:
 
 
 def _report(history: Mapping[str, Lines]) -> Json | None:
-    """The numbers of ``tierckpt report --json``, without its lists; None where there are no records of training.
+    """Return the numbers of ``tierckpt report --json``, without its lists; None without records of training.
 
-    The shared tier is not asked for commits without a record, so some saves may be unknown here.
+    Commits without a record are not looked up on the shared tier, so some saves may be missing.
     """
     by_file = {name: read_start(lines) for name, lines in history.items()}
     commits = [line for name, lines in history.items() if by_file[name] is None for line in lines]
@@ -457,7 +457,7 @@ def _report(history: Mapping[str, Lines]) -> Json | None:
 
 
 def _retention(found: Mapping[str, _StepTiers]) -> Json | None:
-    """The rule by which movers prune the run, that of the newest checkpoint (retention.py, N9); None without one."""
+    """Return the retention rule of the run, from its newest checkpoint (retention.py, N9); None without one."""
     known = [(tiers.known, step_of(name) or 0) for name, tiers in found.items() if tiers.known is not None]
     newest, _ = max(known, key=lambda one: (one[0].branch.order, one[1]), default=(None, 0))
     if newest is None or not newest.policy:

@@ -1,15 +1,16 @@
-"""The page of a node, over HTTP: ``/`` is the page, ``/events`` the documents that it draws (server-sent events),
-``/status.json`` one of them; ``page_documents.py`` makes the others. Other routes, ``/metrics`` of the agent, are
-passed in. Nothing can be changed through it.
+"""The page of a node, over HTTP. Read-only.
+
+Routes: ``/``, the page; ``/events``, its documents (server-sent events); ``/status.json``, one of them. Other documents
+come from ``page_documents.py``; further routes, such as ``/metrics`` of the agent, are arguments.
 
     B1  Reads only: GET and HEAD, and no route that acts.
     B2  A page of another site cannot read it through a browser on this node: the Host must be an address, or a name of
-        this machine, since such a page would use a name that foreign DNS resolves. ``/metrics`` is
-        exempt: Prometheus names it as a site likes.
+        this machine, since such a page would use a name that foreign DNS resolves. ``/metrics`` is exempt, because
+        Prometheus uses any name.
     B3  Beyond loopback every request must carry the token.
-    B4  Events are made while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` when nothing
-        has changed, and never for more than ``CPU_SHARE`` of one core. ``/status.json`` makes one each time.
-    B5  Documents are made on threads: the event loop, which may be the agent's, never waits for a disk.
+    B4  Events are sent while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` without
+        changes, and with at most ``CPU_SHARE`` of one core. ``/status.json`` makes one per request.
+    B5  Documents are built on threads: the event loop, which may be the agent's, never waits for a disk.
 
 Measured over 20 s on two busy cores, eight local checkpoints: 0.15 % of a core with a page open and nothing changing,
 0.35 % while 32 MiB are saved and drained every 2.5 s (18 documents), nothing without a page.
@@ -49,18 +50,18 @@ LOOPBACK = "127.0.0.1"
 PERIOD_SECONDS = 1.0
 QUIET_SECONDS = 5.0
 QUIET_AFTER = 5
-"""Unchanged documents, after which they are made less often."""
+"""Number of unchanged documents after which the period is longer."""
 PERIOD_SECONDS_MAX = 60.0
 REFRESH_SECONDS = 60.0
-"""An unchanged document is sent again after so long: the free space has changed."""
+"""Interval of sending an unchanged document, because the free space changes."""
 CPU_SHARE = 0.003
 KEEPALIVE_SECONDS = 15.0
 ROLLOUT_SECONDS = 5.0
-"""Between two looks for a rollout while there is none."""
+"""Interval of checks for a rollout while there is none."""
 LISTENERS_MAX = 16
 THREADS_MAX = 16
 AGES = re.compile(r"(age|lag|uptime|failing)_seconds$|heard_seconds_ago$|^at_unix_seconds$|^(free|served)_bytes$")
-"""Fields that change by themselves: a document in which only these have changed is not sent."""
+"""Fields that change by themselves; a document with no other change is not sent."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -78,7 +79,7 @@ class Documents:
     """The newest document of the node, for all open pages. Makes none while no page is open. One event loop.
 
     Args:
-        make: makes one; called on a thread.
+        make: makes a document; called on a thread.
     """
 
     def __init__(self, settings: Settings, make: Callable[[], Json] | None = None) -> None:
@@ -88,7 +89,7 @@ class Documents:
         self._text = b""
         self._task: asyncio.Task[None] | None = None
         self._maker = ThreadPool(1, thread_name_prefix="tierckpt-page")
-        # These belong to the maker's thread.
+        # Used by the thread that makes documents only.
         self._document: Json = {}
         self._known: Known = {}
         self._watch: RolloutWatch | None = None
@@ -96,7 +97,7 @@ class Documents:
         self._loop: asyncio.Runner | None = None
 
     def listen(self) -> bool:
-        """Count a page. False when there are too many."""
+        """Count a page. False if there are too many."""
         if self._listeners >= LISTENERS_MAX:
             return False
         self._listeners += 1
@@ -118,7 +119,7 @@ class Documents:
         return (self._number, self._text) if self._number > number else (number, b"")
 
     def now(self) -> bytes:
-        """Make one for this caller. Blocking; any thread."""
+        """Make a document for this caller. Blocking; any thread."""
         return json.dumps(self._document_or_problem(self._make or (lambda: self._make_document(None)))).encode()
 
     async def close(self) -> None:
@@ -128,7 +129,7 @@ class Documents:
         self._maker.shutdown(wait=False)
 
     async def _run(self) -> None:
-        """Make documents until no page is open."""
+        """Make documents while a page is open."""
         loop = asyncio.get_running_loop()
         unchanged, sent_at = 0, float("-inf")
         try:
@@ -152,7 +153,7 @@ class Documents:
             self._maker.submit(self._end_watch)
 
     def _make_news(self, is_old: bool) -> tuple[bytes, float]:
-        """The text of a new document, "" if only ages changed, and the processor time that it took."""
+        """Return the text of a new document ("" if only ages changed), and the CPU time it took."""
         begun = time.thread_time()
         document = self._document_or_problem(self._make or (lambda: self._make_document(self._known)))
         text = b""
@@ -169,19 +170,19 @@ class Documents:
                 loop.close()
 
     def _document_or_problem(self, make: Callable[[], Json]) -> Json:
-        """A document, or one that says why there is none."""
+        """Return a document, or one with the problem."""
         try:
             document = make()
         except (OSError, TierckptError) as error:
             document = {"problem": f"the state of the node cannot be read: {error}"}
         except Exception as error:
-            log.exception("the page has no document")
+            log.exception("cannot build the page's document")
             document = {"problem": f"this is a bug in tierckpt: {type(error).__name__}"}
         redacted: Json = redact_all(document)
         return redacted
 
     def _make_document(self, known: Known | None) -> Json:
-        """Make a document. ``known``: the maker's, which also watches the rollout."""
+        """Make a document. ``known``: cache of the thread that also watches the rollout."""
         document = node_document(self._settings, known)
         document["peers"] = document["rollout"] = None
         if self._settings.peers is not None:
@@ -191,7 +192,7 @@ class Documents:
         return document
 
     def _rollout(self) -> Json | None:
-        """The rollout under way. All nodes are asked only while there is one."""
+        """Return the active rollout. The nodes are queried only during one."""
         rollout = self._watch.rollout if self._watch is not None else None
         is_active = rollout is not None and not rollout.is_done
         if is_active or time.monotonic() - self._looked_at >= ROLLOUT_SECONDS:
@@ -217,12 +218,12 @@ class WebServer:
     """Serves the page of a node on the running event loop, from ``start`` to ``close``.
 
     Args:
-        host: an address. Beyond loopback a token is made, which ``url`` has.
-        port: 0 chooses a free one.
+        host: an address. Beyond loopback a token is created, which ``url`` contains.
+        port: 0 selects a free one.
         routes: more pages, by path.
 
     Raises:
-        ConfigError: ``host`` is no address.
+        ConfigError: ``host`` is not an address.
 
     Example:
         >>> async def serve(settings: Settings) -> None:
@@ -252,13 +253,13 @@ class WebServer:
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-web")
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError: the port is taken."""
+        """Listen. Raises ConfigError: the port is in use."""
         await self._http.start(self.host, self.port)
         _, self.port = self._http.address
 
     @property
     def url(self) -> str:
-        """The page's address. It has the token, so every client with the address may read the page."""
+        """The page's address, including the token: every client with the address may read the page."""
         unspecified = ipaddress.ip_address(self.host).is_unspecified
         host = socket.gethostname() if unspecified else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
@@ -283,18 +284,18 @@ class WebServer:
         path, _, text = request.raw_path.partition("?")
         query = {name: values[0] for name, values in parse_qs(text).items()}
         if request.method not in ("GET", "HEAD"):
-            return _say(HTTPStatus.METHOD_NOT_ALLOWED, "Nothing can be changed here", Allow="GET, HEAD")  # B1
+            return _say(HTTPStatus.METHOD_NOT_ALLOWED, "The page is read-only", Allow="GET, HEAD")  # B1
         if path != "/metrics" and not self.is_own_name(request.headers.get("Host", "")):
             return _say(HTTPStatus.FORBIDDEN, "Host is neither an address nor a name of this machine")  # B2
         if self.token:
             given = query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode()):
-                return _say(HTTPStatus.UNAUTHORIZED, "Open the address that `tierckpt status --web` has printed")  # B3
+                return _say(HTTPStatus.UNAUTHORIZED, "Open the address printed by `tierckpt status --web`")  # B3
         if path == "/events":
             return await self._events(request)
         if path not in ("/", "/status.json", *self.pages.paths, *self.routes):
             known = ", ".join(["/events", "/status.json", *self.pages.paths, *self.routes])
-            return _say(HTTPStatus.NOT_FOUND, f"There is /, {known}")
+            return _say(HTTPStatus.NOT_FOUND, f"Available: /, {known}")
         accept = request.headers.get("Accept", "")
         try:
             body, kind = await asyncio.get_running_loop().run_in_executor(
@@ -303,13 +304,13 @@ class WebServer:
         except NotNamedError:
             return _say(HTTPStatus.NOT_FOUND, "This node has no such run or checkpoint")
         except BusyError:
-            return _say(HTTPStatus.SERVICE_UNAVAILABLE, "Other pages are being made", **{"Retry-After": "2"})
+            return _say(HTTPStatus.SERVICE_UNAVAILABLE, "Too many documents are in progress", **{"Retry-After": "2"})
         except (OSError, TierckptError) as error:
             body, kind = json.dumps({"problem": redact(str(error))}).encode(), "application/json"
         return _reply(body, kind)
 
     def _make(self, path: str, query: Mapping[str, str], accept: str) -> tuple[bytes, str]:
-        """A body and its type. Blocking."""
+        """Return a body and its type. Blocking."""
         if path == "/":
             return resources.files(__package__).joinpath("page.html").read_bytes(), "text/html; charset=utf-8"
         if path == "/status.json":
@@ -327,7 +328,7 @@ class WebServer:
         try:
             response = await begin(request, {"Content-Type": "text/event-stream", **HEADERS})
             number = 0
-            while True:  # until the page is closed: a write fails then
+            while True:  # until the page is closed and a write fails
                 number, text = await self.documents.after(number, KEEPALIVE_SECONDS)
                 # The time of sending: an unchanged document may be older, and a page's clock may be wrong.
                 now = b'{"sent_unix_seconds": %.3f, ' % time.time()
@@ -341,7 +342,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
         raise ConfigError(
-            f"{host!r} is no address to serve on", hint="127.0.0.1, or 0.0.0.0 for all of this machine"
+            f"{host!r} is not an address", hint="Use 127.0.0.1, or 0.0.0.0 for all interfaces of this machine"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """The ``tierckpt`` command. One file per verb; ``ui/app.py`` joins them, ``ui/output.py`` alone prints.
 
-Every verb returns a ``Report`` and raises our own errors; exit codes are those of errors.py. Nothing here imports
-torch except ``export`` and ``size --checkpoint``, so that ``tierckpt prefetch`` runs in an image without it.
+Every verb returns a ``Report`` and raises tierckpt's errors; exit codes are those of errors.py. Only ``export`` and
+``size --checkpoint`` import torch, so that ``tierckpt prefetch`` runs in an image without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEEDED = ("typer", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with its code. Without the ``cli`` extra: say how to get it, exit 2."""
+    """Run the command line and exit with its code. Without the ``cli`` extra: print how to install it, exit 2."""
     begin_command()
     watch_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _say(error: MissingExtraError, arguments: Sequence[str]) -> None:
-    """Print an error without the printer, whose own packages are missing."""
+    """Print an error without the printer, whose packages are missing."""
     as_json = "--json" in arguments
     text = json.dumps(error.to_json()) if as_json else f"error: {error.message}\nhint: {error.hint}"
     sys.stderr.write(text + "\n")

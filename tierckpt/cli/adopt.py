@@ -1,4 +1,4 @@
-"""``tierckpt adopt``: a directory that somebody else wrote becomes a checkpoint."""
+"""``tierckpt adopt``: makes a checkpoint of a directory that another program wrote."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..types import Json
 from .ui.output import Report, facts, progress_bar
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, closing_clients, load_settings
 
-Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What was written, and is closed.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what stands at URI.")]
-Links = Annotated[bool, typer.Option("--links", help="Hard links: the files are never written in place later.")]
-Ranks = Annotated[str | None, typer.Option("--ranks", metavar="R/N", help="This node is R (from 0) of N that adopt.")]
-Attempt = Annotated[str | None, typer.Option("--attempt", metavar="NAME", help="The name that all of --ranks give.")]
-WaitSeconds = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Wait so long until it is drained.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Directory to adopt. Its files are closed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at URI.")]
+Links = Annotated[bool, typer.Option("--links", help="Hard-link the files. They must not be written in place later.")]
+Ranks = Annotated[str | None, typer.Option("--ranks", metavar="R/N", help="This node is R (from 0) of N nodes.")]
+Attempt = Annotated[str | None, typer.Option("--attempt", metavar="NAME", help="Name shared by all of --ranks.")]
+WaitSeconds = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Wait at most this long for the drain.")]
 
 
 def adopt(
@@ -34,9 +34,9 @@ def adopt(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Make a checkpoint of DIRECTORY: committed on this node when this returns, drained to URI behind it.
+    """Make a checkpoint of DIRECTORY: committed on this node on return, then drained to URI in the background.
 
-    DIRECTORY may be deleted then. Without an agent the drain goes on while this command lives: give --wait.
+    DIRECTORY may be deleted afterwards. Without an agent the drain ends with this command: give --wait.
     """
     begun = time.monotonic()
     with closing_clients():

@@ -27,9 +27,9 @@ STOP_SECONDS_EXTRA = 10.0
 
 WhenIdle = Annotated[
     bool,
-    typer.Option("--leave-when-idle", help="End after --idle-seconds with nothing to do, as one started on demand."),
+    typer.Option("--leave-when-idle", help="Exit after --idle-seconds without work, as an agent started on demand."),
 ]
-Idle = Annotated[float, typer.Option("--idle-seconds", min=0.0, help="Idle after this long with nothing to do.")]
+Idle = Annotated[float, typer.Option("--idle-seconds", min=0.0, help="Seconds without work after which it is idle.")]
 Port = Annotated[
     int | None,
     typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1."),
@@ -41,27 +41,25 @@ HfProxy = Annotated[
         metavar="PORT",
         min=0,
         max=65535,
-        help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1: read only, with this agent's token, "
+        help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1: read-only, with this agent's token, "
         "to every user of this node.",
     ),
 ]
 Advertise = Annotated[
     str | None,
-    typer.Option(
-        "--advertise", metavar="HOST[:PORT]", help="Where the other nodes reach this one. Default: found out."
-    ),
+    typer.Option("--advertise", metavar="HOST[:PORT]", help="Address of this node for the others. Default: detected."),
 ]
 Network = Annotated[
     str | None,
     typer.Option(
-        "--network-bytes-per-second", metavar="RATE", help="Speed of this node's network. Default: the kernel's."
+        "--network-bytes-per-second", metavar="RATE", help="Speed of this node's network. Default: from the kernel."
     ),
 ]
 Serve = Annotated[
     str | None,
-    typer.Option("--serve-bytes-per-second", metavar="RATE", help="Most that is served to all peers together."),
+    typer.Option("--serve-bytes-per-second", metavar="RATE", help="Rate limit for all peers together."),
 ]
-Stop = Annotated[bool, typer.Option("--stop", help="Ask the agent that runs to finish within its grace, and wait.")]
+Stop = Annotated[bool, typer.Option("--stop", help="Stop the running agent within its grace period, and wait.")]
 
 
 def agent(
@@ -77,7 +75,7 @@ def agent(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Run the agent of this node's local root until SIGTERM. Exit 0, or 3 when not all is on shared storage then."""
+    """Run the agent of this node's local root until SIGTERM. Exit 0, or 3 if checkpoints are still to drain."""
     settings = load_settings(local_root)
     if stop:
         return _stop(settings)
@@ -112,6 +110,6 @@ def _stop(settings: Settings) -> Report:
 
 
 def _is_running(local_root: Path) -> bool:
-    """Whether an agent holds its lock. Its pid says nothing in another container."""
+    """Return whether an agent holds the lock. A pid would mean nothing in another container."""
     with try_lock(agent_dir(local_root) / LOCK) as is_free:
         return not is_free

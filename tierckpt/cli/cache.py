@@ -1,4 +1,4 @@
-"""``tierckpt cache``: what this node's cache holds, and what stays in it."""
+"""``tierckpt cache``: lists, checks, pins and evicts what this node has cached."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Uris = Annotated[
     typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
 ]
 SomeUris = Annotated[
-    list[str] | None, typer.Argument(metavar="[URI...]", help="None: see --max-bytes.", autocompletion=complete_uri)
+    list[str] | None, typer.Argument(metavar="[URI...]", help="Empty: see --max-bytes.", autocompletion=complete_uri)
 ]
 To = Annotated[Path | None, typer.Option("--to", metavar="DIR", help="A directory that `prefetch --to` filled.")]
-Include = Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files that match.")]
+Include = Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only matching files.")]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match.")]
 ReadData = Annotated[bool, typer.Option("--read-data", help="Digest every byte again.")]
 HfCache = Annotated[
@@ -41,15 +41,15 @@ HfCache = Annotated[
 ]
 MaxBytes = Annotated[
     str | None,
-    typer.Option("--max-bytes", metavar="SIZE", help="Evict the least recently used, until the cache holds no more."),
+    typer.Option("--max-bytes", metavar="SIZE", help="Evict the least recently used files down to this size."),
 ]
 
-cache = typer.Typer(help="Show and look after the cache of this node.", no_args_is_help=True, rich_markup_mode=None)
+cache = typer.Typer(help="Show and manage the cache of this node.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @cache.command()
 def ls(as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """List what the cache holds, the most recently used first: size, pins, processes that use it."""
+    """List cached files, the most recently used first: size, pins, processes that use them."""
     return cache_report(Pool(load_settings(local_root)))
 
 
@@ -64,7 +64,7 @@ def check(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Compare what is here with what the source has now. Fetches nothing. Exit code 3 when anything is missing."""
+    """Compare the cached files with the source. Fetches nothing. Exit code 3 if any file is missing."""
     locations = [location_of(uri) for uri in uris]
     if to is not None and len(locations) != 1:
         raise ConfigError("--to takes one URI", hint="Give one URI at a time, each with a directory of its own")
@@ -76,7 +76,7 @@ def check(
 
 @cache.command()
 def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """Keep the version of these URIs that was used last in the cache, until it is unpinned."""
+    """Keep the last used version of these URIs in the cache until it is unpinned."""
     pool = Pool(load_settings(local_root))
     found = {uri: pool.rows(location_of(uri).uri) for uri in uris}
     if missing := [uri for uri, rows in found.items() if not rows]:
@@ -84,7 +84,7 @@ def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = N
             f"the cache has no files of {', '.join(missing)}", hint="`tierckpt prefetch --pin` fetches and pins"
         )
     names = []
-    for *older, newest in found.values():  # in the order of their use
+    for *older, newest in found.values():  # in order of use
         pool.pin(newest.name)
         names.append(newest.uri)
         for row in older:
@@ -94,7 +94,7 @@ def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = N
 
 @cache.command()
 def unpin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """Let the cache evict these URIs when it needs room."""
+    """Let the cache evict these URIs again."""
     return unpinned([location_of(uri) for uri in uris], local_root)
 
 
@@ -102,10 +102,10 @@ def unpin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption =
 def evict(
     uris: SomeUris = None, max_bytes: MaxBytes = None, as_json: JsonOption = False, local_root: LocalRootOption = None
 ) -> Report:
-    """Remove these URIs from the cache, or the least recently used. Exit code 3 when some are pinned or in use."""
+    """Remove these URIs from the cache, or the least recently used ones. Exit code 3 if some are pinned or in use."""
     size_bytes_max = size_of("--max-bytes", max_bytes)
     if (size_bytes_max is None) == (not uris):
-        raise ConfigError("give URIs or --max-bytes", hint="`tierckpt cache ls` lists what the cache holds")
+        raise ConfigError("give URIs or --max-bytes", hint="`tierckpt cache ls` lists the cached files")
     if size_bytes_max is None:
         return evicted([location_of(uri) for uri in uris or ()], local_root)
     pool = Pool(load_settings(local_root))
@@ -138,7 +138,7 @@ def checked(requests: Sequence[PrefetchRequest], local_root: Path | None, *, rea
                 table("bad problem", sorted(found.bad.items())),
             ]
             if request.hf_cache and found.bad:
-                view.append("A prefetch trusts a blob of the right size: remove the bad ones before the next.")
+                view.append("A prefetch trusts blobs of the right size: remove the damaged ones first.")
             code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
             return Report(found.to_json(), view, code)
 
@@ -178,7 +178,7 @@ def _eviction(went: Sequence[CacheRow], stayed: Sequence[CacheRow]) -> Report:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """All reports as one, with the highest of their exit codes."""
+    """Merge all reports into one, with the highest of their exit codes."""
     if len(reports) == 1:
         return reports[0]
     code = max(report.exit_code for report in reports)
@@ -187,7 +187,7 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def cache_report(pool: Pool) -> Report:
-    """What the cache holds, the most recently used first."""
+    """Return the document of the cache, the most recently used files first."""
     rows = pool.rows()[::-1]
     quota = pool.settings.cache_bytes_max
     document: Json = {

@@ -1,4 +1,4 @@
-"""``tierckpt doctor``: is this node, and this place on shared storage, fit for checkpoints?"""
+"""``tierckpt doctor``: checks whether this node, and a location on shared storage, can hold checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OptionalUri = Annotated[
     str | None,
     typer.Argument(
         metavar="[URI]",
-        help="Also test this place: a small object is put, read and removed.",
+        help="Also test this location: puts, reads and removes a small object.",
         autocompletion=complete_uri,
     ),
 ]
@@ -62,7 +62,7 @@ OptionalUri = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding: ``ok``, ``warn`` (works, not as well as it could) or ``fail`` (will not work)."""
+    """One result: ``ok``, ``warn`` (works, but not well) or ``fail`` (does not work)."""
 
     name: str
     status: str
@@ -150,7 +150,7 @@ def _local_root(settings: Settings) -> Iterator[Finding]:
 
 
 def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]) -> Finding:
-    """How files there are read: what the first large load has found out."""
+    """Return how files there are read, as measured by the first large load."""
     tuner = read_tuner_for(settings, ways)
     file = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -168,14 +168,14 @@ def _filesystem(base: Path) -> Finding:
     if kind in MEMORY_FILESYSTEMS:
         return Finding("file system", WARN, f"{kind}: checkpoints there take memory and do not survive the node")
     if kind == "overlay":
-        return Finding("file system", WARN, "overlay: it goes with the container; mount a disk of the node")
+        return Finding("file system", WARN, "overlay: it is deleted with the container; mount a disk of the node")
     if kind.startswith(NOT_NODE_LOCAL):
         return Finding("file system", WARN, f"{kind}: the local tier belongs on a disk of this node")
     return Finding("file system", OK, kind or "unknown")
 
 
 def _probe_disk(directory: Path) -> tuple[bool, float]:
-    """Write one block and fsync it some times. Returns whether O_DIRECT works, and the median time of a write."""
+    """Write and fsync one block several times. Returns whether O_DIRECT works, and the median time of a write."""
     path = directory / f".tierckpt-doctor-{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT
     with mmap.mmap(-1, DISK_BLOCK_BYTES) as block:
@@ -232,7 +232,7 @@ def huge_pages() -> Iterator[Finding]:
 
 
 async def _store(mover: Mover, location: Location) -> list[Finding]:
-    """Put, read, put again and remove one small object. The first failure ends it; the object never stays."""
+    """Put, read, replace and remove one small object. Stops at the first failure, and always removes the object."""
     try:
         store = mover.store(location)
     except TierckptError as error:
@@ -249,12 +249,12 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
 
 
 def _configuration(store: Store) -> str:
-    """Endpoint, region, account and credentials of a bucket, each with the variable or profile that sets it."""
+    """Return endpoint, region, account and credentials of a bucket, each with the variable or profile that sets it."""
     return "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
 
 
 class _StoreProbe:
-    """The checks of one store, in order, on a key of its own."""
+    """Checks of one store, in order, on a key of its own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -282,7 +282,7 @@ class _StoreProbe:
         try:
             await self._store.delete(self._key)
         except TierckptError:
-            pass  # the store that refuses this has refused the check before, which says so
+            pass  # the check before reports the same refusal
 
     async def _reach(self) -> str:
         try:
@@ -300,15 +300,15 @@ class _StoreProbe:
     async def _get(self) -> str:
         begun = time.monotonic()
         if await self._store.get(self._key) != self._data:
-            raise IntegrityError("the store gave back other bytes than it was given")
+            raise IntegrityError("the store returned other bytes than were written")
         return f"{(time.monotonic() - begun) * 1000:.0f} ms, same bytes"
 
     async def _put_again(self) -> str:
         try:
             await self._store.put(self._key, b"second", if_absent=True)
         except PreconditionFailedError:
-            return "honoured" if self._store.has_put_if_absent else "checked, then put: saves that race may both win"
-        raise StoreError("a second put-if-absent overwrote the first: saves that race for one id are not kept apart")
+            return "supported" if self._store.has_put_if_absent else "checked, then put: two racing saves may both win"
+        raise StoreError("a second put-if-absent overwrote the first: racing saves would overwrite each other")
 
     async def _delete(self) -> str:
         await self._store.delete(self._key)
@@ -320,7 +320,7 @@ class _StoreProbe:
 
 
 def _remove_empty(path: Path, stop: Path) -> None:
-    """Remove the directories that the probe made, up to ``stop``."""
+    """Remove the directories created by the probe, up to ``stop``."""
     while path != stop:
         try:
             path.rmdir()

@@ -1,4 +1,4 @@
-"""``tierckpt drain``: bring everything that this node still holds to the shared tier."""
+"""``tierckpt drain``: copies this node's pending checkpoints to the shared tier."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settin
 NOTHING = "The journal is empty: nothing to drain."
 
 Wait = Annotated[
-    bool, typer.Option("--wait", help="Keep trying, and wait for other ranks and other movers, until nothing is left.")
+    bool, typer.Option("--wait", help="Retry, and wait for other ranks and movers, until the journal is empty.")
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Give up waiting after this long (exit 7)."),
+    typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Stop waiting after this long (exit 7)."),
 ]
 
 
@@ -44,8 +44,8 @@ Limit = Annotated[
     typer.Option(
         "--limit",
         metavar="RATE",
-        help="Bytes per second for each mover of this node, as 200MiB/s; 'none', or 'default' for what its settings "
-        "say. Kept until it is changed; drains that run follow within a second.",
+        help="Rate limit for each mover of this node, as 200MiB/s; 'none', or 'default' for the settings' rate. Kept "
+        "until it is changed; running drains follow within a second.",
     ),
 ]
 Concurrency = Annotated[
@@ -53,20 +53,18 @@ Concurrency = Annotated[
 ]
 Paused = Annotated[
     bool | None,
-    typer.Option("--pause/--resume", help="Stop sending on this node, or go on. Kept until it is changed."),
+    typer.Option("--pause/--resume", help="Pause or resume all drains of this node. Kept until it is changed."),
 ]
 
 
-Retry = Annotated[
-    bool, typer.Option("--retry", help="First put back what was set aside because its drain had failed for too long.")
-]
+Retry = Annotated[bool, typer.Option("--retry", help="First requeue drains that failed for too long.")]
 Forget = Annotated[
     str | None,
     typer.Option(
         "--forget",
         metavar="URI",
-        help="Give up draining what was set aside of this checkpoint, whose files stay on this node, or of this single "
-        "file, which goes.",
+        help="Give up the failed drains of this checkpoint (its files stay on this node) or single file  "
+        "(which is deleted).",
     ),
 ]
 
@@ -83,10 +81,9 @@ def drain(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Drain what earlier processes left in the journal of this node. Exit 0 when nothing is left.
+    """Drain the pending checkpoints of earlier processes of this node. Exit 0 if all are drained.
 
-    With --limit, --concurrency, --pause or --resume it only changes how this node drains; with --wait too it then
-    drains.
+    --limit, --concurrency, --pause and --resume change how this node drains; it then drains only with --wait.
     """
     if forget is not None:
         if wait or retry:
@@ -98,7 +95,7 @@ def drain(
         report = _change(load_settings(local_root).local_root, limit, concurrency, paused)
         if not wait:
             return report
-    # drain=False keeps the mover from starting drains of its own beside the ones asked for here.
+    # drain=False keeps the mover from starting drains other than those requested here.
     with (
         progress_bar(as_json=as_json, progress=progress) as listener,
         open_client(local_root, listener, drain=False) as client,
@@ -116,7 +113,7 @@ def _forget(journal: Journal, uri: str) -> Report:
     gone = journal.forget(uri)
     if not gone:
         raise CheckpointNotFoundError(
-            f"nothing of {uri} is set aside on this node", hint="`tierckpt status` lists what is, and why"
+            f"no failed drain of {uri} on this node", hint="`tierckpt status` lists failed drains, with their errors"
         )
     size_bytes = sum(entry.size_bytes for entry in gone)
     rest = "it is removed from this node" if gone[0].state == FILE_SET_ASIDE else "its files stay here"
@@ -148,7 +145,7 @@ def _rate_of(text: str | None) -> int | str | Unchanged | None:
 
 @dataclass
 class _Work:
-    """What was in the journal, what became of it, and what is left."""
+    """Entries of the journal, the outcome of each, and the remaining ones."""
 
     seen: dict[str, JournalEntry] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
@@ -175,7 +172,7 @@ class _Work:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left that this command could drain."""
+        """True if no entry is left that this command could drain."""
         return all(entry.state in ASIDE for entry in self.left.values())
 
     def exit_code(self) -> int:
@@ -186,7 +183,7 @@ class _Work:
         if not self.errors and self.is_done:
             return CommitAbandonedError.exit_code
         if not self.errors:
-            return OperationTimeoutError.exit_code  # other processes hold them: try again later
+            return OperationTimeoutError.exit_code  # other processes hold them: retry later
         return next((error for error in self.errors if not error.retryable), self.errors[0]).exit_code
 
 
@@ -212,13 +209,13 @@ async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None)
 
 
 async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
-    """Pass over the journal until it is empty, or until a pass without ``wait`` brings nothing further.
+    """Drain until the journal is empty, or, without ``wait``, until a pass makes no progress.
 
-    A rank may have to look again: its own files are sent in one pass, and what commits them may be the part of
-    another rank that is drained later in the same pass.
+    One pass may not be enough: a rank's files are sent in one pass, but its commit may need the part of another rank
+    that is drained later in the same pass.
     """
     await _look(mover, work)
-    await mover.drains.recover()  # with drain=False: only removes what dead processes never finished
+    await mover.drains.recover()  # with drain=False: only removes unfinished saves of dead processes
     await mover.drains.promote_newest()
     await _look(mover, work)
     pauses = Poll(pauses=Pauses(0.5, 0.5))
@@ -228,18 +225,18 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
         work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
         await _look(mover, work)
         if work.errors and wait:
-            return  # a patient drain raises only what waiting does not mend
+            return  # a patient drain raises only errors that waiting does not fix
         if not wait and len(work.left) == before:
             return
         if wait and not work.is_done:
-            with contextlib.suppress(TierckptError, OSError):  # an agent that owns them and hangs is ended
+            with contextlib.suppress(TierckptError, OSError):  # a hanging agent that owns entries is stopped
                 await asyncio.to_thread(contact_for(mover.settings).ask, {"op": "here"}, start=False)
             await pauses.pause_async()
 
 
 async def _look(mover: Mover, work: _Work) -> None:
     found = await asyncio.to_thread(mover.journal.entries)
-    entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # those are not to be drained
+    entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # without local-only checkpoints
     for token in work.left.keys() - entries.keys():
         if token not in work.outcomes and work.left[token].state not in TO_DRAIN:
             work.outcomes[token] = "removed"

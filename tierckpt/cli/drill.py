@@ -1,4 +1,4 @@
-"""``tierckpt drill``: bring a random checkpoint back from shared storage alone, compare it, say how long it took."""
+"""``tierckpt drill``: restores a random checkpoint from shared storage alone, compares it, and measures the time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from ..restore.drill import drill as restore_drill
 from .ui.output import Report, facts, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
-Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Choose the step again that this seed chose before.")
-]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The same seed selects the same step.")]
 Scratch = Annotated[
     Path | None,
-    typer.Option(
-        "--scratch", metavar="DIR", help="Where to restore to. Default: the local root. What was restored is removed."
-    ),
+    typer.Option("--scratch", metavar="DIR", help="Directory to restore to, then cleaned up. Default: the local root."),
 ]
 
 
@@ -34,8 +30,8 @@ def drill(
 ) -> Report:
     """Restore a random committed step at or under URI from shared storage only, and check every byte.
 
-    Copies on this node are not used. Exit 0 when all came back, 5 when something is damaged or missing, 4 when nothing
-    is committed there.
+    Copies on this node are not used. Exit 0 if all files are good, 5 if one is damaged or missing, 4 if nothing is
+    committed there.
     """
     location = location_of(uri)
     with (

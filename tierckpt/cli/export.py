@@ -1,4 +1,4 @@
-"""``tierckpt export``: a DCP checkpoint as safetensors files. The one verb that needs torch, imported when it runs."""
+"""``tierckpt export``: writes a DCP checkpoint as safetensors files. Imports torch when it runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Dtype = Annotated[
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, like 5GiB.")]
 Only = Annotated[
-    str, typer.Option("--only", metavar="PREFIX", help="Export what is below PREFIX (model: model.*), without it.")
+    str, typer.Option("--only", metavar="PREFIX", help="Export only keys below PREFIX (model: model.*), and strip it.")
 ]
 
 

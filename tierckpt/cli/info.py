@@ -1,4 +1,4 @@
-"""``tierckpt info``: what is under a URI, without reading its data."""
+"""``tierckpt info``: shows the metadata at a URI, without reading its data."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, o
 
 
 def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """Show one checkpoint: save, tiers, files and sizes, and the steps that this node's gradient logs have behind it.
-    Shows the logs of a run, and the files of a plain directory of model files too."""
+    """Show one checkpoint: save, tiers, files and sizes, and the later steps in this node's gradient logs.
+    Also shows the logs of a run, and the files of a plain directory of model files."""
     location = location_of(uri)
     with open_client(local_root) as client:
         return client.run(_inspect(client.mover, location))
@@ -44,7 +44,7 @@ async def _inspect(mover: Mover, location: Location) -> Report:
     if checkpoint.manifest is None:
         return _plain("stock", location, await from_listing(checkpoint.store, strict=False))
     is_abandoned = False
-    with contextlib.suppress(PermissionDeniedError):  # of the run: whoever may read one checkpoint of it is not told
+    with contextlib.suppress(PermissionDeniedError):  # of the run: a user may have access to one checkpoint only
         branch = await mover.selector.branch(run_of(location), [(checkpoint.branch, checkpoint.step)])
         is_abandoned = branch is not None and not branch.holds(checkpoint.branch, checkpoint.step)
     logs = await asyncio.to_thread(_logs, mover, location.parent) if checkpoint.step is not None else []

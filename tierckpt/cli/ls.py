@@ -13,11 +13,10 @@ from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, o
 
 
 def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
-    """List the checkpoints at or directly under URI, by step. What is not committed, or was abandoned when the job
-    went back to an older step, is marked so.
+    """List the checkpoints at or directly under URI, by step. Uncommitted and abandoned ones are marked.
 
-    Of a bucket, or of a directory above runs, the runs in it are listed, each with its newest step, the age and size of
-    that, and whether it was adopted. Exit 3 when it has more directories than are looked into.
+    For a bucket, or a directory above runs, list its runs: the newest step of each, its age and size, and whether it
+    was adopted. Exit 3 if there are more directories than are searched.
     """
     location = location_of(uri)
     with open_client(local_root) as client:
@@ -25,7 +24,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     columns = "name >step local shared >files >size=size_bytes:bytes >age=age_seconds:seconds note"
     view = [table(columns, rows)]
     if any(row.is_abandoned for row in rows):
-        view.append("The job went back to an older step: restore(state, step=N) takes an abandoned one.")
+        view.append("The job went back to an older step: restore(state, step=N) restores an abandoned one.")
     below = f"{location.uri.rstrip('/')}/"
     columns = (
         "run >steps newest=newest.name >age=newest.age_seconds:seconds >size=newest.size_bytes:bytes "
@@ -37,7 +36,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     view.append(table(columns, below_uri))
     is_partial = not (rows or is_complete)
     if is_partial:
-        view.append(f"There are more directories than {LOOK_MAX}, and not all were looked into: name one of them.")
+        view.append(f"Only the first {LOOK_MAX} directories were searched: name a subdirectory.")
     document = {
         "uri": location.uri,
         "checkpoints": [row.to_json() for row in rows],
@@ -48,8 +47,8 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
 
 
 async def _look(mover: Mover, location: Location) -> tuple[list[CheckpointRow], list[RunDirectory], bool]:
-    """The checkpoints, the runs further down, and whether those are all. Beside checkpoints few directories are looked
-    into: mostly they are logs."""
+    """Return the checkpoints, the runs below, and whether the list is complete. Few directories next to checkpoints
+    are searched: most are logs."""
     try:
         rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch``: fill this node's cache, or a directory, before anything needs it."""
+"""``tierckpt prefetch``: fills this node's cache, or a directory, before a job needs it."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ To = Annotated[
     typer.Option("--to", metavar="DIR", help="Directory to fill (one URI). Default: this node's cache."),
 ]
 Include = Annotated[
-    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files that match; may be repeated.")
+    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only matching files; may be repeated.")
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match; may be repeated.")
+    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No matching files; may be repeated.")
 ]
 Pin = Annotated[bool, typer.Option("--pin", help="Keep it in the cache until it is unpinned.")]
 Unpin = Annotated[bool, typer.Option("--unpin", hidden=True, help="`tierckpt cache unpin`.")]
@@ -89,11 +89,11 @@ MaxBytes = Annotated[
     typer.Option(
         "--max-bytes",
         metavar="SIZE",
-        help="The most that the cache may hold, these files included; with --to, that they may have.",
+        help="Size limit of the cache, including these files; with --to, of these files.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched and evicted. Changes nothing.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Wait for what is not committed, or not there, yet.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show which files would be fetched and evicted.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until each URI exists and is committed.")]
 HfCache = Annotated[
     bool,
     typer.Option(
@@ -103,9 +103,9 @@ HfCache = Annotated[
 ]
 Watch = Annotated[
     bool,
-    typer.Option("--watch", help="Show all nodes (peers) fill, until all have it. Without a URI: only show."),
+    typer.Option("--watch", help="Show the progress of all nodes (peers) until all are done. No URI: only show."),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: at most so long.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: limit of the wait.")]
 
 
 def prefetch(
@@ -128,10 +128,10 @@ def prefetch(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Fetch models, checkpoints or any files to this node: whole or not at all.
+    """Fetch models, checkpoints or any files to this node, completely or not at all.
 
-    A directory appears when every file is there, checked and durable. A prefetch that was killed goes on where it
-    stopped, and processes that want the same share the work. Exit code 3 when anything is missing, with the list.
+    A directory appears after every file in it is verified and durable. A killed prefetch continues where it stopped;
+    concurrent processes share the work. Exit code 3 if any file is missing, with the list.
     """
     given = {name for name, value in locals().items() if value is True}
     locations = [location_of(uri) for uri in uris or ()]
@@ -141,7 +141,7 @@ def prefetch(
         if flag in given and not given.isdisjoint(others):
             raise ConfigError(message, hint=hint)
     if not locations and not watch and (hf_cache or not check):
-        raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists what this node has")
+        raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists the cached files")
     if not locations and watch:
         return _watch_rollout(None, load_settings(local_root), as_json=as_json)
     size_bytes_max = size_of("--max-bytes", max_bytes)
@@ -170,7 +170,7 @@ def prefetch(
         if not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
-            for request in requests:  # what fails does not keep the rest
+            for request in requests:  # a failure does not stop the others
                 try:
                     reports.append(client.start(_fetch(client.mover, request)).result())
                 except TierckptError as error:
@@ -179,8 +179,8 @@ def prefetch(
                 raise next(iter(errors.values()))
             if errors:
                 raise PartialTransferError(
-                    f"{len(errors)} of {len(locations)} URIs could not be fetched; the others are whole",
-                    hint="Run it again: it fetches only what is missing",
+                    f"{len(errors)} of {len(locations)} URIs could not be fetched; the others are complete",
+                    hint="Run it again: it fetches only missing data",
                     failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
                 )
             return joined(reports)
@@ -203,7 +203,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> Report:
         "by other processes": "{others_bytes:bytes}" if result.others_bytes else "",
         "from peers": "{peer_bytes:bytes} of {nodes} nodes" if result.peers else "",
         "from shared storage": "{fetched_bytes:bytes}" if result.peers else "",
-        "read in a peer's stead": "{stead}",
+        "read for slow peers": "{stead}",
         "slowest chunk": "{slowest}, {slowest_seconds:.2f} s, from {slowest_from}" if result.slowest else "",
         "pinned": "yes" if result.is_pinned else "",
     }
@@ -250,7 +250,7 @@ async def _plan(mover: Mover, request: PrefetchRequest) -> Report:
 
 
 def _watched(request: PrefetchRequest, local_root: Path | None, limits: Mapping[str, Any], *, as_json: bool) -> Report:
-    """Fetch to this node, and show all nodes until each has it."""
+    """Fetch to this node, and show all nodes until each is done."""
     with open_client(local_root, **limits) as client:
         fetching = client.start(_fetch(client.mover, request))
         seen = _watch_rollout(request.location, load_settings(local_root), as_json=as_json, fetching=fetching)
@@ -258,7 +258,7 @@ def _watched(request: PrefetchRequest, local_root: Path | None, limits: Mapping[
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
 
 
-# --- --watch: a rollout over all nodes in a line. Asks each agent twice a second -----------------------------------
+# --- --watch: a rollout over all nodes in a line. Queries each agent twice a second --------------------------------
 
 TICK_SECONDS = 0.5
 LINE_SECONDS = 2.0
@@ -269,31 +269,31 @@ SETTLED_TICKS = 2
 def _watch_rollout(
     location: Location | None, settings: Settings, *, as_json: bool, fetching: Future[Report] | None = None
 ) -> Report:
-    """Watch one version fill all nodes that want it, until it is whole on all of them, or Ctrl-C.
+    """Watch one version fill all nodes that fetch it, until it is complete on all of them, or Ctrl-C.
 
     Args:
         location: the version; None: the one that most nodes are filling.
-        fetching: the fetch of this node; when it fails the watch ends.
+        fetching: the fetch of this node; its failure ends the watch.
 
     Raises:
-        ConfigError: there are no ``peers``.
+        ConfigError: ``peers`` is not set.
         ObjectNotFoundError: no node fills it within a minute.
     """
     if settings.peers is None:
-        raise ConfigError("no peers are set, so there is one node to watch", hint="Set peers (TIERCKPT_PEERS)")
+        raise ConfigError("peers is not set, so this is the only node", hint="Set peers (TIERCKPT_PEERS)")
     uri = location.uri if location is not None else None
     seen = RolloutWatch(uri, settings)
     with contextlib.suppress(*(() if fetching is not None else (KeyboardInterrupt,))):
         asyncio.run(_watch_nodes(seen, _RolloutLine(is_quiet=as_json), fetching, shown_on=1 if as_json else 2))
     if seen.rollout is None:
-        return Report({"uri": uri, "done": False, "nodes": []}, ["Nothing was being filled."])
+        return Report({"uri": uri, "done": False, "nodes": []}, ["No node was filling anything."])
     return Report(seen.rollout.to_json(), [line(seen.rollout)])
 
 
 async def _watch_nodes(
     seen: RolloutWatch, out: _RolloutLine, fetching: Future[Report] | None, *, shown_on: int
 ) -> None:
-    """Watch until all nodes have it, or without a fetch of this node until ``shown_on`` has no reader."""
+    """Watch until all nodes are done, or without a fetch of this node until ``shown_on`` has no reader."""
     begun, settled = time.monotonic(), 0
     try:
         while settled < SETTLED_TICKS and (fetching is not None or has_reader(shown_on)):
@@ -301,7 +301,7 @@ async def _watch_nodes(
             if fetching is not None and fetching.done():
                 if fetching.exception() is not None:
                     return
-                settled += seen.rollout is None  # a checkpoint, which no node tells of as something it fills
+                settled += seen.rollout is None  # a checkpoint, which nodes do not report as a fill
             elif seen.rollout is None and fetching is None and time.monotonic() - begun > BEGIN_SECONDS:
                 raise ObjectNotFoundError(
                     f"no node is filling {seen.uri or 'anything'}", hint="`tierckpt prefetch URI` on each node fills it"
@@ -316,7 +316,7 @@ async def _watch_nodes(
 
 
 class _RolloutLine:
-    """One line on stderr: written over where a person looks, else a new one now and then; none with ``--json``."""
+    """One line on stderr: rewritten on a terminal, else a new one now and then; none with ``--json``."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet, self._is_live = is_quiet, sys.stderr.isatty()
@@ -326,7 +326,7 @@ class _RolloutLine:
         if self._is_quiet or (not self._is_live and time.monotonic() - self._said_at < LINE_SECONDS):
             return
         self._said_at = time.monotonic()
-        text = line(rollout) if rollout is not None else f"nothing is being filled yet on {members} nodes"
+        text = line(rollout) if rollout is not None else f"none of {members} nodes is filling anything yet"
         if self._is_live:
             text = printable(text)[: shutil.get_terminal_size().columns - 1]
             self._width, text = len(text), "\r" + text.ljust(self._width)
@@ -334,7 +334,7 @@ class _RolloutLine:
         sys.stderr.flush()
 
     def end(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._is_live and self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``tierckpt prune``: remove the checkpoints of a run that a rule does not keep. Only lists them without ``--yes``."""
+"""``tierckpt prune``: removes the checkpoints of a run that no rule keeps. Only lists them without ``--yes``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ KeepLast = Annotated[
     int | None, typer.Option("--keep-last", metavar="K", min=1, help="Keep the K newest checkpoints of each tier.")
 ]
 KeepEvery = Annotated[
-    int | None, typer.Option("--keep-every", metavar="N", min=1, help="Keep the steps that N divides, too.")
+    int | None, typer.Option("--keep-every", metavar="N", min=1, help="Also keep every step divisible by N.")
 ]
 Abandoned = Annotated[
-    bool, typer.Option("--abandoned", help="Remove the steps that the job abandoned when it went back to an older one.")
+    bool, typer.Option("--abandoned", help="Remove steps that were abandoned when the job went back to an older one.")
 ]
-TierOption = Annotated[Tiers, typer.Option("--tier", help="Where to remove: local, shared or both.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Remove. Without it nothing is removed, only shown.")]
+TierOption = Annotated[Tiers, typer.Option("--tier", help="Tier to prune: local, shared or both.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Remove. Without it, only show.")]
 
 
 def prune(
@@ -48,12 +48,12 @@ def prune(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Show what retention would remove of the checkpoints directly under URI, and why it keeps the others.
+    """Show which checkpoints directly under URI retention would remove, and why it keeps the others.
 
-    Abandoned steps count for no rule, and go with --abandoned only.
+    Rules do not count abandoned steps; only --abandoned removes them.
 
-    Never removed: the newest of a tier and its newest good one, a local copy that is not on the shared tier yet, what
-    is being saved, drained or read on this node, and anything that tierckpt did not write.
+    Never removed: the newest of a tier and its newest good one, a local copy that is not yet on the shared tier,
+    checkpoints being saved, drained or read on this node, and files that tierckpt did not write.
     """
     location = location_of(uri)
     rule = Rule(keep_last, keep_every)
@@ -70,22 +70,22 @@ def prune(
 
 
 async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
-    """Say what is at ``location`` instead of a run of ours."""
+    """Raise the error for a ``location`` that is not a run."""
     if await shared_commit.read_shared_manifest(mover.store(location)) or local_commit.read_local_manifest(
         mover.directory(location)
     ):
         return ConfigError(
             f"{location.uri} is a checkpoint, not a run of several",
-            hint=f"Prune the run it belongs to: tierckpt prune {location.parent.uri}",
+            hint=f"Prune its run: tierckpt prune {location.parent.uri}",
         )
     return CheckpointNotFoundError(
-        f"no checkpoint of tierckpt under {location.uri}: nothing here is ours to remove",
-        hint="Give the run that holds step-1, step-2, ... (`tierckpt ls` finds it); check the endpoint and local_root",
+        f"no checkpoint of tierckpt under {location.uri}: nothing to remove",
+        hint="Give the run with step-1, step-2, ... (`tierckpt ls` finds it); check the endpoint and local_root",
     )
 
 
 def _exit_code(result: PruneResult) -> int:
-    """Partial is not success: 3 when something went and something could not, the error's own code when nothing did."""
+    """Return 3 if some copies were removed and others could not be, the error's own code if none was."""
     if not result.errors:
         return 0
     return PartialTransferError.exit_code if result.only(REMOVED) else result.errors[0].exit_code
@@ -107,7 +107,7 @@ def _document(location: Location, result: PruneResult, yes: bool) -> Json:
 
 
 def _view(result: PruneResult, yes: bool, has_rule: bool) -> list[RenderableType]:
-    went, cut_short = "removed" if yes else "would go", "leftovers of a removal that was cut short"
+    went, cut_short = "removed" if yes else "would be removed", "leftovers of an interrupted removal"
     rows = [
         *result.outcomes,
         *((name, None, None, "kept", None, "", why) for name, why in sorted(result.others.items())),
@@ -118,11 +118,11 @@ def _view(result: PruneResult, yes: bool, has_rule: bool) -> list[RenderableType
     )
     view = [table(columns, rows)]
     if not has_rule:
-        view.append("No rule was given, so everything is kept: --keep-last K, --keep-every N, --abandoned.")
+        view.append("Without a rule everything is kept: --keep-last K, --keep-every N, --abandoned.")
     elif not yes:
         going = result.only(WOULD_GO)
         size = human_bytes(_size_bytes(going))
-        view.append(f"Nothing was removed. With --yes: {len(going)} of {len(result.outcomes)} copies go, {size}.")
+        view.append(f"Nothing was removed. --yes removes {len(going)} of {len(result.outcomes)} copies, {size}.")
     else:
         gone = result.only(REMOVED)
         failed = f"; {len(result.only(FAILED))} could not be removed" if result.only(FAILED) else ""

@@ -1,4 +1,4 @@
-"""``tierckpt report``: what a run's time became, from the records that its processes left beside the checkpoints."""
+"""``tierckpt report``: shows how a run spent its time, from the records next to its checkpoints."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ LOOKS: Mapping[What, tuple[str, str, str]] = {
 def report(
     uri: UriArgument, plot: PlotOption = None, as_json: JsonOption = False, local_root: LocalRootOption = None
 ) -> Report:
-    """Show what became of a run's time: ETTR, goodput, work lost by failure, where the time went.
+    """Show how a run spent its time: ETTR, goodput, work lost by failures.
 
-    Measured by the Checkpointer of the run's processes. ETTR is training that was kept over all the time since the
-    first one began; goodput the same over the time in which there were processes. For each tier it shows the time until
-    saves were durable there, and the saves that are not durable there yet.
+    Measured by the Checkpointer in the run's processes. ETTR is kept training divided by the time since the first
+    process started; goodput is kept training divided by the time in which processes ran. For each tier: the time until
+    saves were durable, and the saves that are not durable yet.
     """
     location = location_of(uri)
     with open_client(local_root) as client:
@@ -55,7 +55,7 @@ def report(
 
 
 def _commits(location: Location, history: dict[str, Lines], client: Client) -> tuple[Lines, Seen]:
-    """The commits on other tiers: those recorded, and those that the shared tier shows of saves without a record."""
+    """Return the commits on other tiers: recorded ones, and those that the shared tier has without a record."""
     recorded = {name: start for name, lines in history.items() if (start := read_start(lines)) is not None}
     starts = [recorded[name] for name in sorted(recorded)]
     commits = [line for name, lines in history.items() if name not in recorded for line in lines]
@@ -82,7 +82,7 @@ def _report(location: Location, history: dict[str, Lines], commits: Lines, seen:
     except ConfigError as error:
         raise CheckpointNotFoundError(
             f"{location.uri} has no records of training",
-            hint="They are written by `tierckpt.Checkpointer`; name the run it was given, not one of its checkpoints",
+            hint="`tierckpt.Checkpointer` writes them; give the run, not one of its checkpoints",
         ) from error
     if plot is not None:
         from .ui.plots import plot_goodput
@@ -126,7 +126,7 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
         steps = sum(one.lost_steps for one in found.failures) / len(lost)
         summary["lost by a failure"] = (
             f"{short(sum(lost) / len(lost))} of training ({steps:.1f} steps), and "
-            f"{short(found.restart_seconds or 0)} until training went on"
+            f"{short(found.restart_seconds or 0)} until training continued"
         )
     if found.unsaved_steps:
         took = short(found.spent["unsaved"])
@@ -136,9 +136,9 @@ def _summary(location: Location, found: Goodput) -> dict[str, object]:
         )
     elif found.after_save_steps:
         count = _steps(found.after_save_steps)
-        summary["not saved"] = f"the last {count} of those kept: the job ended without a save of them"
+        summary["not saved"] = f"the last {count} of those kept: the job ended without saving them"
     if found.replayed_steps:
-        summary["not lost"] = f"{found.replayed_steps} steps that no checkpoint had: the gradient log had them"
+        summary["not lost"] = f"{found.replayed_steps} steps without a checkpoint, replayed from the gradient log"
     return summary
 
 
@@ -153,7 +153,7 @@ TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
 
 
 def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
-    """For each tier the time from ``save`` to the commit there, and the saves that are not there."""
+    """Show, for each tier, the time from ``save`` to the commit there, and the missing saves."""
     rows: list[object] = []
     for one in tiers:
         if not one.is_used:
@@ -169,7 +169,7 @@ def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
         ))  # fmt: skip
     notes = [note for one in tiers if one.is_used for note in _tier_notes(one)]
     if any(one.unlisted for one in tiers):
-        notes.append(f"saves without a record of their own, as the records of a start are bounded: {tiers[0].unlisted}")
+        notes.append(f"saves without a record, because each start records a limited number: {tiers[0].unlisted}")
     columns = "from_save_to_durable_on >saves >median:short >p90:short >maximum:short >not_yet >oldest:short"
     return [table(columns, rows), *notes]
 
@@ -179,7 +179,7 @@ def _tier_notes(one: TierTimes) -> list[str]:
     notes = [
         (one.waiting_steps, f"not yet on {name}"),
         (one.unknown_steps, f"unknown whether on {name}"),
-        (one.skipped_steps, f"will not be on {name} (failed, replaced, forgotten, or not to be copied there)"),
+        (one.skipped_steps, f"will not be on {name} (failed, replaced, forgotten, or local only)"),
     ]
     shown = [f"{text}: {_ranges(steps)}" for steps, text in notes if steps]
     if one.untimed:
@@ -188,7 +188,7 @@ def _tier_notes(one: TierTimes) -> list[str]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Steps at the usual distance as one range, the newest ``RANGES_SHOWN`` of them."""
+    """Show steps at the usual distance as one range, the newest ``RANGES_SHOWN`` ranges."""
     parts = []
     distance = min((after - step for step, after in pairwise(steps)), default=1)
     for _, group in groupby(enumerate(steps), key=lambda item: item[1] - item[0] * distance):
@@ -203,7 +203,7 @@ def _steps(count: int) -> str:
 
 
 def _timeline(found: Goodput) -> Text:
-    """One line of blocks, from the first process to the last: in each, what most of that time was."""
+    """Draw one line of blocks over the whole time, each with the main use of its part."""
     begin, wall = found.starts[0].began_at, found.wall_seconds
     line = Text("\n")
     for column in range(WIDTH):

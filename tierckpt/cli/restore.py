@@ -1,4 +1,4 @@
-"""``tierckpt restore``: a checkpoint as a plain directory that stock PyTorch reads."""
+"""``tierckpt restore``: writes a checkpoint as a plain directory that stock PyTorch reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ui.output import Report, facts, progress_bar
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
 To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
-Latest = Annotated[bool, typer.Option("--latest", help="Of a run: the newest usable checkpoint, as without it.")]
+Latest = Annotated[bool, typer.Option("--latest", help="Of a run: the newest usable checkpoint. The default.")]
 
 
 def restore(
@@ -25,9 +25,9 @@ def restore(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Write a committed checkpoint to DIR, from this node's copies where they are good, else from shared storage.
+    """Write a committed checkpoint to DIR, from this node's good copies, else from shared storage.
 
-    URI may be a run: then its newest usable checkpoint. DIR appears when every file is there, checked and durable.
+    If URI is a run, restores its newest usable checkpoint. DIR appears after every file is verified and durable.
     """
     location, target = location_of(uri), local_path(to, "--to")
     begun = time.monotonic()

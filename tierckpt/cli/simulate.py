@@ -1,4 +1,4 @@
-"""``tierckpt simulate``: the job that ``tierckpt size`` sizes, run event by event with failures and queues."""
+"""``tierckpt simulate``: runs the job of ``tierckpt size`` event by event, with failures and queues."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 Days = Annotated[float, typer.Option("--days", help="Simulated days.")]
 Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same run.")]
-Jobs = Annotated[int, typer.Option("--jobs", help="Such jobs beside each other, all on one shared storage.")]
+Jobs = Annotated[int, typer.Option("--jobs", help="Number of such jobs on one shared storage.")]
 DomainNodes = Annotated[int, typer.Option("--domain-nodes", help="Nodes of a rack, which fail together.")]
 Spares = Annotated[int | None, typer.Option("--spares", help="Spare nodes. Default: always enough.")]
 Repair = Annotated[str, typer.Option("--repair", help="Time until a lost node is a spare again.")]
 OutageEvery = Annotated[str | None, typer.Option("--outage-every", help="Mean time between outages of the storage.")]
-Outage = Annotated[str, typer.Option("--outage", help="How long each of them is.")]
-Rpo = Annotated[str | None, typer.Option("--rpo", help="Most age of the newest state on shared storage, like 30min.")]
-Only = Annotated[list[str] | None, typer.Option("--only", help="Only configurations with this in their name.")]
+Outage = Annotated[str, typer.Option("--outage", help="Duration of each outage.")]
+Rpo = Annotated[str | None, typer.Option("--rpo", help="Maximum age of the newest shared checkpoint, like 30min.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Only configurations whose name contains this.")]
 Modes = Annotated[
     bool, typer.Option("--modes", help="Compare async, lazy, multi-step and gradient log instead, by interval.")
 ]
@@ -52,7 +52,7 @@ PARTS = {
     "loading": "loading",
     "waiting": "waiting_for_nodes",
 }
-"""Where the wall clock of a run goes, and the titles of the columns."""
+"""Uses of a run's wall clock, and the titles of the columns."""
 MODE_POINTS = 4
 MODE_SAVES_MAX = 20_000
 """Checkpoints of one simulated point: about a second."""
@@ -131,7 +131,7 @@ def simulate(
         "took": f"{seconds:.1f} s of processor time",
     }
     if hopeless:
-        summary["gets nowhere"] = f"{', '.join(hopeless)}: failures come faster than such a restart"
+        summary["no progress"] = f"{', '.join(hopeless)}: the next failure comes before a restart is done"
     names = [(run, ", ".join(f"{tier} {count}" for tier, count in sorted(run.restores.items()))) for run in runs]
     rows = [
         asdict(run)
@@ -148,7 +148,7 @@ def simulate(
 
 
 def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds: float) -> None:
-    """Warn once of runs that tell nothing about failures, and name a horizon that has some."""
+    """Warn once about runs without failures, and name a horizon that has some."""
     calm = [one for one in runs if not sum(one.failures.values())]
     if not calm:
         return
@@ -159,7 +159,7 @@ def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds:
         seen_days,
         "all configurations" if len(calm) == len(runs) else ", ".join(dict.fromkeys(one.name for one in calm)),
         human_seconds(mtbf_seconds),
-        # Only --modes simulates fewer days than it was asked for.
+        # Only --modes simulates fewer days than requested.
         f"give --days {longer}" if seen_days >= days else f"and --modes simulates {MODE_SAVES_MAX} checkpoints at most",
     )
 
@@ -168,7 +168,7 @@ def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds:
 
 
 def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *, as_json: bool) -> Report:
-    """Each way at several intervals, on a job whose failures leave a copy on its SSDs or a peer's."""
+    """Compare the four ways at several intervals, with failures that leave a copy on SSDs of the node or a peer."""
     from ..planning.simulator import simulate as run
 
     failures = FailureKind("process", DAY_SECONDS / sizing.mtbf_seconds / sizing.mesh.nodes, wipes=False)

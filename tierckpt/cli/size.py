@@ -1,4 +1,4 @@
-"""``tierckpt size``: what checkpoints of a job will take, and how often to take them, from first principles."""
+"""``tierckpt size``: computes what checkpoints of a job cost, and how often to take them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .ui.planning_options import PlanningOptions, human_count, taking_options
 from .ui.session import JsonOption
 
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw it too: .svg, .png or .pdf (needs matplotlib).")
+    Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it: .svg, .png or .pdf (needs matplotlib).")
 ]
 
 
 @taking_options
 def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption = False) -> Report:
-    """Bytes, bandwidths, restore times, intervals and ETTR of a training job, by arithmetic. Touches no cluster.
+    """Compute bytes, bandwidths, restore times, intervals and ETTR of a training job. Accesses no cluster.
 
     tierckpt size --gpus 64
 
@@ -39,7 +39,7 @@ def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption 
 
 
 def document_of(sizing: Sizing) -> Json:
-    """The same for programs: bytes, bytes per second, seconds."""
+    """Return the document for programs: bytes, bytes per second, seconds."""
     return {
         "model": asdict(sizing.model),
         "mesh": asdict(sizing.mesh) | {"gpus": sizing.mesh.gpus, "nodes": sizing.mesh.nodes},

@@ -1,4 +1,4 @@
-"""``tierckpt status``: tiers, queue, lag, rates and last errors of this node. Asks its agent, and no store."""
+"""``tierckpt status``: tiers, queue, lag, rates and last errors of this node. Queries its agent, and no store."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .ui.output import Report, console, facts, human_bytes, human_seconds, safe,
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
 SHOWN = 3
-"""Entries of one run in one state that have a line each."""
+"""Entries of one run in one state that get a line each."""
 SET_ASIDE = (
-    "{set_aside} entries, which no mover tries any more: `tierckpt drain --retry` puts them back, "
-    "`tierckpt drain --forget URI` gives them up"
+    "{set_aside} entries whose drain failed for too long: `tierckpt drain --retry` retries them, "
+    "`tierckpt drain --forget URI` drops them"
 )
 GROUPED_MIN = 4
-"""Cached objects of one place share a line if there are so many."""
+"""Cached objects of one location share a line if there are this many."""
 
-Watch = Annotated[bool, typer.Option("--watch", help="Draw it again and again until Ctrl-C.")]
-Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two pictures.")]
-Web = Annotated[bool, typer.Option("--web", help="A page of it all: the agent's (--metrics-port), else until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")]
+Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two refreshes.")]
+Web = Annotated[bool, typer.Option("--web", help="Show a web page: the agent's (--metrics-port), else until Ctrl-C.")]
 Listen = Annotated[
     str | None,
-    typer.Option("--listen", metavar="HOST[:PORT]", help="With --web: serve here. Beyond loopback with a token."),
+    typer.Option("--listen", metavar="HOST[:PORT]", help="With --web: address to serve. Beyond loopback with a token."),
 ]
-Peers = Annotated[bool, typer.Option("--peers", help="The other nodes: who is there, and what goes between us.")]
+Peers = Annotated[bool, typer.Option("--peers", help="Show the other nodes, and the traffic with them.")]
 
 
 def status(
@@ -55,12 +55,12 @@ def status(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Show the journal (what is not on shared storage yet, and why), the local tier, the agent, and free space."""
+    """Show the journal (checkpoints not yet on shared storage, and why), the local tier, the agent, and free space."""
     settings = load_settings(local_root)
     if watch and as_json:
         raise ConfigError("--watch draws for people, --json is for programs", hint="Leave one out")
     if listen is not None and not web:
-        raise ConfigError("--listen says where the page is served", hint="Give --web too")
+        raise ConfigError("--listen is the address of the page", hint="Give --web too")
     if web:
         return _web(settings, listen, as_json=as_json)
     read, view = (peers_document, _peers_view) if peers else (_document, _view)
@@ -71,13 +71,13 @@ def status(
 
 
 def _web(settings: Settings, listen: str | None, *, as_json: bool) -> Report:
-    """The address of the agent's page; without one, or with ``listen``, serve the page until Ctrl-C."""
+    """Return the address of the agent's page. Without one, or with ``listen``, serve a page until Ctrl-C."""
     agent, _ = agent_status(settings)
     if listen is None and agent is not None and (url := agent.get("page")):
         return Report({"url": url}, [url, _from_elsewhere(url)])
     if as_json:
         raise ConfigError(
-            "this node's agent serves no page, and --json would wait for one that is served until Ctrl-C",
+            "this node's agent serves no page, and --json cannot serve one until Ctrl-C",
             hint="Leave --json out, or start the agent with --metrics-port",
         )
     from ..agent.web import WebServer
@@ -112,7 +112,7 @@ def _from_elsewhere(url: str) -> str:
 
 
 def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
-    """Draw over and over until Ctrl-C: in place on a terminal that can move its cursor, else one below the other."""
+    """Draw repeatedly until Ctrl-C: in place on a terminal with cursor control, else one after another."""
     out = console(sys.stdout)
     can_move = out.is_terminal and not out.is_dumb_terminal
     in_place = Live(console=out, auto_refresh=False) if can_move else contextlib.nullcontext()
@@ -133,7 +133,7 @@ def _document(settings: Settings) -> Json:
 
 
 def _gradient_logs(root: Path, copied: Sequence[Json]) -> Iterator[Json]:
-    """Yields the gradient log of each rank of this node, and the newest step that its holders have."""
+    """Yield the gradient log of each rank of this node, and the newest step on its holders."""
     base, peers = root / "checkpoints", {(row["uri"], row["rank"]): row["peers_step"] for row in copied}
     for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
         sizes = [file_size(path) for path in log_segments.paths_in(directory)]
@@ -153,7 +153,7 @@ def _agent_line(agent: Json | None, problem: str | None) -> str:
     if problem is not None:
         return f"does not answer: {problem}"
     if agent is None:
-        return "none runs (one is started when there is something to drain)"
+        return "not running (one starts when there is something to drain)"
     rate = f", {human_bytes(int(agent['bytes_per_second']))}/s" if agent["draining"] else ""
     return (
         f"process {agent['pid']}, {agent['processes']} connected, drains {agent['draining']}{rate}; holds "
@@ -162,14 +162,14 @@ def _agent_line(agent: Json | None, problem: str | None) -> str:
 
 
 def _copies_line(copies: Json) -> str:
-    """Whether the newest steps of this node are on all the nodes that are to hold them."""
+    """Return whether the newest steps of this node are on all their holders."""
     if copies["replicas"] < 2:
         return "none (replicas=1)"
     newest = [
         f"{row['uri']} is {'on all' if row['has_all_replicas'] else 'not yet on all'} of {len(copies['holders'])} nodes"
         for row in copies["newest"].values()
     ]
-    lacking = f"; {copies['without_room']} times no room here for a peer's" if copies["without_room"] else ""
+    lacking = f"; {copies['without_room']} times no space here for a peer's" if copies["without_room"] else ""
     return ("; ".join(newest) or "nothing of this node's own to copy") + lacking
 
 
@@ -177,12 +177,12 @@ def _budget_line(budget: Json) -> str:
     if budget["problem"]:
         return str(budget["problem"])
     rate = budget["bytes_per_second"]
-    allowed = f"{human_bytes(rate)}/s" if rate else "as fast as the store takes it"
+    allowed = f"{human_bytes(rate)}/s" if rate else "as fast as the store accepts it"
     return f"{'paused; ' if budget['paused'] else ''}{allowed}, {budget['concurrency']} files at a time"
 
 
 def _grouped(local: Sequence[Json]) -> Iterator[Json]:
-    """Cached objects of one place are one line: shards of a data set are read by the hundred."""
+    """Group cached objects of one location into a line: data sets have hundreds of shards."""
     below: dict[tuple[str, str], list[Json]] = {}
     for item in local:
         where = item["uri"].rpartition("/")[0] if "leases" in item else item["uri"]
@@ -199,7 +199,7 @@ def _grouped(local: Sequence[Json]) -> Iterator[Json]:
 
 
 def _drain_text(item: Json) -> str:
-    """The state of a drain, with its share, its rate and the time left."""
+    """Return the state of a drain, with its share, rate and remaining time."""
     drain = item["drain"]
     if drain is None or drain["state"] != SENDING:
         return str(item["state"] if drain is None else drain["state"])
@@ -209,7 +209,7 @@ def _drain_text(item: Json) -> str:
 
 
 def _cause_text(item: Json) -> str:
-    """The cause of a waiting drain, and how long it waits."""
+    """Return the cause of a waiting drain, and how long it has waited."""
     drain = item["drain"]
     if drain is None or not drain["cause"]:
         return str(item["last_error"]) if drain is None else ""
@@ -218,7 +218,7 @@ def _cause_text(item: Json) -> str:
 
 
 def _waiting_rows(journal: Sequence[Json]) -> Iterator[object]:
-    """A few rows for each run and state, the newest first, and how many more there are."""
+    """Return a few rows for each run and state, the newest first, and the number of the others."""
     groups: dict[tuple[str, str], list[Json]] = {}
     for item in journal:
         state = item["state"] if item["drain"] is None else item["drain"]["state"]
@@ -295,7 +295,7 @@ def _peers_view(document: Json) -> list[RenderableType]:
         "this node": f"{me['name']} on {me['address']}" if me else "takes no part",
         "members": ", ".join(f"{counts[state]} {state}" for state in MEMBER_STATES if counts.get(state))
         or "none but this one",
-        "fetched": ", ".join(sources) or "nothing since this agent began",
+        "fetched": ", ".join(sources) or "nothing since this agent started",
         "served": _served(serves),
         "copies": _copies(copies, me["name"] if me else "") if copies and document["replicas"] > 1 else "",
         "survives": _survival(document["survival"], document["replicas"]) if document.get("survival") else "",
@@ -328,7 +328,7 @@ def _served(serves: Json) -> str:
 
 
 def _copies(copies: Json, me: str) -> str:
-    """The copies of other nodes here, the holders of ours, and how many runs have all copies of the newest."""
+    """Return the copies of other nodes here, the holders of ours, and the number of fully copied runs."""
     held = f"{human_bytes(copies['copied_bytes'])} copied here for {', '.join(copies['sources']) or 'nobody'}"
     holders = [name for name in copies["holders"] if name != me]
     newest = list(copies["newest"].values())
@@ -340,6 +340,6 @@ def _copies(copies: Json, me: str) -> str:
 
 
 def _survival(survival: Json, replicas: int) -> str:
-    """The share of losses that the newest checkpoint survives with ``replicas`` copies of each shard."""
+    """Return the share of losses that the newest checkpoint survives with ``replicas`` copies of each shard."""
     odds = ", ".join(f"{lost} at once: {100 * value:.4g} %" for lost, value in survival.items())
     return f"the loss of nodes, with {replicas} {'copy' if replicas == 1 else 'copies'} of each shard: {odds}"

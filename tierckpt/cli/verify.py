@@ -1,4 +1,4 @@
-"""``tierckpt verify``: is every file of a checkpoint good, on every tier that has it?"""
+"""``tierckpt verify``: checks every file of a checkpoint, on every tier that has it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..types import Json, Tier
 from .ui.output import Report, facts, progress_bar, table
 from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
 
-ReadData = Annotated[bool, typer.Option("--read-data", help="Read every byte and check it; else presence and sizes.")]
+ReadData = Annotated[bool, typer.Option("--read-data", help="Read and check every byte; else presence and sizes.")]
 Problem = tuple[Tier, str]
 
 
@@ -30,12 +30,12 @@ def verify(
     as_json: JsonOption = False,
     local_root: LocalRootOption = None,
 ) -> Report:
-    """Check every file on each tier that has a copy. Exit 5 when any copy is damaged.
+    """Check every file on each tier that has a copy. Exit 5 if any copy is damaged.
 
-    URI may be a run: then its newest checkpoint, committed on whichever tier; a damaged one is not passed over.
+    If URI is a run, checks its newest checkpoint committed on any tier; a damaged one is not skipped.
 
-    A file that only lacks a copy on this node or its peers, while another tier has a good one, is no damage: every node
-    keeps the shards of its own ranks.
+    A file missing on this node or its peers is no damage if another tier has a good copy: every node keeps the shards
+    of its own ranks.
     """
     wanted = location_of(uri)
     with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
@@ -69,13 +69,13 @@ def verify(
 
 
 async def _checkpoint_at(mover: Mover, location: Location) -> Location:
-    """``location``, or of a run its newest step that was committed."""
+    """Return ``location``, or the newest committed step of a run."""
     if await _damaged_manifests(mover, location):
         return location
     try:
         rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError:
-        return location  # what looks at it says what is wrong
+        return location  # the caller reports the error
     committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
     return (committed or rows)[-1].location
 
@@ -87,14 +87,14 @@ async def _verify(
     checkpoint, report = await verify_checkpoint(mover.selector, location, read_data=read_data, listener=mover.listener)
     if checkpoint.manifest is None:
         raise CheckpointError(
-            f"{location.uri} was written by stock PyTorch and carries no digests to check it against",
-            hint="Load it to find out; checkpoints saved through tierckpt can be verified",
+            f"{location.uri} was written by stock PyTorch and has no digests to check it against",
+            hint="Load it instead; only checkpoints saved through tierckpt can be verified",
         )
     return checkpoint, report, damaged
 
 
 async def _damaged_manifests(mover: Mover, location: Location) -> dict[Problem, str]:
-    """Name each tier whose manifest is damaged. A shared tier that cannot be asked is an error: it may hold damage."""
+    """Return each tier whose manifest is damaged. An unreachable shared tier is an error: it may hold damage."""
     damaged: dict[Problem, str] = {}
     try:
         await asyncio.to_thread(local_commit.read_local_manifest, mover.directory(location))
@@ -108,7 +108,7 @@ async def _damaged_manifests(mover: Mover, location: Location) -> dict[Problem, 
 
 
 def _absent(checkpoint: Checkpoint, report: VerifyReport) -> set[Problem]:
-    """Files with no copy at all on this node, or on other nodes, and a good one on another tier."""
+    """Return files without a copy on this node or other nodes, and with a good one on another tier."""
     entries = {entry.path: entry for entry in checkpoint.manifest.entries} if checkpoint.manifest else {}
 
     def is_absent(tier: Tier, path: str) -> bool:

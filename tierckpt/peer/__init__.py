@@ -1,1 +1,1 @@
-"""Nodes that read from each other: who is there, who has what, who fetches what (docs/internals/fanout.md)."""
+"""Nodes that read from each other: membership, catalog, and chunk fetches (docs/internals/fanout.md)."""

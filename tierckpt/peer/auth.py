@@ -1,14 +1,14 @@
 """Authenticates requests between peers, and their answers.
 
-With a secret, each request carries an HMAC-SHA256 (RFC 2104) over everything that it asks for, who asks, whom, until
-when, and a number used once; each answer carries one over that number and what it says. With certificates, TLS says on
-both sides who speaks. Beyond the loopback address there is one of the two, or nothing listens.
+With a secret, each request carries an HMAC-SHA256 (RFC 2104) over its target, sender, receiver, expiry and a nonce;
+each answer carries one over that nonce and its content. With certificates, TLS authenticates both sides. Without
+either, a node listens only on the loopback address.
 
-Times are those of clocks that run on whatever is done to the wall clock: each reads it once. Two nodes need not agree:
-a member whose request is of another time is told, with a proof, what time it is here, and asks again by that.
+Clocks are monotonic: each reads the wall clock once. They need not agree: a request with the wrong time gets a proven
+answer with the node's time, and the client repeats it with that.
 
-A secret alone keeps out who does not know it. Who can read or change what is on the wire reads the bytes, and is only
-kept out by TLS; whatever he changes of a chunk is found by its digest.
+A secret alone excludes hosts that do not have it. An attacker on the network path still reads all bytes; only TLS
+prevents that. A chunk modified there fails its digest.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .membership import is_loopback
 from .peer_http import DIGEST, HELD, ME, PROOF, TIME, host_and_port
 
 LIFETIME_SECONDS = 30.0
-"""What a request is signed for."""
+"""Validity of a signed request."""
 EXPIRY_SECONDS_MAX = 60.0
 NONCES_MAX = 1 << 18
-"""Requests accepted in a minute; past it they are put off, because a replay could not be told any more."""
+"""Requests accepted in a minute. More are deferred, because a replay could no longer be detected."""
 SECRET_BYTES_MIN = 16
 
 _SCHEME = "Tierckpt"
@@ -44,19 +44,19 @@ _FIELDS = re.compile(
 
 
 class RejectedRequest(Exception):
-    """A request that is not answered. The reason is for our own log, never for who asked."""
+    """A request that gets no answer. The reason is for our own log, never for the sender."""
 
 
 class OtherTime(RejectedRequest):
-    """A request of a member whose clock is another. ``nonce`` is that of this one, ``now`` the time here."""
+    """A member's request with another time. ``nonce``: the request's. ``now``: the time here."""
 
     def __init__(self, nonce: str, now: float) -> None:
         super().__init__("a proof of another time")
         self.nonce, self.now = nonce, now
 
 
-class Crowded(Exception):  # it is no error: who asks is a member
-    """There were too many requests in this minute. ``nonce`` is that of this one."""
+class Crowded(Exception):  # not an error: the sender is a member
+    """There were too many requests in this minute. ``nonce``: the request's."""
 
     def __init__(self, nonce: str) -> None:
         super().__init__("too many requests to tell replays")
@@ -99,7 +99,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def check_listen(settings: Settings) -> tuple[str, int]:
-    """Where to listen. Raises ConfigError: beyond loopback, and nothing tells who asks."""
+    """Return the address to listen on. Raises ConfigError: beyond loopback without authentication."""
     host, port = host_and_port(settings.peer_listen)
     is_alone = is_loopback(host) or host == "localhost"
     if not (is_alone or read_secret(settings) is not None or settings.peer_tls_dir is not None):
@@ -111,12 +111,12 @@ def check_listen(settings: Settings) -> tuple[str, int]:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """What a server speaks: TLS 1.2 or later, to who shows a certificate of the authority. None: no TLS is set."""
+    """Return the server's context: TLS 1.2 or later, client certificates required. None: TLS is not set."""
     return _tls(settings, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_tls(settings: Settings) -> ssl.SSLContext | None:
-    """What a client speaks; the server's certificate must be of the authority and name the address that was asked."""
+    """Return the client's context. The server's certificate must be of the authority and name the address."""
     return _tls(settings, ssl.PROTOCOL_TLS_CLIENT)
 
 
@@ -124,7 +124,7 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
     directory = settings.peer_tls_dir
     if directory is None:
         return None
-    context = ssl.SSLContext(side)  # the client's checks the host name, and both are told to ask for a certificate
+    context = ssl.SSLContext(side)  # the client side checks the host name; both require a certificate
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
@@ -140,9 +140,9 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
 
 
 class SteadyClock:
-    """Unix seconds as of the wall clock when this was made, and on from there: nobody sets it, and it never goes back.
+    """A clock in Unix seconds that reads the wall clock once and never goes back.
 
-    A time that the node sleeps through counts (CLOCK_BOOTTIME, clock_gettime(2)).
+    Time in suspend counts (CLOCK_BOOTTIME, clock_gettime(2)).
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ def boot_seconds() -> float:
 
 
 class Signer:
-    """Signs what this node asks, and checks that an answer is of who knows the secret."""
+    """Signs this node's requests, and verifies that an answer comes from a holder of the secret."""
 
     def __init__(self, secret: bytes | None, name: str) -> None:
         self._secret, self.name = secret, name
@@ -166,9 +166,9 @@ class Signer:
     def sign(
         self, method: str, target: str, to: str, about_me: str = "", *, ahead_seconds: float = 0.0
     ) -> tuple[str, str]:
-        """Return the Authorization header of a request, and the number that its answer refers to.
+        """Return the Authorization header of a request, and its nonce, which the answer refers to.
 
-        ``ahead_seconds``: by how much the clock of who is asked is ahead of ours.
+        ``ahead_seconds``: the peer's clock minus ours.
         """
         nonce = secrets.token_hex(16)
         expires = str(max(0, int(self.clock() + ahead_seconds + LIFETIME_SECONDS)))
@@ -176,7 +176,7 @@ class Signer:
         return f"{_SCHEME} name={self.name}; to={to}; expires={expires}; nonce={nonce}; mac={mac}", nonce
 
     def is_proven(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> bool:
-        """True when the answer is of who knows the secret. ``body`` None: a chunk's, which has its digest."""
+        """True if the sender of the answer has the secret. ``body`` None: of a chunk, which has a digest."""
         if self._secret is None:
             return True
         return hmac.compare_digest(
@@ -184,26 +184,26 @@ class Signer:
         )
 
     def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
-        """By how much the clock of a peer is ahead of ours, when a proven answer tells it; else None."""
+        """Return the peer's clock minus ours, from a proven answer; None if it has no time."""
         told = headers.get(TIME, "")
         return int(told) - self.clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
 
 
 class Verifier:
-    """Decides whether a request is of a member, for this node, now, and the first of its kind. One event loop."""
+    """Decides whether a request is a member's, for this node, current, and no replay. One event loop."""
 
     def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] | None = None) -> None:
         self._secret, self._name, self.clock = secret, name, clock or SteadyClock()
         self._nonces: dict[bytes, int] = {}
         self._older: dict[bytes, int] = {}
         self._forgotten_until = 0
-        """Numbers of requests that expire at this time or before may be forgotten, so these are refused."""
+        """Nonces that expire at this time or before may be forgotten, so these requests are rejected."""
         self._turned_at = self.clock()
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return the name of who asks, and the number of the request. Raises Refused; Crowded.
+        """Return the sender's name and the nonce of the request. Raises RejectedRequest; Crowded.
 
-        A request for nobody by name is taken where only the address is known yet: for the list of members.
+        A request without a receiver's name is accepted for the list of members: only the address is known then.
         """
         match = _FIELDS.fullmatch(headers.get("authorization", ""))
         if match is None:
@@ -224,9 +224,9 @@ class Verifier:
         return name, nonce
 
     def _once(self, nonce: bytes, expires: int, now: float) -> None:
-        """Numbers are kept for one to two minutes, in two sets: longer than any proof is good for.
+        """Record a nonce. Nonces are kept for one to two minutes, in two sets: longer than any proof is valid.
 
-        Of what is forgotten the last expiry is kept, so that no clock, whatever it does, makes a proof good again.
+        The last expiry of the forgotten ones is kept, so that no clock change makes a proof valid again.
         """
         if now - self._turned_at >= EXPIRY_SECONDS_MAX:
             self._forget(self._older)
@@ -235,7 +235,7 @@ class Verifier:
                 self._forget(self._older)
                 self._older = {}
             self._nonces, self._turned_at = {}, now
-        self._turned_at = min(self._turned_at, now)  # a clock that went back begins a minute anew, and forgets nothing
+        self._turned_at = min(self._turned_at, now)  # if the clock went back, a new minute starts, and nothing is lost
         if nonce in self._nonces or nonce in self._older:
             raise RejectedRequest("a proof that was used before")
         if expires <= self._forgotten_until:

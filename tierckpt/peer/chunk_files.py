@@ -30,23 +30,23 @@ from .peer_http import MANIFEST_BYTES_MAX
 
 RECHECK_SECONDS = 1.0
 BAD_SECONDS = 60.0
-"""A damaged chunk is looked at again after this long: somebody may have mended it."""
+"""Seconds before a damaged chunk is checked again: it may have been repaired."""
 PAGES_BYTES = 1 << 20
 SINGLE_BYTES_MIN = 1 << 20
-"""Of smaller files nobody asks on their own: they are not worth asking around for (peer/fetch/fetch_session.py)."""
+"""Smaller files are not requested one by one: a request to peers costs more (peer/fetch/fetch_session.py)."""
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 class ChunkSource(abc.ABC):
-    """One directory that holds ``frozen``, or part of it: chunks are digested once, and bad ones are not given.
+    """A directory with ``frozen``, or a part of it. Digests each chunk once, and serves no damaged ones.
 
-    The caller has a lock, except for ``verify``.
+    The caller holds a lock, except for ``verify``.
     """
 
     def __init__(self, directory: Path, frozen: FileSet) -> None:
         self.directory, self.frozen = directory, frozen
         self.order: list[tuple[int, int]] = []
-        """Chunks of ``frozen`` that are here, in the order in which they came. It only grows."""
+        """Chunks of ``frozen`` that are present, in order of arrival. Append-only."""
         self._good: set[tuple[int, int]] = set()
         self._found: dict[tuple[int, int, int], str] = {}
         self._bad: dict[tuple[int, int], float] = {}
@@ -116,7 +116,7 @@ class ChunkSource(abc.ABC):
 
 
 class Recorded(ChunkSource):
-    """A directory in which the file ``RECORD`` says what it holds."""
+    """A directory whose content is recorded in the file ``RECORD``."""
 
     RECORD: ClassVar[str]
 
@@ -147,7 +147,7 @@ class Whole(Recorded):
         return self._receipt.frozen
 
     def trust(self, lines: ProgressLog) -> None:
-        """What has landed by these lines, of this boot, was verified then."""
+        """Treat the chunks in ``lines``, of this boot, as verified."""
         if lines.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
             self._good.update((index, chunk) for index, chunks in lines.landed.items() for chunk in chunks)
 
@@ -159,7 +159,7 @@ class Whole(Recorded):
 
 
 class Incoming(Recorded):
-    """A directory on its way. Its lines are read on from where the last look ended."""
+    """An incomplete directory. Each refresh reads the lines appended since the last one."""
 
     RECORD = ENTRY
     is_whole = False
@@ -182,7 +182,7 @@ class Incoming(Recorded):
         try:
             size = self._progress.stat().st_size
         except FileNotFoundError:
-            return True  # nothing has landed yet, or nothing since this boot
+            return True  # no chunk has arrived since this boot
         if size != self._size_bytes:
             self._read_on()
             self._size_bytes = size
@@ -203,7 +203,7 @@ class Incoming(Recorded):
         return self.lines.landed.get(index, {}).get(chunk, "")
 
     def trusts(self, index: int, chunk: int) -> bool:
-        return True  # it covers only what has a line of this boot: verified when it landed
+        return True  # it covers only chunks with a line of this boot: verified on arrival
 
     def is_filled_now(self) -> bool:
         return bool(self._locked(FILLS, FILLS + 1))
@@ -267,7 +267,7 @@ class Committed(Recorded):
         return True
 
     def _look(self) -> None:
-        """Which files are here. Metadata lies under a name of its attempt, or where it was restored to."""
+        """Find the files present. Metadata has a name of its attempt, or the name it was restored to."""
         self._checked_at = time.monotonic()
         for index, item in enumerate(self.frozen.files):
             if index in self._paths:
@@ -338,9 +338,9 @@ def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
 
 
 def bring_in(file: int, at: ByteRange) -> None:
-    """Have a range in the page cache, so that sending it never waits for the disk. No copy is made.
+    """Read a range into the page cache, so that sending it never waits for the disk. Makes no copy.
 
-    Cost: a system call for each MiB where all is there. Best effort.
+    Cost: a system call per MiB if the range is cached. Best effort.
     """
     if is_resident(file, at):
         return
@@ -357,7 +357,7 @@ def bring_in(file: int, at: ByteRange) -> None:
 
 
 def is_resident(file: int, at: ByteRange) -> bool:
-    """True when a range is in the page cache, as far as a byte of each MiB tells; False where that cannot be known."""
+    """True if a byte of each MiB of the range is in the page cache; False if that is unknown."""
     probe = bytearray(1)
     try:
         for start in range(at.start, at.stop, PAGES_BYTES):

@@ -2,8 +2,8 @@
 
     host[:port],...     names, IPv4, [IPv6], ranges as Slurm writes them: ``node[01-08,12]-ib``
     slurm[:port]        the node list of the job
-    dns:NAME[:port]     every address of a name, asked again now and then: a headless service of Kubernetes
-    torchrun            what the job's own store says; the training process hands it in (training/torchrun_peers.py)
+    dns:NAME[:port]     every address of a name, resolved periodically: a headless service of Kubernetes
+    torchrun            addresses in the job's store, passed in by the training process (training/torchrun_peers.py)
 
 These are seeds: gossip.py finds all members from any of them.
 """
@@ -146,7 +146,7 @@ def _checked(host: str, item: str) -> str:
             raise _bad(item, "names no host") from None
         return host
     if is_forbidden(ip):
-        raise _bad(item, "is an address at which no node can be (link-local, multicast, metadata of a cloud)")
+        raise _bad(item, "is not an address of a node (link-local, multicast, or a cloud's metadata service)")
     return host
 
 
@@ -161,31 +161,29 @@ def _bad(text: str, why: str) -> ConfigError:
 
 
 def resolve(text: str, port: int) -> str:
-    """``IP:port`` of ``host[:port]``; ``port`` where none is given. Blocking: a name is looked up.
+    """Return ``IP:port`` of ``host[:port]``, with ``port`` as the default. Blocking: resolves a name.
 
     Raises:
-        ConfigError: no address, or one at which no node can be.
+        ConfigError: not an address, or not one of a node.
     """
     host, given = _host_and_port(text)
     has_port = text.endswith(f":{given}") and not (text.count(":") > 1 and not text.startswith("["))
     try:
         found = socket.getaddrinfo(host, given, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"{host} cannot be looked up: {error}", hint="--advertise is host[:port] of this node"
-        ) from None
+        raise ConfigError(f"cannot resolve {host}: {error}", hint="--advertise is host[:port] of this node") from None
     for item in found:
         address = address_of(str(item[4][0]), given if has_port else port)
         if is_plain_address(address):
             return address
-    raise _bad(text, "is an address at which no node can be")
+    raise _bad(text, "is not an address of a node")
 
 
 # --- looking up ------------------------------------------------------------------------------------------------
 
 
 class Lookup:
-    """The current addresses of ``settings.peers``. A failed look-up is logged once and keeps the last addresses."""
+    """The current addresses of ``settings.peers``. A failed lookup is logged once and keeps the last addresses."""
 
     def __init__(self, text: str, environment: Mapping[str, str] = os.environ) -> None:
         """Raises ConfigError."""
@@ -193,7 +191,7 @@ class Lookup:
         self._resolved: dict[str, list[str]] = {}
         self._job_addresses: list[str] = []
         self.problem = ""
-        """Why a name could not be looked up; "" when all could."""
+        """Reason why a name cannot be resolved; "" if all can."""
         if self._setting.kind == "slurm":
             self._hosts = [(host, self._setting.port) for host in slurm_hosts(environment)]
         else:
@@ -217,9 +215,9 @@ class Lookup:
                     problems.append(found)
                 else:
                     self._resolved[address_of(host, port)] = found
-        text = f"{len(problems)} of the names in peers cannot be looked up: {problems[0]}" if problems else ""
+        text = f"cannot resolve {len(problems)} of the names in peers: {problems[0]}" if problems else ""
         if text and text != self.problem:
-            log.warning("%s; the look-up is repeated", text)
+            log.warning("%s; the lookup is repeated", text)
         self.problem = text
         resolved = (address for found in self._resolved.values() for address in found)
         return list(dict.fromkeys([*self._literal, *resolved, *self._job_addresses]))[:MEMBERS_MAX]

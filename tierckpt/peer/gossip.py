@@ -25,7 +25,7 @@ from .membership import Member, MemberList
 log = logger("peer")
 
 LOOKUP_SECONDS = 15.0
-"""Interval between look-ups of the seeds; a quarter of it while no member is known."""
+"""Interval between lookups of the seeds; a quarter of it while no member is known."""
 BACKOFF_SECONDS_MAX = 8.0
 GOODBYES_MAX = 16
 GOODBYE_SECONDS = 0.5
@@ -124,7 +124,7 @@ class Gossip:
         try:
             seeds = await self._look_up()
         except Exception:
-            log.exception("the seeds could not be looked up; the next look-up follows")
+            log.exception("cannot look up the seeds; the next lookup follows")
             return
         known = set(seeds)
         if known - set(self.seeds):
@@ -188,7 +188,7 @@ class Gossip:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """True when the machine refuses the connection: the process has ended."""
+    """True if the machine refuses the connection: the process has exited."""
     depth = 0
     while error is not None and depth < 8:
         if isinstance(error, ConnectionRefusedError):

@@ -1,15 +1,14 @@
 """The inventory of this node, by version: whole and partial entries of the cache, checkpoints of the local tier.
 
-It is all found from the files, so whoever writes them need not know of peers; ``add`` names directories elsewhere.
+Derived from the files alone, so their writers need not know of peers; ``add`` names directories elsewhere.
 
-    J1  Only what has landed is said to be here, and only that is given: by its line in a progress file
-        (cache/partial_entry.py G1),
+    J1  Only complete chunks are reported and served: those with a line in a progress file (cache/partial_entry.py G1),
         a receipt (G4), or a committed manifest and a file of the right size.
-    J2  A chunk is digested before it is given for the first time, unless its line is of this boot: then whoever landed
-        it verified it a moment before. Damage that comes later is found by who receives it: every receiver verifies.
+    J2  A chunk is digested before it is served for the first time, unless its line is of this boot: its writer verified
+        it then. Later damage is found by the receivers, which verify every chunk.
     J3  No file is reached through a symbolic link, and none outside its directory.
-    J4  Asking often is cheap: a look costs one fstat while nothing has landed, and the disk is searched for new
-        directories at most once in ``SCAN_SECONDS``.
+    J4  Repeated requests are cheap: a refresh costs one fstat while nothing arrives, and a scan for new directories
+        runs at most once in ``SCAN_SECONDS``.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ log = logger("peer")
 SCAN_SECONDS = 0.5
 DEPTH_MAX = 32
 VIEWS_MAX = 4
-"""Chunk sizes at which one version is asked for at a time."""
+"""Chunk sizes for which the index of one version is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Where a chunk lies on this node, and its digest ('' when nobody recorded one of this range)."""
+    """Location of a chunk on this node, and its digest ('' if none is recorded for this range)."""
 
     source: ChunkSource
     index: int
@@ -67,7 +66,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A chunk that may be given: an open file, where it lies in it, and its digest. Close it."""
+    """A chunk to serve: an open file, the range in it, and its digest. The caller closes it."""
 
     file: int
     byte_range: ByteRange
@@ -78,7 +77,7 @@ class Opened:
 
 
 def open_range(path: Path, at: ByteRange, digest: str) -> Opened | None:
-    """Open a range that has landed, in the page cache; None when the file has another name by now."""
+    """Open a complete range, in the page cache; None if the file was renamed."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -92,7 +91,7 @@ def open_range(path: Path, at: ByteRange, digest: str) -> Opened | None:
 
 
 class Holdings:
-    """What is on this node below ``local_root`` and in the directories named by ``add``. Blocking; any thread."""
+    """Files of this node below ``local_root`` and in the directories added by ``add``. Blocking; any thread."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
@@ -105,19 +104,19 @@ class Holdings:
         self._steps: dict[str, dict[str, str]] = {}
         self._scanned_at = float("-inf")
         self.bad = 0
-        """Chunks that were found damaged here, and are not given any more."""
+        """Chunks found damaged, which are no longer served."""
 
-    # --- what others tell of -------------------------------------------------------------------------------------
+    # --- directories named by processes --------------------------------------------------------------------------
 
     def add(self, version: str, directory: Path) -> None:
-        """``directory`` holds ``version``, or is being filled with it. As often added, as often to be removed."""
+        """Add a directory that has ``version``, or is being filled with it. Each ``add`` needs one ``remove``."""
         with self._lock:
             key = (version, directory.absolute())
             self._named[key] = self._named.get(key, 0) + 1
             self._scanned_at = float("-inf")
 
     def remove(self, version: str, directory: Path) -> None:
-        """Take back one ``add``. What lies below the local root is found all the same."""
+        """Undo one ``add``. Directories below the local root are found without it."""
         with self._lock:
             key = (version, directory.absolute())
             left = self._named.pop(key, 1) - 1
@@ -125,12 +124,12 @@ class Holdings:
                 self._named[key] = left
             self._scanned_at = float("-inf")
 
-    # --- asking --------------------------------------------------------------------------------------------------
+    # --- queries -------------------------------------------------------------------------------------------------
 
     def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
-        """What is here of ``version``, in chunks of this size: an empty ``ChunkReport`` when nothing is known of it."""
+        """Report the chunks of ``version``, in chunks of this size. Empty if the version is unknown."""
         with self._lock:
-            # Looked at before what has landed: a chunk that lands between the two is then in both, never in neither.
+            # Claims first: a chunk that arrives between the two reads is then in both, never in neither.
             claims = {source: list(source.claimed()) for source in self.by_version.get(version, [])}
             view = self._view(version, chunk_size_bytes)
             if view is None:
@@ -143,7 +142,7 @@ class Holdings:
             return replace(_list(view, sources, after, most), fetching=fetching)
 
     def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> ChunkPlace | None:
-        """Where a chunk lies, None when it is not here."""
+        """Return the location of a chunk; None if it is not here."""
         with self._lock:
             view = self._view(version, chunk_size_bytes)
             if view is None or not 0 <= ordinal < view.total:
@@ -151,7 +150,7 @@ class Holdings:
             return self._place(view, self.by_version.get(version, []), ordinal)
 
     def has_seen(self, version: str, chunk_size_bytes: int, ordinal: int) -> bool:
-        """True when a chunk was here at the last look. Never waits, neither for a disk nor for a lock."""
+        """True if a chunk was here at the last refresh. Never waits, neither for a disk nor for a lock."""
         view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
         return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
 
@@ -164,9 +163,9 @@ class Holdings:
         return None
 
     def open(self, version: str, chunk_size_bytes: int, ordinal: int) -> Opened | None:
-        """Open a chunk so that it can be given: verified (J2), and in the page cache. None when it is not here.
+        """Open a chunk to serve it: verified (J2), and in the page cache. None if it is not here.
 
-        Cost: a digest the first time a chunk of an earlier boot is asked for; else two or three system calls.
+        Cost: a digest on the first request for a chunk of an earlier boot, otherwise two or three system calls.
         """
         for _ in range(2):
             place = self.locate(version, chunk_size_bytes, ordinal)
@@ -243,7 +242,7 @@ class Holdings:
             return any(source.is_filled_now() for source in self.by_version.get(version, []))
 
     def manifest(self, uri_digest: str) -> bytes | None:
-        """The manifest of the checkpoint whose URI has this digest, when it is committed on this node."""
+        """Return the manifest of the checkpoint whose URI has this digest, if it is committed on this node."""
         with self._lock:
             self._scan()
             directory = self._manifests.get(uri_digest)
@@ -255,14 +254,14 @@ class Holdings:
             return None
 
     def steps(self, parent_digest: str) -> dict[str, str]:
-        """Names and attempts of the checkpoints of this node directly below the URI with this digest. And, as
-        ``BRANCHES_DIR``, the name of one whose manifest tells of the newest branch that went back (branches.py)."""
+        """Return names and attempts of this node's checkpoints directly below the URI with this digest. Under
+        ``BRANCHES_DIR``: the name of the one whose manifest has the newest branch that went back (branches.py)."""
         with self._lock:
             self._scan()
             return dict(self._steps.get(parent_digest, {}))
 
     def fills(self) -> list[Json]:
-        """How far each fill of this node is, for people to look at."""
+        """Return the progress of each fill of this node, for display."""
         with self._lock:
             self._scan()
             found = [source for source in self._sources.values() if isinstance(source, Incoming)]
@@ -282,16 +281,16 @@ class Holdings:
                 for source in found
             ]
 
-    # --- finding -------------------------------------------------------------------------------------------------
+    # --- scans ---------------------------------------------------------------------------------------------------
 
     def rescan(self) -> None:
-        """Look for new and gone directories now."""
+        """Scan for new and removed directories now."""
         with self._lock:
             self._scanned_at = float("-inf")
             self._scan()
 
     def _view(self, version: str, chunk_size_bytes: int) -> ChunkIndex | None:
-        """The version cut into chunks of this size; None when it is unknown, or the size is none that is served."""
+        """Return the version in chunks of this size; None if it is unknown, or this size is not served."""
         sources = self._find(version)
         if not sources or not 4096 <= chunk_size_bytes <= CHUNK_BYTES_MAX or chunk_size_bytes % 4096:
             return None
@@ -308,13 +307,13 @@ class Holdings:
         return view
 
     def _find(self, version: str) -> list[ChunkSource]:
-        """The sources of a version, looked at again: what has gone is dropped, what is new is found."""
+        """Return the refreshed sources of a version, without removed and with new ones."""
         sources = self.by_version.get(version, [])
         are_there = [source.refresh() for source in sources]
         if not all(are_there):
             self._scanned_at = float("-inf")
         if self._scanned_at == float("-inf") or not any(source.is_whole for source in sources):
-            self._scan()  # more of it may have landed in another directory meanwhile
+            self._scan()  # another directory may have more of it by now
         return self.by_version.get(version, [])
 
     def _scan(self) -> None:
@@ -377,7 +376,7 @@ class Holdings:
         yield from self._below(self._root / "checkpoints", DEPTH_MAX)
 
     def _below(self, directory: Path, depth: int) -> Iterator[tuple[Path, Callable[[Path], ChunkSource | None]]]:
-        """The checkpoints below ``directory``, and what is on its way there."""
+        """Yield the checkpoints below ``directory``, and incomplete ones."""
         for name in _names(directory):
             path = directory / name
             if name.endswith(SUFFIX) and name.startswith("."):
@@ -393,11 +392,11 @@ class Holdings:
 
 
 def _list(view: ChunkIndex, sources: Sequence[ChunkSource], after: int, most: int) -> ChunkReport:
-    """The lines from ``after`` on, of what was seen at the last look."""
+    """Return the lines from ``after`` on, as of the last refresh."""
     if any(source.is_whole for source in sources):
         return ChunkReport(view.total, view.total, view.total, whole=True)
     view.take(sources)
-    start = after if after <= len(view.log) else 0  # the list has begun anew: so does who asks
+    start = after if after <= len(view.log) else 0  # the list was restarted, so the client restarts, too
     new = tuple(view.log[start : start + most])
     return ChunkReport(view.total, len(view.log), start + len(new), new)
 
@@ -407,7 +406,7 @@ def _whole_or_committed(directory: Path) -> ChunkSource | None:
 
 
 def _names(directory: Path) -> list[str]:
-    """The directories in one, links left out (J3); [] when there is none."""
+    """Return the directories in one, without links (J3); [] if it is missing."""
     try:
         with os.scandir(directory) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

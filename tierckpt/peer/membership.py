@@ -50,7 +50,7 @@ FAILURES_MAX = 2
 SUSPECT_ROUNDS = 2
 """A member is suspect for this many rounds before it is dead, so that it is probed itself."""
 BUSY_SECONDS_MAX = 10.0
-"""A member that sends requests and does not answer is taken to be behind a full link for this long."""
+"""For this long, a member that sends requests but does not answer is assumed to be behind a full link."""
 FORGET_SECONDS = 600.0
 """How long a dead member is remembered: a partition that heals before that heals by itself."""
 BEAT_AHEAD_MAX_MS = 3_600_000
@@ -82,7 +82,7 @@ def member_of(row: Any) -> Member:
 def _member(name: Any, address: Any, domain: Any, weight: float) -> Member:
     """Cached: the same rows arrive again and again."""
     if not is_member_name(name):
-        raise ValueError("a member whose name is none")
+        raise ValueError("not a member's name")
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
         raise ValueError(f"the domain of {name} is none")
     if not (isinstance(address, str) and is_plain_address(address)):
@@ -158,7 +158,7 @@ class GossipTiming:
 
 @dataclass
 class MemberRecord:
-    """What this node knows of another one. Times are of the monotonic clock."""
+    """State of another member. Times are of the monotonic clock."""
 
     member: Member
     beat: int
@@ -255,7 +255,7 @@ class MemberList:
         has_left, is_ahead = row.get("left") is True, beat > self._unix() * 1000 + BEAT_AHEAD_MAX_MS
         if member.name == self.me.name:
             if member.address != self.me.address:
-                # An answer from another address is certain; a row from others may be an old one of this node.
+                # An answer from another address is certain; a row from others may be an outdated one of this node.
                 self.contested += CONTESTED_MAX if address is not None else beat > self._beat
             if beat > self._beat and address != self.me.address and not is_ahead:
                 self._beat = beat  # this node's next row overrides it
@@ -350,10 +350,10 @@ class MemberList:
         return self.state(record) in ("live", "suspect")
 
     def live(self) -> list[Member]:
-        """All usable members by name, with this node (unless it leaves), and with comparable weights.
+        """Return all usable members by name, with this node (unless it leaves), and with comparable weights.
 
-        An unknown weight (0) becomes the median of the known ones; none is more than ``WEIGHT_RATIO_MAX`` times the
-        median.
+        Replaces an unknown weight (0) by the median of the known ones, and limits each to ``WEIGHT_RATIO_MAX``
+        times the median.
         """
         found = [record.member for record in self.records.values() if self.is_usable(record)]
         if not self._is_leaving:

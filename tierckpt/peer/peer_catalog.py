@@ -1,9 +1,9 @@
 """The peer catalog: finds checkpoints on other nodes, and reads them chunk by chunk, each verified.
 
-Nothing here decides what is right: a manifest carries its own digest, and the chunks that a peer gives are checked
-against the manifest by whoever reads them (read/file_copies.py, drain/file_transfer.py).
+Nothing from a peer is trusted: a manifest carries its own digest, and readers verify chunks against the manifest
+(read/file_copies.py, drain/file_transfer.py).
 
-Every question has a deadline, and no answer is no answer: who does not reply in ``ASK_SECONDS`` has nothing.
+Each request has a deadline. A peer that does not reply within ``ASK_SECONDS`` is treated as having no data.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ log = logger("peer")
 T = TypeVar("T")
 
 ASK_SECONDS = 3.0
-"""How long one peer may take to say what it has."""
+"""Timeout of a request for a peer's list of chunks or checkpoints."""
 LIVE_SECONDS = 1.0
-"""How long the list of members is taken for true."""
+"""Seconds that the list of members is cached."""
 MEET_SECONDS = 3.0
-"""How long a process waits, once, for its node to know the others: the agent may have begun with it."""
+"""Seconds that a process waits, once, for its node to find the others: the agent may have just started."""
 CALM_SECONDS = 1.0
 RETRY_SECONDS = 30.0
-"""How long after this node's agent did not say who is there it is asked again."""
+"""Seconds after a failed request for the members before the agent is asked again."""
 MANIFEST_SECONDS = 60.0
 ASKED_AT_A_TIME = 64
 ASKED_FOR_MANIFEST = 4
 NAMES_MAX = 100_000
 BUSY_SECONDS = 20.0
-"""How long a peer that serves as much as it may is asked again."""
+"""Seconds during which requests to a busy peer are retried."""
 BAN_SECONDS = 600.0
 PLACES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The members that can be asked. ``this`` is this node, None while its agent does not say."""
+    """Members that can be reached. ``this`` is this node; None while its agent does not respond."""
 
     this: Member | None
     others: tuple[Member, ...]
     unheard: tuple[str, ...] = ()
     """Configured nodes that have not answered this node's agent."""
     denied: str = ""
-    """Why one of them does not take this node for a member."""
+    """Reason why a node does not accept this one as a member."""
 
     @property
     def me(self) -> str:
@@ -77,8 +77,8 @@ class PeerCatalog:
     """The other nodes, for one event loop.
 
     Args:
-        live: who is there now.
-        wire: how they are asked.
+        live: returns the current members.
+        wire: sends the requests.
     """
 
     def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
@@ -89,7 +89,7 @@ class PeerCatalog:
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
         self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]]]] = {}
         self._silent: dict[Location, list[str]] = {}
-        """Members that did not answer when they were asked for those."""
+        """Members that did not answer a request for these."""
 
     async def close(self) -> None:
         await self.wire.close()
@@ -97,7 +97,7 @@ class PeerCatalog:
             await asyncio.to_thread(self._ask_live.close)
 
     async def live(self) -> Live:
-        """Who can be asked. Nobody, with a log line, when this node's agent does not say."""
+        """Return the reachable members. None, with a log line, if this node's agent does not respond."""
         if time.monotonic() >= self._ask_at:
             pause = LIVE_SECONDS
             try:
@@ -112,10 +112,10 @@ class PeerCatalog:
         return self._live
 
     async def meet(self) -> Live:
-        """``live``, once all are there who are expected; else once nobody has joined for a moment.
+        """Wait until all expected members have joined, or none has for a moment; then return ``live``.
 
-        A node that is asked what is newest right after its agent has started would else take its own disk for all there
-        is. It waits once, at most ``MEET_SECONDS``.
+        Without this wait, a node whose agent has just started would take its own disk for all there is. Waits once, at
+        most ``MEET_SECONDS``.
         """
         found = await self.live()
         begun = changed = time.monotonic()
@@ -132,15 +132,15 @@ class PeerCatalog:
 
     @property
     def me(self) -> str:
-        """This node's name, as far as is known."""
+        """Name of this node; "" if unknown."""
         return self._live.me
 
-    # --- what they have ------------------------------------------------------------------------------------------
+    # --- their checkpoints ---------------------------------------------------------------------------------------
 
     async def committed(self, parent: Location, *, is_fresh: bool = False) -> Mapping[str, Mapping[str, list[Member]]]:
-        """The checkpoints directly below ``parent`` that other nodes have committed: by name and attempt, who has it.
+        """Return the committed checkpoints of other nodes directly below ``parent``: holders by name and attempt.
 
-        Cost: one small question to each member, at most once in ``LIVE_SECONDS`` for one place unless ``is_fresh``.
+        Cost: one small request to each member, at most once in ``LIVE_SECONDS`` per parent unless ``is_fresh``.
         """
         asked_at, known = self._committed.get(parent, (float("-inf"), {}))
         if is_fresh or time.monotonic() - asked_at > LIVE_SECONDS:
@@ -159,15 +159,15 @@ class PeerCatalog:
         return known
 
     async def silent(self, parent: Location) -> list[str]:
-        """The nodes that were to say what they have below ``parent``, and did not.
+        """Return the nodes that did not report their checkpoints below ``parent``.
 
-        Raises PermissionDeniedError: a node does not take this one for a member.
+        Raises PermissionDeniedError: a node does not accept this one as a member.
         """
         self._ask_at = float("-inf")
         await self.committed(parent, is_fresh=True)
         if self._live.denied:
             raise PermissionDeniedError(
-                f"which checkpoints of {parent.uri} other nodes have is not known: {self._live.denied}",
+                f"other nodes' checkpoints of {parent.uri} are unknown: {self._live.denied}",
                 hint="Give every node the same secret (peer_secret_file, TIERCKPT_PEER_SECRET_FILE), or leave the node "
                 "out of peers (TIERCKPT_PEERS)",
                 tier=Tier.PEER,
@@ -175,10 +175,10 @@ class PeerCatalog:
         return sorted([*self._live.unheard, *self._silent.get(parent, ())])
 
     async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
-        """The checkpoints at ``location`` that are committed on other nodes, by attempt.
+        """Return the checkpoints at ``location`` that are committed on other nodes, by attempt.
 
         Args:
-            known: manifests that need not be asked for.
+            known: manifests that need not be requested.
         """
         attempts = (await self.committed(location.parent)).get(location.name, {})
         manifests = {manifest.attempt: manifest for manifest in known if manifest is not None}
@@ -190,7 +190,7 @@ class PeerCatalog:
         return found
 
     async def _manifest(self, location: Location, attempt: str, members: Sequence[Member]) -> Manifest | None:
-        """The manifest of ``attempt`` from the first of ``members`` that gives a good one."""
+        """Return the manifest of ``attempt`` from the first of ``members`` with a valid one."""
         for member in members[:ASKED_FOR_MANIFEST]:
             try:
                 manifest = await self.manifest_of(member, location)
@@ -202,20 +202,20 @@ class PeerCatalog:
         return None
 
     async def manifest_of(self, member: Member, location: Location) -> Manifest | None:
-        """What ``member`` has committed at ``location``. Raises ManifestError when what it gives is none."""
+        """Return the manifest that ``member`` has committed at ``location``. Raises ManifestError: invalid."""
         async with asyncio.timeout(MANIFEST_SECONDS):
             data = await self.wire.manifest(member, location.uri)
         return decode(data, where=f"the manifest of {member.name}") if data is not None else None
 
     async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[FreshCheckpoint], list[LogRow]]]:
-        """What each of ``members`` tells of its newest checkpoints and logs; who does not answer is left out."""
+        """Return the newest checkpoints and logs of each of ``members``, without those that do not answer."""
         told = await self._all(self.wire.fresh, members)
         return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in told}
 
     async def _all(
         self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member] | None = None
     ) -> list[tuple[Member, T]]:
-        """Ask everybody; return who answered what."""
+        """Send a request to all members at once. Returns the answers that arrive in time."""
 
         async def one(member: Member) -> tuple[Member, T] | None:
             try:
@@ -238,7 +238,7 @@ class PeerReplicas:
     location: Location
     manifest: Manifest
     members: list[Member] = field(default_factory=list)
-    """Those who have committed it."""
+    """Members that have committed it."""
     _holders: dict[str, list[Member]] | None = None
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class PeerReplicas:
         return self.manifest.attempt
 
     async def look(self) -> PeerReplicas:
-        """Ask which files each has, once. Returns itself."""
+        """Request the file list of each member, once. Returns itself."""
         if self._holders is not None:
             return self
         version, chunk = self.frozen.version, self.frozen.chunk_size_bytes
@@ -264,28 +264,28 @@ class PeerReplicas:
             first = self._first[item.key]
             needed = range(first, first + self.frozen.chunks_of(index))
             having = [member for member, held in answers if held is None or all(map(held.__contains__, needed))]
-            # Each reader begins with another holder, so that those who want the same do not all ask one.
+            # Each reader starts with another holder, which spreads the load over all holders.
             holders[item.key] = sorted(having, key=lambda member: digest_of(f"{me} {member.name} {item.key}".encode()))
         self._holders = holders
         return self
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
-        """Who had the whole of ``entry`` at the last ``look``."""
+        """Return the members that had all of ``entry`` at the last ``look``."""
         return self._holders.get(entry.key, ()) if self._holders is not None else ()
 
     def lacks(self, entries: Iterable[FileEntry]) -> list[FileEntry]:
         return [entry for entry in entries if not self.holders(entry)]
 
     def report(self, member: Member) -> None:
-        """What ``member`` gave was not what was saved: no bytes are asked of it for a while."""
-        log.warning("%s has given wrong bytes of %s: it is not asked for any now", member.name, self.location.uri)
+        """Stop requesting data from ``member`` for a while: it sent wrong bytes."""
+        log.warning("%s sent wrong bytes of %s: no data is requested from it for now", member.name, self.location.uri)
         self.cluster.wire.ban(member)
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
-        """Chunk ``index`` of ``entry`` from ``member``, verified.
+        """Fetch chunk ``index`` of ``entry`` from ``member``, and verify it.
 
         Raises:
-            IntegrityError: it gives other bytes. ObjectNotFoundError, PeerError: it gives none.
+            IntegrityError: wrong bytes. ObjectNotFoundError, PeerError: no bytes.
         """
         size_bytes = min(self.frozen.chunk_size_bytes, entry.size_bytes - index * self.frozen.chunk_size_bytes)
         ordinal = self._first[entry.key] + index
@@ -301,7 +301,7 @@ def _is_name(name: Any) -> bool:
 
 
 class ByContact:
-    """Who is there, as this node's agent says; it is started when there is none."""
+    """Returns the members known to this node's agent, which it starts if necessary."""
 
     def __init__(self, settings: Settings) -> None:
         self._contact = own_contact(settings)
@@ -315,7 +315,7 @@ class ByContact:
 
 
 def live_of(answer: Any) -> Live:
-    """Decode what the agent answers to ``peers``."""
+    """Decode the agent's answer to ``peers``."""
     me = member_of(answer["me"])
     rows = (member_of(row) for row in answer["live"])
     others = tuple(member for member in rows if member.name != me.name)
@@ -323,9 +323,9 @@ def live_of(answer: Any) -> Live:
 
 
 class PeerWire:
-    """What is asked of one peer, in the name of this node, which is known once its agent has been asked.
+    """Requests to peers in the name of this node. The name is known once its agent has answered.
 
-    Raises TierckptError; None is said where a peer has no such thing.
+    Raises TierckptError; returns None if a peer does not have the data.
     """
 
     def __init__(self, settings: Settings, me: Callable[[], str]) -> None:
@@ -353,7 +353,7 @@ class PeerWire:
         return await self._asked().fresh(member)
 
     async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
-        """What it has of a version; None: all of it."""
+        """Return the chunks of a version that ``member`` has; None: all of it."""
         client, found, after = self._asked(), set[int](), 0
         while True:
             held = await client.held(member, version, chunk_size_bytes, after=after)
@@ -373,15 +373,17 @@ class PeerWire:
         return into
 
     async def segment(self, member: Member, identity: str, at: ByteRange) -> Buffer:
-        """A range of a segment of a gradient log, not verified."""
+        """Fetch a range of a segment of a gradient log, not verified."""
         into = memoryview(bytearray(at.size_bytes))
         await self._patiently(member, partial(self._asked().segment, member, identity, at.start, into))
         return into
 
     async def _patiently(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
-        """Ask again while the peer serves as much as it may."""
+        """Retry while the peer is busy."""
         if time.monotonic() < self._banned.get(member.name, 0.0):
-            raise PeerError(f"peer {member.name} has given wrong bytes: it is not asked for any now", tier=Tier.PEER)
+            raise PeerError(
+                f"peer {member.name} sent wrong bytes: no data is requested from it for now", tier=Tier.PEER
+            )
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -394,7 +396,7 @@ class PeerWire:
                 await asyncio.sleep(pause)
 
     def ban(self, member: Member) -> None:
-        """It gives wrong bytes: ask it for none for a while. What it says it has is still heard."""
+        """Request no data from ``member`` for a while. Its lists are still requested."""
         self._banned[member.name] = time.monotonic() + BAN_SECONDS
 
     async def close(self) -> None:
@@ -403,10 +405,10 @@ class PeerWire:
 
 
 def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
-    """The other nodes; None where there are no ``peers``.
+    """Return the catalog of the other nodes; None without ``peers``.
 
     Args:
-        live: who is there. None: this node's agent is asked.
+        live: returns the members. None: asks this node's agent.
     """
     if settings.peers is None:
         return None
@@ -416,11 +418,11 @@ def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = 
 
 
 def _expected(peers: str) -> int | None:
-    """How many nodes the setting names; None where it does not say."""
+    """Return the number of nodes in the setting; None if it is unknown."""
     from . import discovery
 
     try:
         named = discovery.parse(peers)
     except ConfigError:
-        return None  # the agent says what is wrong with it
+        return None  # the agent reports the error
     return len(named.hosts) if named.kind == "static" else None

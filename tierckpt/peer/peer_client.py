@@ -1,8 +1,8 @@
-"""Asking one peer: one request at a time on a connection, the bytes of a chunk straight into memory of the caller's.
+"""Client for one peer: one request at a time per connection, chunks received directly into the caller's memory.
 
-An answer is used only when it is proven to be of a member (auth.py), has exactly the expected length, and a chunk has
+An answer is used only if it is proven to come from a member (auth.py) and has exactly the expected length, and a chunk
 its digest. No redirect is followed, nothing is decompressed, and requests go only to addresses of the member list.
-Every wait has a deadline, and a malformed answer costs the connection (stores/http_client.py).
+Every wait has a deadline, and a malformed answer closes the connection (stores/http_client.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PeerClient:
         """Close all connections. Idempotent."""
         self._connections.abort()
 
-    # --- what can be asked ---------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     async def chunk(
         self,
@@ -94,33 +94,33 @@ class PeerClient:
         """Receive one chunk, all of ``into``, and verify it.
 
         Args:
-            expected: its digest, where the manifest knows it: that decides. '': what the peer says it landed with.
-            after: how many lines of the peer's list are known already.
-            wait_seconds: how long the peer may wait for it to land, at most 10.
+            expected: digest from the manifest. '': the digest that the peer reports is checked.
+            after: number of lines of the peer's list that are known already.
+            wait_seconds: how long the peer may wait for the chunk to arrive, at most 10.
 
-        When this returns or raises, cancelled too, nothing writes to ``into`` any more.
+        After this returns, raises or is cancelled, nothing writes to ``into``.
 
         Raises:
-            ObjectNotFoundError: it is not there. PeerBusyError: it is, and the peer serves enough others.
-            IntegrityError: these are not its bytes, or not as many.
-            PeerError: no answer, a broken one, or one that came too slowly.
-            PermissionDeniedError: the peer does not take us for a member.
+            ObjectNotFoundError: the peer does not have it. PeerBusyError: it has, and serves too many others.
+            IntegrityError: wrong bytes, or a wrong number of bytes.
+            PeerError: no answer, an invalid one, or a slow one.
+            PermissionDeniedError: the peer does not accept us as a member.
         """
         target = chunk_target(version, chunk_size_bytes, ordinal, after, wait_seconds)
         answer, _ = await self._ask(member, target, into=into, patience_seconds=FIRST_BYTE_SECONDS + wait_seconds)
         digest = await asyncio.to_thread(digest_of, into)
         claimed = answer.headers.get(DIGEST, "")
         if not same_digest(into, digest, expected or claimed):
-            raise _lies(member, f"chunk {ordinal} of {version} is not what {'was saved' if expected else 'it says'}")
+            raise _lies(member, f"chunk {ordinal} of {version} is not as {'saved' if expected else 'announced'}")
         try:
             return ChunkAnswer(digest, ChunkReport.of_header(answer.headers.get(HELD, "")))
         except WireError as error:
             raise _broken(member, str(error)) from None
 
     async def segment(self, member: Member, identity: str, start: int, into: memoryview) -> None:
-        """Receive a range of a segment of a gradient log, as it lies on the peer's disk. Raises as ``chunk``.
+        """Receive a range of a segment of a gradient log as stored on the peer's disk. Raises as ``chunk``.
 
-        The range is what the peer has read; whether that is what was written, the frames in it say.
+        The digest covers the peer's read; the frames in the range have digests of their own.
         """
         await self._range(member, f"/v1/segment/{identity}/{start}/{len(into)}", into)
 
@@ -134,9 +134,9 @@ class PeerClient:
         *,
         reads: bool = True,
     ) -> str:
-        """Receive a range of a file of a Hub, which the peer ``reads`` there if it has to. Returns its digest.
+        """Receive a range of a file of a Hub, which the peer fetches if ``reads``. Returns its digest.
 
-        Raises as ``chunk``. PeerBusyError: it is at it.
+        Raises as ``chunk``. PeerBusyError: the peer is fetching it.
         """
         return await self._range(member, hub_target(uri, start, len(into), reads), into, patience_seconds)
 
@@ -146,13 +146,13 @@ class PeerClient:
         answer, _ = await self._ask(member, target, into=into, patience_seconds=patience_seconds)
         digest = await asyncio.to_thread(digest_of, into)
         if not same_digest(into, digest, answer.headers.get(DIGEST, "")):
-            raise _lies(member, f"{target} is not what it says")
+            raise _lies(member, f"{target} is not as announced")
         return digest
 
     async def held(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
     ) -> ChunkReport:
-        """What the peer has of a version, from line ``after`` of its list. Raises as ``chunk``."""
+        """Return the peer's report for a version, from line ``after`` of its list. Raises as ``chunk``."""
         body = await self._json(member, held_target(version, chunk_size_bytes, after, interested))
         try:
             return ChunkReport.of_json(body)
@@ -160,42 +160,42 @@ class PeerClient:
             raise _broken(member, str(error)) from None
 
     async def tell_slow(self, member: Member, version: str) -> None:
-        """Tell the peer that it takes far longer than others to give chunks of a version. Raises as ``chunk``."""
+        """Report to the peer that it serves chunks of a version far slower than others. Raises as ``chunk``."""
         await self._json(member, f"/v1/slow/{version}")
 
     async def members(self, member: Member | str, me: Json | None = None) -> Json:
-        """Whom the peer knows. ``member`` may be an address; ``me`` is told to it. Raises as ``chunk``."""
+        """Return the members that the peer knows. ``member`` may be an address; ``me`` is sent. Raises as ``chunk``."""
         about = json.dumps(me, separators=(",", ":")) if me is not None else ""
         return await self._json(member, "/v1/members", about_me=about)
 
     async def manifest(self, member: Member, uri: str) -> bytes:
-        """The manifest of the checkpoint at ``uri`` that is committed on the peer's node, not yet decoded.
+        """Return the manifest committed on the peer's node at ``uri``, not decoded. Raises as ``chunk``.
 
-        Raises as ``chunk``. Whoever decodes it decides whether to believe it: a peer can be wrong about what is newest.
+        The caller decides whether to trust it: a peer may have an outdated one.
         """
         return await self._body(member, f"/v1/manifest/{digest_of(uri.encode())}", MANIFEST_BYTES_MAX)
 
     async def steps(self, member: Member, uri: str) -> dict[str, str]:
-        """Names and attempts of the checkpoints below ``uri`` that are committed on the peer's node."""
+        """Return names and attempts of the checkpoints below ``uri`` that are committed on the peer's node."""
         body = await self._json(member, f"/v1/steps/{digest_of(uri.encode())}")
         steps = body.get("steps")
         if not isinstance(steps, dict) or not all(isinstance(one, str) for one in steps.values()):
-            raise _broken(member, "steps that cannot be")
+            raise _broken(member, "an invalid list of steps")
         return steps
 
     async def status(self, member: Member) -> Json:
-        """What the peer serves and fetches now. Raises as ``chunk``."""
+        """Return the document of the peer's transfers. Raises as ``chunk``."""
         return await self._json(member, "/v1/status")
 
     async def fresh(self, member: Member) -> Json:
-        """What was saved last on the peer's node (peer/replica_policy.py). Raises as ``chunk``."""
+        """Return the newest saves of the peer's node (peer/replica_policy.py). Raises as ``chunk``."""
         return await self._json(member, "/v1/fresh")
 
     async def drains(self, member: Member) -> Json:
-        """The state of the drains of the peer's node (agent/cluster_drains.py). Raises as ``chunk``."""
+        """Return the state of the drains of the peer's node (agent/cluster_drains.py). Raises as ``chunk``."""
         return await self._json(member, "/v1/drains")
 
-    # --- asking --------------------------------------------------------------------------------------------------
+    # --- transport -----------------------------------------------------------------------------------------------
 
     async def _json(self, member: Member | str, target: str, *, about_me: str = "") -> Json:
         body = await self._body(member, target, JSON_BYTES_MAX, about_me=about_me)
@@ -296,16 +296,14 @@ class _PeerCall(Call):
 
 
 def _refusal(member: Member | str, answer: Response) -> TierckptError:
-    """What an answer says that is not the one that was asked for."""
+    """Return the error for an answer that is not a success."""
     name = _name(member)
     if answer.status == 404:
         return ObjectNotFoundError(f"peer {name} does not have it", tier=Tier.PEER, peer=name)
     if answer.status == 503:
         after = answer.headers.get("retry-after", "1")
         seconds = min(60.0, float(after)) if after.isdecimal() else 1.0
-        return PeerBusyError(
-            f"peer {name} serves as much as it may", tier=Tier.PEER, peer=name, retry_after_seconds=seconds
-        )
+        return PeerBusyError(f"peer {name} is busy", tier=Tier.PEER, peer=name, retry_after_seconds=seconds)
     if answer.status == 401:
         return denied("it refuses the request", name)
     return _broken(member, f"HTTP {answer.status}")
@@ -325,8 +323,8 @@ def _broken(member: Member | str, reason: str, **context: object) -> PeerError:
 def _lies(member: Member | str, what: str) -> TierckptError:
     name = _name(member)
     return IntegrityError(
-        f"peer {name} gives other bytes: {what}",
-        hint="They are not used. `tierckpt verify --read-data` on that node says what is damaged there",
+        f"peer {name} sent wrong bytes: {what}",
+        hint="They are not used. `tierckpt verify --read-data` on that node names the damaged files",
         tier=Tier.PEER,
         peer=name,
     )

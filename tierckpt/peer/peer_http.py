@@ -38,7 +38,7 @@ HELD = "x-tierckpt-held"
 ME = "x-tierckpt-me"
 PROOF = "x-tierckpt-proof"
 TIME = "x-tierckpt-time"
-"""The time of a peer's clock, for a member whose own differs."""
+"""Time of a peer's clock, for members whose clock differs."""
 
 _END = b"\r\n\r\n"
 _NAME = re.compile(rb"[A-Za-z0-9-]{1,64}")
@@ -73,21 +73,21 @@ class WireError(HttpError):
 class ChunkReport:
     """A node's report of its chunks of a version: ``new`` are the lines of its list from the requested one on.
 
-    The list only grows. A chunk may be in it twice (it was lost and has landed again), and may be gone all the same.
+    The list is append-only. A chunk may be in it twice (lost and fetched again), or may no longer exist.
     """
 
     total: int = 0
-    """Chunks of the version; 0 when the node knows nothing of it."""
+    """Chunks of the version; 0 if the node does not know it."""
     landed: int = 0
-    """Lines of its list now."""
+    """Length of the list."""
     next: int = 0
-    """Ask from here on next time."""
+    """Line from which to continue."""
     new: tuple[tuple[int, str], ...] = ()
-    """Ordinal, and the digest with which it landed ('' where the version has its own)."""
+    """Ordinal, and the digest on arrival ('' if the version has its own)."""
     fetching: frozenset[int] = frozenset()
     """Ordinals that processes of the node fetch from shared storage now."""
     whole: bool = False
-    """All is there: ``new`` is empty."""
+    """All chunks are present: ``new`` is empty."""
     interested: frozenset[str] = frozenset()
 
     def to_json(self) -> Json:

@@ -1,18 +1,18 @@
-"""Replica policy: which node keeps a replica of whose fresh checkpoints, until when, and the messages about it. Pure.
+"""Replica policy: which node keeps which fresh checkpoints, for how long, and the messages about it. Pure.
 
-Carried out by ``replication/replicator.py``; the groups are laid out by ``planning/replica_placement.py``.
+Executed by ``replication/replicator.py``; ``planning/replica_placement.py`` forms the groups.
 
-Each member's shards are on ``replicas`` members, itself among them: in groups that hold each other's (Gemini, Wang et
-al., SOSP 2023), over the members in an order that all nodes find alike, different failure domains first. Nobody sends:
-who is to hold a copy asks the members whose holder it is what is fresh there, and fetches it like anything else.
+Each member's shards are on ``replicas`` members, itself included, in groups that hold each other's (Gemini, Wang et
+al., SOSP 2023). All nodes order the members alike, different failure domains first. Holders pull: each requests the
+list of fresh saves from the members that it holds copies for, and fetches them like any other data.
 
 Invariants (docs/internals/replicas.md; tests cite them):
-    R1  A save counts as held by a node when every file of it lies there under its name; files get their names when
-        they are whole, verified and durable. So what is told was true when it was told, whenever a node was killed.
-    R2  A copy is removed only when a newer checkpoint of its run is on all holders of every save that it has.
-    R3  What a stranger tells is checked before it is acted upon: a URI names a directory below the local root, a token
-        a file in it, or the row is dropped.
-    R4  Of a gradient log that step counts as held up to which frames lie there whole, verified and durable.
+    R1  A node holds a save if every file of it is there under its name; a file gets its name after it is whole,
+        verified and durable. A report therefore stays true, no matter when a node is killed.
+    R2  A copy is removed only if a newer checkpoint of its run is on all holders of each save in it.
+    R3  Rows from other nodes are validated: a URI names a directory below the local root, and a token a file in it.
+        Invalid rows are dropped.
+    R4  A copy of a gradient log counts up to its last step with whole, verified and durable frames.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ..types import Json
 from .membership import Member, is_member_name
 
 FRESH_MAX = 64
-"""Checkpoints that one answer tells of."""
+"""Checkpoints in one answer."""
 TOKENS_MAX = 65536
 LOGS_MAX = 4096
-"""Gradient logs, and copies of such, that one answer tells of."""
+"""Gradient logs, and copies, in one answer."""
 SEGMENTS_MAX = 1024
 BASES_MAX = 256
 BASE_CHARACTERS_MAX = 256
@@ -44,23 +44,23 @@ _SEGMENT = re.compile(r"\d{12,18}-[0-9a-f]{8}\.gradients")
 
 @dataclass(frozen=True, slots=True)
 class FreshCheckpoint:
-    """One of the newest checkpoints of a run, as a node tells of it."""
+    """One of the newest checkpoints of a run, as reported by a node."""
 
     uri: str
     attempt: str
     created_unix_seconds: float
     own: frozenset[str]
-    """Tokens of the saves in it that ranks of this node have made."""
+    """Tokens of the saves in it by ranks of this node."""
     held: frozenset[str]
-    """Tokens of others' saves that are whole on this node."""
+    """Tokens of other nodes' saves that are whole on this node."""
     is_safe: bool = False
-    """All that are to hold the own ones have told that they do."""
+    """All holders of the own saves have reported them."""
     made_by: Mapping[str, str] = field(default_factory=dict)
-    """Of saves that are copied here, or on their way, the member that has made them. This is not told."""
+    """Member that made each copied save, complete or not. Not sent."""
 
     @property
     def age(self) -> tuple[tuple[bool, int], float]:
-        """Larger is newer: by step, and by time where names tell none."""
+        """Larger is newer: by step, else by time."""
         return age_of(self.uri), self.created_unix_seconds
 
     @property
@@ -84,19 +84,19 @@ class FreshCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """The gradient log of one rank of a run, or a copy of it, as a node tells of it."""
+    """The gradient log of one rank of a run, or a copy of it, as reported by a node."""
 
     uri: str
-    """Of the run."""
+    """URI of the run."""
     rank: int
     of: str
-    """The member whose log this is a copy of; '': the node's own."""
+    """Owner of the log, if this is a copy; '': this node."""
     step: int
-    """The newest step that is whole (R4); -1 for none."""
+    """Newest whole step (R4); -1 for none."""
     segments: tuple[tuple[str, int], ...]
-    """Names, in order, and how many bytes of each are whole frames."""
+    """Names in order, and the bytes of whole frames in each."""
     bases: tuple[str, ...] = ()
-    """The newest checkpoints that it leads on from, by what their saves were called."""
+    """Names of the saves of the newest checkpoints that it continues."""
 
     @property
     def log(self) -> tuple[str, int]:
@@ -107,7 +107,7 @@ class LogRow:
         return parse_uri(self.uri)
 
     def after(self, step: int) -> list[tuple[str, int]]:
-        """The segments without those whose frames are all of ``step`` or before."""
+        """Return the segments with frames after ``step``."""
         following = (int(name.partition("-")[0]) for name, _ in self.segments[1:])
         return [one for one, begins in zip_longest(self.segments, following) if begins is None or begins > step]
 
@@ -122,12 +122,12 @@ class LogRow:
         }
 
     def identity(self, segment: str) -> str:
-        """What a segment is asked for by: 32 hex digits, and no part of a path."""
+        """Return the identifier of a segment in requests: 32 hex digits, no part of a path."""
         return digest_of(f"{self.uri} {self.rank} {self.of} {segment}".encode())[-32:]
 
 
 def logs_of(answer: Any) -> list[LogRow]:
-    """The logs in an answer of ``/v1/fresh`` that can be (R3). Raises nothing."""
+    """Return the valid logs in an answer of ``/v1/fresh`` (R3). Raises nothing."""
     rows = answer.get("logs") if isinstance(answer, dict) else None
     found = (_log_row(row) for row in rows[:LOGS_MAX]) if isinstance(rows, list) else ()
     return [row for row in found if row is not None]
@@ -172,7 +172,7 @@ def _row(row: Any) -> FreshCheckpoint | None:
 
 
 def is_place(uri: Any) -> bool:
-    """True for a URI as ``Location.uri`` spells it, whose directory lies below the local root (R3)."""
+    """True for a URI in the form of ``Location.uri`` with a directory below the local root (R3)."""
     try:
         if not isinstance(uri, str) or len(uri) > 4096 or "\0" in uri or parse_uri(uri).uri != uri:
             return False
@@ -184,13 +184,13 @@ def is_place(uri: Any) -> bool:
         return False
 
 
-# --- who holds whose -------------------------------------------------------------------------------------------------
+# --- placement -------------------------------------------------------------------------------------------------------
 
 
 def holders(members: Iterable[Member], replicas: int) -> Mapping[str, tuple[str, ...]]:
-    """For each member by name the members that hold its saves, itself first. Fewer members than copies: all of them.
+    """Return the holders of each member's saves, by name, itself first. All members if there are too few.
 
-    All who know the same members find the same.
+    The same on all nodes that know the same members.
     """
     known = sorted({member.name: member.domain for member in members}.items())
     return _holders(tuple(known), replicas)
@@ -201,30 +201,30 @@ def _holders(known: tuple[tuple[str, str], ...], replicas: int) -> Mapping[str, 
     if not known:
         return {}
     names = [name for name, _ in known]
-    from ..planning.replica_placement import spread_placement  # planning is a tenth of what a command takes to start
+    from ..planning.replica_placement import spread_placement  # planning is a tenth of a command's start time
 
     placed = spread_placement([domain for _, domain in known], min(replicas, len(known)))
     return {names[node]: tuple(names[other] for other in held) for node, held in enumerate(placed)}
 
 
 def sources(placed: Mapping[str, Sequence[str]], me: str) -> list[str]:
-    """The members whose saves ``me`` is to hold."""
+    """Return the members that ``me`` keeps replicas of."""
     return [name for name, held in placed.items() if me in held and name != me]
 
 
-# --- what may go -----------------------------------------------------------------------------------------------------
+# --- removal ---------------------------------------------------------------------------------------------------------
 
 
 def outdated(
     mine: Sequence[FreshCheckpoint], told: Mapping[str, Sequence[FreshCheckpoint]], draining: Collection[str] = ()
 ) -> list[FreshCheckpoint]:
-    """Those of ``mine`` that are copies of others' saves and nothing else, and that R2 lets go.
+    """Return the entries of ``mine`` that are only copies of others' saves, and may be removed (R2).
 
-    A member that is gone tells nothing, so its last copies stay: that is what they are for.
+    The last copies of a lost member stay, because it reports nothing newer.
 
     Args:
-        told: what each live member tells of itself, by name.
-        draining: URIs of checkpoints that this node still has to bring somewhere.
+        told: reports of the live members, by name.
+        draining: URIs of checkpoints that this node still has to drain.
     """
 
     def is_replaced(old: FreshCheckpoint, name: str) -> bool:

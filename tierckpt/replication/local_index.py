@@ -1,6 +1,6 @@
 """Index of the saves on the local tier: this node's own, and replicas of others'. Blocking; built from the files.
 
-A file is under its name when it is whole, verified and durable: so a save whose files are all here counts (R1).
+A file gets its name after it is whole, verified and durable: a save counts if all its files are here (R1).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..telemetry import logger
 log = logger("replicas")
 
 STEPS_TOLD = 2
-"""Of each run: the newest, and the one that it replaces. None that its job has abandoned."""
+"""Steps reported per run: the newest and its predecessor, abandoned ones excluded."""
 _NOTE_FIELDS = frozenset({"attempt", "of"})
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpoint:
-    """One committed checkpoint of the local tier, and whose files of it lie here."""
+    """A committed checkpoint of the local tier, and the saves of it that are whole here."""
 
     directory: Path
     location: Location
@@ -39,7 +39,7 @@ class LocalCheckpoint:
     own: frozenset[str]
     held: frozenset[str]
     made_by: Mapping[str, str]
-    """The members that have made the saves copied here, by token."""
+    """Member that made each save copied here, by token."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -53,19 +53,18 @@ class LocalCheckpoint:
 
 
 class LocalIndex:
-    """Looks at the checkpoints of one local root again and again. A manifest that has not changed is read once."""
+    """Index of the checkpoints below one local root, refreshed by ``look``. Reads an unchanged manifest once."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
         self._manifests: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
         self.newest: list[LocalCheckpoint] = []
-        """The newest steps of every run, newest first."""
+        """Newest steps of every run, newest first."""
         self.unnamed: dict[Path, set[str]] = {}
-        """Saves of this node's ranks that no manifest here names, by directory: their commit was elsewhere, or is yet
-        to come."""
+        """Saves of this node's ranks that no manifest here names, by directory: committed elsewhere, or not yet."""
 
     def look(self) -> None:
-        """Cost: a walk over the directories, and one stat for each file of the newest steps."""
+        """Refresh. Cost: a walk over the directories, and a stat of each file of the newest steps."""
         runs: dict[Path, list[tuple[Path, Manifest]]] = {}
         unnamed: dict[Path, set[str]] = {}
         for directory in marked_directories(self._root / "checkpoints"):
@@ -84,7 +83,7 @@ class LocalIndex:
         self._manifests = {path: known for path, known in self._manifests.items() if path in standing}
 
     def copies(self) -> list[LocalCheckpoint]:
-        """The checkpoints, of any age, that hold copies of others' saves, as of the last ``look``."""
+        """Return the checkpoints of any age with copies of others' saves, as of the last ``look``."""
         known = [(directory, manifest) for directory, (_, manifest) in self._manifests.items()]
         return list(self._here(step for step in known if (step[0] / REPLICA).exists()))
 
@@ -113,14 +112,14 @@ class LocalIndex:
 
 
 def here(directory: Path, location: Location, manifest: Manifest) -> LocalCheckpoint:
-    """Look which saves of ``manifest`` are whole in ``directory`` (R1)."""
+    """Return the saves of ``manifest`` that are whole in ``directory`` (R1)."""
     missing = {entry.token for entry in manifest.files if file_size(directory / entry.key) != entry.size_bytes}
     whole, own = manifest.tokens - missing, marks.origins(directory)
     return LocalCheckpoint(directory, location, manifest, own & whole, whole - own, _noted(directory, manifest.attempt))
 
 
 def note(directory: Path, manifest: Manifest, made_by: Mapping[str, str]) -> None:
-    """Note whose saves are copied here. Losing the note costs room: the copies are then kept like this node's own."""
+    """Record the members that made the saves copied here. A lost record costs space: the copies count as own saves."""
     body = {"attempt": manifest.attempt, "of": {**_noted(directory, manifest.attempt), **made_by}}
     durable_write(directory / REPLICA, manifests.seal(body))
 
@@ -145,5 +144,5 @@ def _is_flushed(directory: Path, token: str) -> bool:
 
 
 def _age(step: tuple[Path, Manifest]) -> tuple[tuple[bool, int], float]:
-    """By step, and by time where names tell none."""
+    """Sort key: the step, or the time if names have no step."""
     return age_of(step[0].name), step[1].created_unix_seconds

@@ -1,13 +1,13 @@
-"""Copies of gradient logs on other nodes: a lost node costs the steps of the last round, and not those since its save.
+"""Copies of gradient logs on other nodes: a lost node costs the steps of one round instead of all since its save.
 
     <run>/.tierckpt-gradients/rank-N/                    the log of a rank of this node (training/every_step)
-    <run>/.tierckpt-gradients/copies/<member>/rank-N/    what this node holds of the log of that member
+    <run>/.tierckpt-gradients/copies/<member>/rank-N/    this node's copy of the log of that member
 
-Whoever holds a member's checkpoints fetches what its logs have grown by, once a second, segment after segment.
+The holders of a member's checkpoints fetch new frames of its logs once a second, segment by segment.
 
-Crash safety: a copy is appended to, and every look verifies the frames that have come since the last one. What a killed
-agent leaves behind the last whole frame counts for nothing (R4), and is cut off by who fetches next. A segment is begun
-when the one before it is whole, so a copy is always the beginning of a log.
+Crash safety: a copy is append-only, and each refresh verifies the new frames. A torn tail left by a killed agent is
+ignored (R4), and truncated by the next fetch. A segment is started after its predecessor is whole, so a copy is always
+a prefix of the log.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ async def _at_once(size_bytes: int) -> None: ...
 
 
 def copies_of(directory: Path) -> list[Path]:
-    """Return the copies, on this node, of the logs of the rank whose own log is ``directory``."""
+    """Return the copies, on this node, of the logs of the rank with the log ``directory``."""
     return [path for member in matching(directory.parent / COPIES, "*") for path in matching(member, directory.name)]
 
 
 class LogIndex:
-    """The gradient logs below a local root, and the copies of others'. Blocking; built from the files; any thread."""
+    """The gradient logs below a local root, and copies of others'. Blocking; built from the files; any thread."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
@@ -61,7 +61,7 @@ class LogIndex:
         self.rows: list[LogRow] = []
 
     def look(self) -> None:
-        """Cost: a walk over the directories, a look at each segment, and reading the new frames of copies."""
+        """Refresh. Cost: a walk over the directories, a stat of each segment, and a read of new frames of copies."""
         with self._lock:
             runs, tails = marked_directories(self._root / "checkpoints", GRADIENTS_DIR), dict[Path, Tail]()
             rows = [self._row(tails, *found) for run in runs for found in self._logs(run)]
@@ -96,7 +96,7 @@ class LogIndex:
         return tail
 
     def open(self, identity: str, at: ByteRange) -> Opened | None:
-        """Open a range of a segment so that it can be given; None when it is not here. Cost: the range is digested."""
+        """Open a range of a segment to serve it; None if it is not here. Cost: a digest of the range."""
         path = self._paths.get(identity)
         try:
             file = open_beneath(path.parent, path.name) if path is not None else -1
@@ -114,10 +114,10 @@ class LogIndex:
             raise
 
     def lacking(self, directory: Path, row: LogRow, after: int) -> list[tuple[Tail, int]]:
-        """What the copy in ``directory`` lacks of ``row``, behind step ``after``: segments, and their sizes there.
+        """Return the segments of ``row`` that the copy in ``directory`` lacks after step ``after``, and their sizes.
 
-        Segments that were given up there are removed first: those that begin where one of the log does, or later, and
-        are not in it. Older ones stay, until a checkpoint that is safe has their steps.
+        First removes abandoned segments: those not in the log that start at one of its segments or later. Older ones
+        stay until a safe checkpoint has their steps.
         """
         names, first = {name for name, _ in row.segments}, step_of_path(Path(row.segments[0][0]))
         with self._lock:
@@ -129,7 +129,7 @@ class LogIndex:
             return [(tail, size_bytes) for tail, size_bytes in found if tail.size_bytes < size_bytes]
 
     def append(self, path: Path, data: Buffer, at: int) -> None:
-        """Write ``data`` at ``at``, the end of the whole frames or of the piece before, and make it durable (R4)."""
+        """Write ``data`` at ``at``, directly after the whole frames or the previous piece, and fsync it (R4)."""
         with self._lock, translated(path):
             file = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -146,8 +146,8 @@ class LogIndex:
             return self._look_at(path)
 
     def shorten(self, row: LogRow, after: int, *, is_told: bool) -> None:
-        """Remove, from a copy, the segments whose steps are all of ``after`` or before. The last one goes when its
-        member tells of that log no more. Raises OSError."""
+        """Remove segments with no step above ``after`` from a copy, the last one once its member no longer reports
+        that log. Raises OSError."""
         directory = copy_directory(self._root, row, row.of)
         with self._lock:
             remove_before(directory, after)
@@ -172,14 +172,14 @@ async def fetch_log(
     after: int = -1,
     spend: Callable[[int], Awaitable[None]] = _at_once,
 ) -> int:
-    """Bring what ``member`` tells of in ``row``, behind step ``after``, to the copies here. Returns how many bytes.
+    """Fetch the frames in ``row`` after step ``after`` into the copy on this node. Returns the number of bytes.
 
-    One process of the node does at a time: its agent, or a rank that restores.
+    Only one process of a node may call this at a time: its agent, or a rank that restores.
 
     Raises:
-        CapacityError: only this node's own work is in the way. Nothing was written.
-        IntegrityError: what came is not what was written; the steps before it are here.
-        TierckptError, TimeoutError: the member does not give it.
+        CapacityError: only this node's own saves could be evicted. Nothing was written.
+        IntegrityError: damaged frames; the steps before them are here.
+        TierckptError, TimeoutError: the member does not send them.
     """
     directory = copy_directory(settings.local_root, row, row.of or member.name)
     await asyncio.to_thread(make_dirs, directory)
@@ -187,7 +187,7 @@ async def fetch_log(
         lacking = await asyncio.to_thread(index.lacking, directory, row, after)
         needed = sum(size_bytes - tail.size_bytes for tail, size_bytes in lacking)
         if needed and not await asyncio.to_thread(space.has_room, settings, needed, directory):
-            raise CapacityError(f"{needed} bytes are needed, and only this node's own work is in the way")
+            raise CapacityError(f"{needed} bytes are needed, and only this node's own saves could be evicted")
         for tail, size_bytes in lacking:
             identity = row.identity(tail.path.name)
             for at, stop in pairwise([*range(tail.size_bytes, size_bytes, PIECE_BYTES), size_bytes]):
@@ -196,9 +196,9 @@ async def fetch_log(
                 await asyncio.to_thread(index.append, tail.path, data, at)
             if (await asyncio.to_thread(index.look_at, tail.path)).size_bytes < size_bytes:
                 raise IntegrityError(
-                    f"what {member.name} gives of the gradient log of rank {row.rank} of {row.uri} is not what was "
-                    f"written behind step {tail.step}",
-                    hint="It is fetched again. If it stays so, the disk of that node is damaged",
+                    f"damaged bytes from {member.name} in the gradient log of rank {row.rank} of {row.uri} "
+                    f"after step {tail.step}",
+                    hint="They are fetched again. If this persists, the disk of that node is damaged",
                     tier=Tier.PEER,
                     peer=member.name,
                 )
@@ -206,10 +206,10 @@ async def fetch_log(
 
 
 async def bring_log(settings: Settings, cluster: PeerCatalog, run: Location, rank: int, base: str, beyond: int) -> None:
-    """Bring to the copies here the log of ``rank`` behind the checkpoint ``base`` that leads furthest on other nodes:
-    to a step after ``beyond``. It may be a copy, or the log of a node that the rank has left.
+    """Fetch the log of ``rank`` after the checkpoint ``base`` from the node that has the most steps.
 
-    Raises as ``fetch_log``.
+    Only steps after ``beyond`` count. The source may be a copy, or the log of a node that the rank has left. Raises as
+    ``fetch_log``.
     """
     members = {member.name: member for member in (await cluster.meet()).others}
     told = await cluster.fresh(members.values())

@@ -1,20 +1,21 @@
-"""The replicator: carries out what ``peer/replica_policy.py`` decides, and copies other nodes' checkpoints to this one.
+"""The replicator: executes ``peer/replica_policy.py``, and copies other nodes' checkpoints to this node.
 
-Once a second it looks at the local tier, asks the members whose saves it is to hold, and those that are to hold its
-own, what they have (``/v1/fresh``), and
+Once a second it scans the local tier, requests ``/v1/fresh`` from the members that it holds copies for and from the
+holders of its own saves, and
 
-1. learns of commits: a node whose rank did not coordinate a save has shards and no manifest; it takes the manifest from
-   whoever has it, so that it can serve its part and be restored from;
-2. fetches what it is to hold and lacks, the newest checkpoint of each run only, into its own local tier under the same
-   names: a replica is a local copy of more files;
-3. fetches what the gradient logs of those members have grown by (``log_copies``), beside the checkpoints;
-4. removes copies that newer ones on all their holders have replaced (R2), and what lies before them in logs.
+1. learns of commits: a node without the save's coordinator has shards and no manifest; it gets the manifest from
+   any node, so that it can serve its part;
+2. fetches missing saves of the newest checkpoint of each run into its own local tier, under the same names: a replica
+   is a local copy with more files;
+3. fetches new frames of those members' gradient logs (``log_copies``), concurrently with the checkpoints;
+4. removes copies that newer ones on all their holders replace (R2), and earlier frames of the logs.
 
-Crash safety: the manifest comes first, so every file that a killed agent leaves is named by it and goes with it; a file
-gets its name when it is whole, verified and durable. Nothing here touches the journal, or a file that another writes.
+Crash safety: the manifest is written first, so every file that a killed agent leaves is named by one and removed with
+it. A file gets its name after it is whole, verified and durable. The replicator touches neither the journal nor a file
+that another process writes.
 
-Room is never taken from this node's own work: what a save may evict may go, else there is no copy, which is counted.
-Bytes are spent from the rate limit of the drains, so training comes first here too.
+It evicts only files that a save may evict, or makes and counts no copy. Its bytes count against the rate limit
+of the drains, which leaves bandwidth to training.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ log = logger("replicas")
 
 ROUND_SECONDS = 1.0
 NO_ROOM_SECONDS = 30.0
-"""How long after there was no room for a copy it is tried again; and at the latest after something else went wrong."""
+"""Seconds before a retry after a copy found no room; the longest delay after other errors."""
 WAIT_FOR_HOLDERS_SECONDS = 120.0
-"""How long after a save an agent stays for the sake of copies that nobody has fetched yet."""
+"""Seconds after a save for which an agent waits for its holders before it exits."""
 SETTLE_SECONDS = 60.0
-"""How often the shared tier is asked whether it has what lies here of others."""
+"""Interval of checks whether the shared tier has the checkpoints copied here."""
 NEWS_SECONDS_MAX = 10.0
 ASKED_PER_SECOND = 64
-"""Peers that are asked for news of one save."""
+"""Number of peers queried for the commit of one save."""
 CONCURRENCY = 4
 
 
 @dataclass
 class ReplicationStatus:
-    """How far the copies are, for ``tierckpt status``."""
+    """Progress of replication, for ``tierckpt status``."""
 
     members: int = 0
     holders: tuple[str, ...] = ()
@@ -80,14 +81,14 @@ class ReplicationStatus:
     newest: dict[str, Json] = field(default_factory=dict)
     """By run: the newest step of this node's own, and whether all its holders have it."""
     logs: list[Json] = field(default_factory=list)
-    """Of each gradient log of this node's own: its newest step, and up to which all its holders have it."""
+    """For each gradient log of this node: its newest step, and the newest step that all its holders have."""
 
 
 class Replicator:
-    """The copies of one node. Runs on the agent's event loop until it is cancelled.
+    """Replication for one node. Runs on the agent's event loop until it is cancelled.
 
     Args:
-        cluster: the other nodes, as this agent sees them.
+        cluster: the other nodes, as known to this agent.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Replicator:
         self._settled_at = time.monotonic()
         self._tier = LocalIndex(settings.local_root)
         self._safe: set[tuple[str, str]] = set()
-        """(URI, attempt) of own saves that all holders have told to hold."""
+        """(URI, attempt) of own saves that all holders report."""
         self._marked: set[tuple[str, str]] = set()
         self._told: Mapping[str, list[FreshCheckpoint]] = {}
         self._logs = LogIndex(settings.local_root)
@@ -117,22 +118,22 @@ class Replicator:
         self._again_at: dict[str, float] = {}
         self._tries: Counter[str] = Counter()
 
-    # --- what is told ----------------------------------------------------------------------------------------------
+    # --- reports ---------------------------------------------------------------------------------------------------
 
     def fresh(self) -> Json:
-        """The answer to ``/v1/fresh``. Any thread."""
+        """Return the answer to ``/v1/fresh``. Any thread."""
         fresh, logs = self._rows()[:FRESH_MAX], self._logs.rows[:LOGS_MAX]
         return {"fresh": [row.to_json() for row in fresh], "logs": [row.to_json() for row in logs]}
 
     def open_segment(self, identity: str, at: ByteRange) -> Opened | None:
-        """A range of a gradient log that ``fresh`` tells of. Any thread."""
+        """Open a range of a gradient log that ``fresh`` reports. Any thread."""
         return self._logs.open(identity, at)
 
     def _rows(self) -> list[FreshCheckpoint]:
         return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
 
     def status(self) -> Json:
-        """For ``tierckpt status``: placement, what was copied, and whether the newest own step has all its copies."""
+        """Return the document for ``tierckpt status``: placement, copies, and whether the newest own step is copied."""
         now = self.standing
         return {
             "replicas": self.settings.replicas,
@@ -152,15 +153,15 @@ class Replicator:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Go on until cancelled. Nothing that goes wrong ends it: it is told, and tried again in the next round."""
+        """Run until cancelled. Errors are logged, and retried in the next round."""
         try:
             while True:
                 try:
                     await self.round()
                 except (TierckptError, OSError) as error:
-                    self._failed("a round of the copies failed", error)
+                    self._failed("a round of replication failed", error)
                 except Exception:
-                    log.exception("a round of the copies failed")
+                    log.exception("a round of replication failed")
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
             taking = [task for task in (self._taking, self._taking_logs) if task is not None]
@@ -169,7 +170,7 @@ class Replicator:
             await asyncio.gather(*taking, return_exceptions=True)
 
     async def round(self) -> None:
-        """Look once, and begin to fetch what is missing unless something is being fetched."""
+        """Scan once, and start to fetch missing data unless a fetch is in progress."""
         live = await self._cluster.live()
         await asyncio.to_thread(self._tier.look)
         await asyncio.to_thread(self._logs.look)
@@ -193,7 +194,7 @@ class Replicator:
 
     @property
     def is_needed(self) -> bool:
-        """True while something is being fetched, or a fresh save of this node is not on all its holders yet."""
+        """True during a fetch, or while a holder lacks a fresh save of this node."""
         if any(task is not None and not task.done() for task in (self._taking, self._taking_logs)):
             return True
         is_fresh = time.monotonic() - self._logged_at < WAIT_FOR_HOLDERS_SECONDS
@@ -205,10 +206,10 @@ class Replicator:
             for here in self._tier.newest
         )
 
-    # --- news of commits -------------------------------------------------------------------------------------------
+    # --- commits on other nodes --------------------------------------------------------------------------------------
 
     async def _learn(self, live: Live) -> None:
-        """Find the manifests that name saves of this node, and note their commits here."""
+        """Find the manifests that name saves of this node, and record their commits here."""
         for directory, tokens in self._tier.unnamed.items():
             location = location_at(self.settings.local_root, directory)
             key = f"news {directory}"
@@ -220,17 +221,17 @@ class Replicator:
                     self._later(key, min(pause, NEWS_SECONDS_MAX))
             except (TierckptError, OSError) as error:
                 self._later(key, NEWS_SECONDS_MAX)
-                self._failed(f"the commit of {location.uri} cannot be noted on this node", error)
+                self._failed(f"cannot record the commit of {location.uri} on this node", error)
 
     async def _learn_of(self, location: Location, directory: Path, tokens: set[str]) -> bool:
         for elsewhere in (await self._cluster.at(location)).values():
             if tokens & elsewhere.manifest.tokens:
-                log.info("%s is committed, says %s", location.uri, elsewhere.members[0].name)
+                log.info("%s is committed, according to %s", location.uri, elsewhere.members[0].name)
                 return await self._adopt(elsewhere, directory, elsewhere.members)
         return False
 
     async def _adopt(self, elsewhere: PeerReplicas, directory: Path, members: Sequence[Member]) -> bool:
-        """Note a commit of another node here. False when a different one stands here that it does not replace."""
+        """Record a commit of another node. False if this node has a different one that it does not replace."""
         manifest, taking = elsewhere.manifest, PeerSource(elsewhere, members)
         metadata = {}
         for entry in manifest.metadata:
@@ -242,11 +243,11 @@ class Replicator:
     # --- copies ----------------------------------------------------------------------------------------------------
 
     async def _compare(self, live: Live) -> None:
-        """Ask the members that this node holds copies of or with; note which of its own saves all holders have."""
+        """Query the members that share copies with this node; record which of its own saves all holders have."""
         members = {member.name: member for member in live.others}
         placed = holders(live.members, self.settings.replicas)
         mine, others = placed.get(live.me, ()), sources(placed, live.me)
-        # Whoever has made what lies here is asked too, wherever the placement has put its copies since.
+        # Also query the makers of the copies here, even if their holders have changed since.
         made = {name for here in self._tier.newest for name in here.made_by.values()}
         fellows = [members[name] for name in {*mine, *others, *made} if name in members]
         told = await self._cluster.fresh(fellows)
@@ -272,7 +273,7 @@ class Replicator:
             self.standing.logs, self._logged_at = logs, time.monotonic()
 
     def _copied(self, own: LogRow, names: Sequence[str], me: str) -> Json:
-        """Up to which step the holders ``names`` have a log of this node."""
+        """Return the newest step that the holders ``names`` have of a log of this node."""
         steps = [
             max((row.step for row in self._told_logs.get(name, ()) if row.log == own.log and row.of == me), default=-1)
             for name in names
@@ -280,13 +281,13 @@ class Replicator:
         return {"uri": own.uri, "rank": own.rank, "step": own.step, "peers_step": min(steps)}
 
     def _mark_replicated(self) -> None:
-        """Note which steps are on all holders, this node's own saves and those it has copies of: retention keeps the
-        newest of them (N1) until a newer one is."""
+        """Mark own and copied steps that are on all holders. Retention keeps the newest one (N1) until a newer step
+        is on all holders."""
         told = [row for name in self.standing.sources for row in self._told.get(name, ())]
         for here in self._tier.newest:
             others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
             if here.key in self._safe and here.key not in self._marked and all(row.is_safe for row in others):
-                # Only the node of rank 0 records it, and only the first time: an earlier agent may have marked it.
+                # Only the node of rank 0 records it, once: an earlier agent may have marked it.
                 is_first = any(file.rank == 0 and file.token in here.own for file in here.manifest.files)
                 if is_first and not marks.is_replicated(here.directory, here.manifest.attempt):
                     root = self.settings.local_root
@@ -299,7 +300,7 @@ class Replicator:
         return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
 
     def _wanted(self, live: Live) -> list[tuple[str, FreshCheckpoint]]:
-        """What this node is to hold and lacks, newest first: of each run of each source its newest checkpoint."""
+        """Return missing copies, newest first: of each run of each source its newest checkpoint."""
         having: dict[tuple[str, str], Set[str]] = {
             (here.location.uri, here.manifest.attempt): here.own | here.held for here in self._tier.newest
         }
@@ -326,7 +327,7 @@ class Replicator:
                 REPLICAS.emit(1, outcome="copied")
 
     async def _attempt(self, key: str, what: str, taking: Awaitable[int]) -> int | None:
-        """Return how many bytes were fetched; None when that failed, which is told, and when to try again noted."""
+        """Return the number of bytes fetched. None after a failure, which is logged, with the next attempt recorded."""
         try:
             size_bytes = await taking
         except CapacityError as error:
@@ -344,7 +345,7 @@ class Replicator:
         return None
 
     async def _take(self, member: Member, row: FreshCheckpoint) -> int:
-        """Bring the saves of ``member`` in one checkpoint to this node. Returns the bytes that were fetched."""
+        """Fetch the saves of ``member`` in one checkpoint. Returns the number of bytes."""
         directory = local_dir(self.settings.local_root, row.location)
         here = next((here for here in self._tier.newest if here.directory == directory), None)
         is_new = here is None or here.manifest.attempt != row.attempt
@@ -355,9 +356,9 @@ class Replicator:
         needed = sum(entry.size_bytes for entry in (*lacking, *manifest.metadata))
         async with read_lease.reading_async(self.settings.local_root, directory):
             if not await asyncio.to_thread(space.has_room, self.settings, needed, directory):
-                raise CapacityError(f"{needed} bytes are needed, and only this node's own work is in the way")
+                raise CapacityError(f"{needed} bytes are needed, and only this node's own saves could be evicted")
             if is_new and not await self._adopt(elsewhere, directory, [member]):
-                raise ManifestError(f"another save stands at {directory}", hint="It is this node's own, and stays")
+                raise ManifestError(f"{directory} has another save", hint="It is this node's own, and is kept")
             await asyncio.to_thread(note, directory, manifest, dict.fromkeys(row.own, member.name))
             await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
         return sum(entry.size_bytes for entry in lacking)
@@ -365,7 +366,7 @@ class Replicator:
     # --- gradient logs -----------------------------------------------------------------------------------------------
 
     def _lacking_logs(self) -> list[tuple[str, LogRow, int]]:
-        """The logs of members whose copies here are behind, and the step from which on they are wanted."""
+        """Return the logs with incomplete copies here, and the first step needed of each."""
         having = {(row.of, row.log): dict(row.segments) for row in self._logs.rows}
         found, now = [], time.monotonic()
         for name in self.standing.sources:
@@ -388,14 +389,14 @@ class Replicator:
                 self.standing.copied_bytes += await self._attempt(_log_key(name, row), what, taking) or 0
 
     def _shorten_logs(self) -> None:
-        """Remove what lies before a checkpoint from which the steps behind it can be made on another node (R2)."""
+        """Remove frames before a checkpoint that another node has (R2)."""
         told = {(name, row.log) for name, rows in self._told_logs.items() for row in rows if not row.of}
         for row in self._logs.rows:
             if row.of and (after := self._safe_step(row.of, row.uri)) >= 0:
                 self._logs.shorten(row, after, is_told=(row.of, row.log) in told)
 
     def _safe_step(self, name: str, run: str) -> int:
-        """The newest step of a run that outlives the node ``name``: all its holders have it, or the shared tier."""
+        """Return the newest step of a run that survives the node ``name``: on all holders, or on the shared tier."""
         uris = [row.uri for row in self._told.get(name, ()) if row.is_safe and row.run == run]
         uris += [
             here.location.uri
@@ -405,7 +406,7 @@ class Replicator:
         return max((step_of(uri) or -1 for uri in uris), default=-1)
 
     async def _manifest_of(self, member: Member, row: FreshCheckpoint) -> Manifest:
-        """The manifest of ``row``. Raises ObjectNotFoundError when it has gone meanwhile, or is not as was said."""
+        """Return the manifest of ``row``. Raises ObjectNotFoundError: it was removed, or differs."""
         found = await self._cluster.manifest_of(member, row.location)
         if found is None or found.attempt != row.attempt or not row.own <= found.tokens:
             raise ObjectNotFoundError(f"{member.name} does not have {row.uri} as it said", uri=row.uri)
@@ -429,9 +430,9 @@ class Replicator:
                 await fetch(source, entry, directory / entry.key, chunk, on_bytes, CONCURRENCY)
 
     async def _settle(self) -> None:
-        """Note which of the copies here the shared tier has got since: from then on a save may evict them.
+        """Record which copies the shared tier has by now: a save may evict them from then on.
 
-        Cost: one request for each copy of others' saves that is not known to be there.
+        Cost: one request for each copy of others' saves that is not yet recorded.
         """
         for here in self._tier.newest:
             drained = await asyncio.to_thread(marks.is_drained, here.directory, here.manifest.attempt)
@@ -440,15 +441,15 @@ class Replicator:
             try:
                 shared = await shared_commit.read_shared_manifest(self._store_at(here.location))
             except TierckptError as error:
-                log.info("%s: cannot tell whether it is on the shared tier: %s", here.location.uri, error)
+                log.info("%s: cannot check whether it is on the shared tier: %s", here.location.uri, error)
                 continue
             if shared is not None and shared.attempt == here.manifest.attempt:
                 await asyncio.to_thread(marks.mark_drained, here.directory, shared.attempt)
 
-    # --- removing ----------------------------------------------------------------------------------------------------
+    # --- removal -----------------------------------------------------------------------------------------------------
 
     async def _remove_outdated(self) -> None:
-        """Remove copies that R2 lets go."""
+        """Remove copies that are replaced (R2)."""
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         for old in await asyncio.to_thread(self._outdated, frozenset(busy)):
             if await asyncio.to_thread(self._remove, old):
@@ -464,7 +465,7 @@ class Replicator:
         with read_lease.removing(self.settings.local_root, old.directory) as free:
             return bool(free) and local_commit.remove_local(old.directory, old.manifest.attempt)
 
-    # --- odds and ends -----------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _later(self, key: str, seconds: float) -> None:
         now = time.monotonic()

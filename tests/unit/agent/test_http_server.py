@@ -239,7 +239,7 @@ async def test_close_ends_what_is_under_way_at_once_and_may_be_called_again() ->
 async def test_a_taken_port_is_named() -> None:
     async with serving() as server:
         host, port = server.address
-        with pytest.raises(ConfigError, match=f"a test cannot be served on port {port} of {host}"):
+        with pytest.raises(ConfigError, match=f"cannot serve a test on port {port} of {host}"):
             await HttpServer("a test", answer).start(host, port)
-        with pytest.raises(ConfigError, match="does not listen"):
+        with pytest.raises(ConfigError, match="is not listening"):
             _ = HttpServer("a test", answer).address

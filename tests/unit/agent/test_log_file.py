@@ -71,7 +71,7 @@ def test_an_agent_keeps_its_log_small_while_it_runs(tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in (tmp_path / "agent").glob(f"{LOG}*")]
     assert len(sizes) == 2
     assert sum(sizes) < 500_000, "of a megabyte"
-    assert "agent leaves" in (tmp_path / "agent" / LOG).read_text()
+    assert "agent exits" in (tmp_path / "agent" / LOG).read_text()
 
 
 def test_what_is_not_the_agents_file_is_left_alone(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What the verbs print with, and the command they are joined into."""
+"""The command line's application, output, plots and shared options."""

@@ -1,4 +1,4 @@
-"""The verbs joined into one command, and the one place where errors become exit codes."""
+"""Joins the verbs into one command, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .. import (
 from .output import Output, Report
 
 SHOWING = frozenset({None, "ls", "info", "status", "size", "simulate", "report"})
-"""Verbs that only show something, and fail when they cannot. None: ``--help``."""
+"""Verbs that only show something, and fail if they cannot. None: ``--help``."""
 
 app = typer.Typer(
     help="Checkpoints and models on node-local SSD and shared storage.",
@@ -81,7 +81,7 @@ def _version(wanted: bool) -> None:
 
 
 class Logs:
-    """How a command writes events to stderr: beyond the printer's own warnings only when it is asked to."""
+    """Configure how a command writes events to stderr: by default only the printer's warnings."""
 
     def __init__(self, output: Output) -> None:
         self.log_format: LogFormat = "text"
@@ -105,8 +105,10 @@ class Logs:
 @app.callback()
 def _root(
     context: typer.Context,
-    log_level: Annotated[LogLevel, typer.Option("--log-level", help="The least serious events on stderr.")] = "warning",
-    log_format: Annotated[LogFormat, typer.Option("--log-format", help="json: one object a line.")] = "text",
+    log_level: Annotated[
+        LogLevel, typer.Option("--log-level", help="Minimum severity of events on stderr.")
+    ] = "warning",
+    log_format: Annotated[LogFormat, typer.Option("--log-format", help="json: one object per line.")] = "text",
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -139,9 +141,9 @@ def run(arguments: Sequence[str]) -> int:
     except (Exception, SystemExit) as error:
         if keeps_tracebacks():
             raise
-        if isinstance(error, SystemExit) and error.__context__ is None:  # shell completion has printed its answer
+        if isinstance(error, SystemExit) and error.__context__ is None:  # shell completion has printed its result
             return int(error.code or 0)
-        # typer turns a closed pipe, be it a socket of the verb, into an exit that says nothing
+        # typer turns a closed pipe, even a socket of the verb, into an exit without a message
         cause = error.__context__ if isinstance(error, SystemExit) else error
         ours = _as_ours(cause if isinstance(cause, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
         output.error(ours)
@@ -150,32 +152,32 @@ def run(arguments: Sequence[str]) -> int:
         output.close()
         logs.close()
     if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into this code
-        output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to go on"))
+        output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to continue"))
     return code
 
 
 def _without_output(cause: OSError, code: int, output: Output, verb: str | None) -> int:
-    """Return the exit code of a command that could not write its report, and say why, except to ``| head``.
+    """Return the exit code of a command that could not write its report, and print why, except to ``| head``.
 
-    ``code`` is that of the work, which is done. It stays unless the report is all that was asked for.
+    ``code`` is that of the finished work. It is kept unless the report is the only purpose of the command.
     """
     is_lost = verb in SHOWING or output.as_json
     if verb not in SHOWING or cause.errno != errno.EPIPE:
-        work = "" if verb in SHOWING else f"{verb} has ended with exit code {code}, but "
+        work = "" if verb in SHOWING else f"{verb} ended with exit code {code}, but "
         text = f"{work}its output cannot be written: {cause.strerror}"
         if is_lost:
-            output.error(TierckptError(text, hint="Check where standard output goes", errno=cause.errno))
+            output.error(TierckptError(text, hint="Check the target of standard output", errno=cause.errno))
         elif cause.errno != errno.EPIPE:
             output.warn(text)
     return code or int(is_lost)
 
 
 def _as_ours(error: Exception) -> TierckptError:
-    """Return ``error`` as one of ours, without what a server may have repeated of our credentials."""
+    """Return ``error`` as a tierckpt error, without credentials that a server may have repeated."""
     if isinstance(error, TierckptError):
         error.message, error.hint, error.context = redact(error.message), redact(error.hint), redact_all(error.context)
         return error
-    if hasattr(error, "format_message"):  # typer's usage errors: their class has moved between its releases
+    if hasattr(error, "format_message"):  # typer's usage errors: releases define their class in different modules
         return ConfigError(
             error.format_message().rstrip("."), hint="`tierckpt --help` and `tierckpt VERB --help` show the usage"
         )

@@ -1,8 +1,8 @@
 """The only printer: results on stdout, everything else on stderr, for people or as JSON.
 
-With ``--json`` stdout holds exactly one JSON document when there is a result, and stderr one when there is an error;
-warnings become a field of it. Text for people never holds control characters: object names come from strangers, and a
-terminal obeys them.
+With ``--json`` stdout gets exactly one JSON document if there is a result, and stderr one if there is an error;
+warnings are a field of it. Text for people has no control characters: object names are untrusted, and a terminal
+executes them.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from ...redaction import redact_all
 from ...telemetry import ignore_progress
 
 WIDTH_WHEN_PIPED = 100_000
-"""Nothing is cut or wrapped when a program reads it."""
+"""Width for programs: nothing is cut or wrapped."""
 WIDTH_MIN = 40
 """A narrower terminal wraps the lines itself."""
 
 LINE_SECONDS = 0.5
 TRANSFERS_SHOWN, FILES_SHOWN = 4, 8
 NAME_WIDTH, NOTE_WIDTH = 26, 14
-"""Of a longer name the end is shown."""
+"""Longer names are cut to their end."""
 INDENT = "  "
 WIDTH_NARROW, WIDTH_WIDE = 80, 100
-"""Columns of the terminal; below the second the bars have no time that remains."""
+"""Columns of the terminal; narrower bars do not show the remaining time."""
 Progressing = Literal["auto", "json", "none"]
 
 _STYLES = {
@@ -83,7 +83,7 @@ class Output:
     """Prints one report or one error. Collects the library's warnings until ``close``.
 
     Args:
-        is_compact: an error is one line too, as ``--progress json`` has it for all of stderr.
+        is_compact: print an error on one line, too, as ``--progress json`` needs on stderr.
     """
 
     def __init__(self, *, as_json: bool, is_compact: bool = False) -> None:
@@ -140,7 +140,7 @@ class _Warnings(logging.Handler):
 
 
 class _Lines:
-    """Writes progress as NDJSON on stderr: of each work at most every ``LINE_SECONDS``, and its end."""
+    """Writes progress as NDJSON on stderr: per task at most one line every ``LINE_SECONDS``, and its end."""
 
     def __init__(self) -> None:
         self._written_at: dict[str, float] = {}
@@ -162,14 +162,14 @@ def _one_line(max_width: int | None = None) -> Column:
 
 
 class _Rows(Progress):
-    """Bars, with the files of a transfer below it."""
+    """Bars, with the files of a transfer under each."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(sorted(self.tasks, key=lambda task: task.fields["order"]))
 
 
 class _Bars:
-    """Draws each transfer, and below it its files in flight: ``TRANSFERS_SHOWN`` and ``FILES_SHOWN`` rows at most."""
+    """Draws each transfer and its files in flight, at most ``TRANSFERS_SHOWN`` and ``FILES_SHOWN`` rows."""
 
     def __init__(self, rows: Progress, name_width: int) -> None:
         self._rows, self._name_width = rows, name_width
@@ -199,7 +199,7 @@ class _Bars:
             self._done.discard(what)
 
     def _add_transfer(self, what: str) -> bool:
-        """Return False when no row is free. That of a transfer that is done is free."""
+        """Return False if no row is free. A finished transfer frees its row."""
         if len(self._transfers) >= TRANSFERS_SHOWN:
             done = next((one for one in self._transfers if one in self._done), None)
             if done is None:
@@ -211,7 +211,7 @@ class _Bars:
         return True
 
     def _add_file(self, file: types.FileProgress, progress: types.Progress) -> bool:
-        """Return False when no row is free. A file keeps its row between two of its chunks, unless another needs it."""
+        """Return False if no row is free. A file keeps its row between two of its chunks, unless another needs it."""
         if len(self._files) >= FILES_SHOWN:
             own = (one for one, (what, _) in self._files.items() if what == progress.what)
             idle = next((one for one in own if one not in progress.files), None)
@@ -235,11 +235,11 @@ class _Bars:
 def progress_bar(
     *, as_json: bool, of: Literal["bytes", "time"] = "bytes", progress: Progressing = "auto"
 ) -> Iterator[types.ProgressListener]:
-    """Yield a listener that draws a bar on stderr while a person looks at it, and does nothing otherwise.
+    """Yield a listener that draws a bar on stderr if it is a terminal, and does nothing otherwise.
 
     Args:
-        of: ``time``: what is done is no bytes, and only its share is shown.
-        progress: ``json`` writes a JSON object a line instead, ``none`` nothing.
+        of: ``time``: progress is not in bytes, and only its share is shown.
+        progress: ``json`` writes a JSON object per line instead, ``none`` nothing.
     """
     if progress == "json":
         yield _Lines()
@@ -287,12 +287,12 @@ _fill = _Formatter()
 
 
 def table(columns: str, rows: Iterable[object]) -> RenderableType:
-    """Return a table, nothing when there are no ``rows``.
+    """Return a table, or nothing without ``rows``.
 
     Args:
-        columns: ``title=key:format``, separated by spaces. ``_`` in a title is a space, ``>`` before it aligns right.
-            Without ``key`` it is the title. ``key`` may lead on: ``copy.name``, ``copy[name]``.
-        rows: mappings or objects that have the keys, or tuples of all cells. None is shown as ``-``.
+        columns: ``title=key:format``, separated by spaces. ``_`` in a title is a space, a leading ``>`` aligns right.
+            The key defaults to the title, and may be nested: ``copy.name``, ``copy[name]``.
+        rows: mappings or objects with the keys, or tuples of all cells. None is shown as ``-``.
     """
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     parts = [re.fullmatch(r"(>?)([^=:]+)(?:=([^:]+))?(?::(.+))?", column) for column in columns.split()]
@@ -309,12 +309,12 @@ def table(columns: str, rows: Iterable[object]) -> RenderableType:
 
 
 def facts(pairs: Mapping[str, object], row: object = None, **more: object) -> Table:
-    """Return names and values, one a line; an empty text is left out, None is shown as ``-``.
+    """Return names and values, one per line. Empty values are left out, None is shown as ``-``.
 
     Args:
-        row: the values of ``pairs`` are templates, ``{files}, {size_bytes:bytes}``, for this mapping or object: they
-            hold no text that came from elsewhere. None: the values are shown as they are.
-        more: values for the templates that ``row`` does not have.
+        row: mapping or object for the templates in ``pairs``, like ``{files}, {size_bytes:bytes}``. Templates must not
+            contain untrusted text. None: the values are not templates.
+        more: further values for the templates.
     """
     result = Table.grid(padding=(0, 2))
     result.add_column(style="bold")
@@ -327,7 +327,7 @@ def facts(pairs: Mapping[str, object], row: object = None, **more: object) -> Ta
 
 
 def decimal(value: float) -> str:
-    """Return bytes as the field quotes them: decimal, three digits."""
+    """Return decimal bytes with three digits, as datasheets do."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(value) < 999.5:
             return f"{value:.3g} {unit}"
@@ -336,14 +336,14 @@ def decimal(value: float) -> str:
 
 
 def short(seconds: float) -> str:
-    """Return a duration: three digits where it is short, in its largest unit where it is long."""
+    """Return a duration: three digits if it is short, in its largest unit if it is long."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else human_seconds(seconds)
 
 
 def day(unix_seconds: float) -> str:
-    """Return a time of the clock, in UTC."""
+    """Return a wall-clock time in UTC."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -370,12 +370,12 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
 
 
 def plain(text: str) -> Text:
-    """Return ``text`` to print as it is, control characters made visible."""
+    """Return ``text`` to print unchanged, with control characters made visible."""
     return Text(printable(text), style=_STYLES.get(text, ""))
 
 
 def safe(part: RenderableType) -> RenderableType:
-    """Return ``part`` of a view, text of it as ``plain`` text."""
+    """Return ``part`` of a view, with its text as ``plain`` text."""
     return plain(part) if isinstance(part, str) else part
 
 
@@ -403,5 +403,5 @@ class _Console(Console):
         Console.size.fset(self, size)  # type: ignore[attr-defined]
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor as it is: a signal may end the command before a hidden one is shown again."""
+        """Leave the cursor visible: a signal may end the command before it is shown again."""
         return False

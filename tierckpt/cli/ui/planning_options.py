@@ -1,4 +1,4 @@
-"""The options that ``size`` and ``simulate`` share, declared once, and what they come to."""
+"""The options of ``size`` and ``simulate``, declared once, and the sizing that they describe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _option(name: str, text: str, panel: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """One field for each option. Text stays text until ``sizing`` reads it, so that errors name the option."""
+    """One field per option. Values stay text until ``sizing`` parses them, so that errors name the option."""
 
     params: Annotated[str | None, _option("--params", "Parameters: 175e9, 70b.", _MODEL)] = None
     expert_params: Annotated[str | None, _option("--expert-params", "Of them, in routed experts.", _MODEL)] = None
@@ -95,7 +95,7 @@ class PlanningOptions:
     load_nodes: Annotated[int | None, _option("--load-nodes", "Nodes that load the model. Default: all.", _SITE)] = None
 
     def sizing(self) -> Sizing:
-        """Size what the options describe. Raises ConfigError that names the option."""
+        """Size the described job. Raises ConfigError that names the option."""
         site, mesh = self._site(), self._mesh()
         model, state = self._model(mesh)
         mesh.check(model, self.gpus)
@@ -178,7 +178,7 @@ def _largest_model(mesh: Mesh, state: TrainingState) -> Model:
 
 
 def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
-    """Make ``verb(options, ...)`` a command with every option of PlanningOptions beside its own."""
+    """Make ``verb(options, ...)`` a command with every option of PlanningOptions and its own."""
     hints = get_type_hints(verb, include_extras=True)
     mine = list(inspect.signature(verb).parameters.values())[1:]
     kinds = get_type_hints(PlanningOptions, include_extras=True)
@@ -224,7 +224,7 @@ def _read_config(where: str) -> dict[str, Any]:
         config = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"{where} is no JSON: {error}", hint="Give the config.json of a Hugging Face model"
+            f"{where} is not JSON: {error}", hint="Give the config.json of a Hugging Face model"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{where} holds no JSON object", hint="Give the config.json of a Hugging Face model")

@@ -1,4 +1,4 @@
-"""Pictures of what the planner found. matplotlib is imported only here, and only when a picture is asked for."""
+"""Plots of the planner's results. Imports matplotlib only to draw one."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ STRETCHES = {
 def plot_sizing(path: Path, sizing: Sizing) -> Figure:
     """Draw ETTR against interval, restore time against GPUs, and stall against bandwidth.
 
-    Returns the figure that ``path`` has.
+    Returns the figure in ``path``.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigError: a suffix that is no kind of picture.
+        ConfigError: the suffix is not of a picture.
     """
     with _figure(path, 2, 3, 2) as figure:
         _draw_ettr(figure.axes[0], sizing)
@@ -73,9 +73,9 @@ def plot_sizing(path: Path, sizing: Sizing) -> Figure:
 
 
 def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
-    """Draw where the time of each simulated configuration went, and the expectation of the formula.
+    """Draw the use of time of each simulated configuration, and the expectation of the formula.
 
-    The axis begins where the worst configuration has lost more than it kept back: what all have in common says nothing.
+    The axis starts at the worst configuration's loss, because the common part shows no difference.
     """
     with _figure(path, 4) as figure:
         axis = figure.axes[0]
@@ -150,7 +150,7 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
 
 
 def plot_goodput(path: Path, found: Goodput) -> Figure:
-    """Draw a run: the step that training had reached, over time, and the phase of each stretch of time."""
+    """Draw a run: the training step over time, and the phase of each stretch of time."""
     with _figure(path, 5) as figure:
         axis = figure.axes[0]
         begin = found.starts[0].began_at
@@ -170,7 +170,7 @@ def plot_goodput(path: Path, found: Goodput) -> Figure:
                 span = max(start.ended_at - start.began_at - start.work[-1][1], 0.0)
                 times = [(start.began_at - begin + span + seconds) / unit for _, seconds in start.work]
                 steps = [step for step, _ in start.work]
-                marker = "." if len(steps) < 50 else None  # a start of one step has no line
+                marker = "." if len(steps) < 50 else None  # one step alone has no line
                 axis.plot(times, steps, marker=marker, color="#1f4e79", linewidth=1.2, label=reached)
                 reached = "_"
         axis.set_xlim(0, found.wall_seconds / unit)
@@ -183,7 +183,7 @@ def plot_goodput(path: Path, found: Goodput) -> Figure:
 
 
 def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
-    """The axes are those of the optima, and of twice the time that the worst of them loses."""
+    """Return limits of the axes around the optima, and up to twice the loss of the worst."""
     rows = [(row, row.interval_seconds(0) or 0.0) for row in sizing.tiers if row.schedule is not None]
     lowest = 100 * min(row.ettr for row, _ in rows)
     bottom, top = max(0.0, lowest - max(100 - lowest, 1e-3)), 100 * max(row.ettr for row, _ in rows)
@@ -206,7 +206,7 @@ def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
 
 
 def _ettr_at(row: TierRow, interval_seconds: float) -> float:
-    """ETTR if the first level took checkpoints at this interval, and the others as often in time as was chosen."""
+    """Return ETTR if the first level checkpoints at this interval, and the others at their chosen times."""
     schedule = row.schedule
     every = [1]
     shared = row.interval_seconds(len(row.levels) - 1) or interval_seconds
@@ -216,7 +216,7 @@ def _ettr_at(row: TierRow, interval_seconds: float) -> float:
 
 
 def _draw_restores(axis: Axes, sizing: Sizing) -> None:
-    """The same model on more GPUs: more data-parallel replicas, as far as they fill whole nodes."""
+    """Return the same model on more GPUs: more data-parallel replicas, in whole nodes if possible."""
     state = TrainingState(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
     job = sizing.mesh
@@ -267,16 +267,16 @@ def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
     _plain_ticks(axis)
 
 
-# --- what all figures share -----------------------------------------------------------------------------------------
+# --- shared by all figures ------------------------------------------------------------------------------------------
 
 
 def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: str, place: int) -> None:
-    """Dots that become smaller from curve to curve: of those at one point a ring of each is seen."""
+    """Return marker sizes that shrink from curve to curve, so that coinciding dots stay visible."""
     axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * place), label="_dots")
 
 
 def _plain_ticks(axis: Axes, which: str = "both") -> None:
-    """Label ticks with numbers as people write them: 0.5 instead of a power, 99.98 instead of a distance from 100."""
+    """Label ticks with plain numbers: 0.5 instead of a power, 99.98 instead of an offset from 100."""
     from matplotlib.ticker import LogLocator
 
     for one, name in ((axis.xaxis, "x"), (axis.yaxis, "y")):
@@ -295,7 +295,7 @@ def _plain_ticks(axis: Axes, which: str = "both") -> None:
 
 
 def _add_legend(axis: Axes, columns: int) -> Legend:
-    """Below the axes, where it covers no data."""
+    """Place the legend under the axes, where it covers no data."""
     from matplotlib.transforms import ScaledTranslation
 
     figure = axis.get_figure(root=True)
@@ -313,7 +313,7 @@ def _add_legend(axis: Axes, columns: int) -> Legend:
 
 
 def _separate(axis: Axes) -> bool:
-    """Draw lines that coincide as alternating dashes, so that the colour of each is seen. Returns whether any do."""
+    """Draw coinciding lines as alternating dashes, so that each colour is visible. Returns whether any coincide."""
     lines = [line for line in axis.get_lines() if not str(line.get_label()).startswith("_")]
     drawn = {line: _pixels(axis, line) for line in lines if line.get_linestyle() != "None"}
     groups: list[set[Line2D]] = []
@@ -345,7 +345,7 @@ def _pixels(axis: Axes, line: Line2D) -> Any:
 
 
 def _coincide(first: Any, second: Any, pixels: float) -> bool:
-    """Whether COINCIDENT_SHARE of the shorter line is less than so many pixels from the other."""
+    """Return whether COINCIDENT_SHARE of the shorter line is within this many pixels of the other."""
     import numpy
 
     shorter, longer = sorted((first, second), key=len)
@@ -357,10 +357,7 @@ def _coincide(first: Any, second: Any, pixels: float) -> bool:
 
 @contextmanager
 def _figure(path: Path, *columns: int) -> Iterator[Figure]:
-    """Yield a figure with a panel for each legend of so many ``columns``; write it when it is drawn.
-
-    The same numbers give the same file.
-    """
+    """Yield a figure with a panel for each legend of ``columns``; write it afterwards. The output is deterministic."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot is {path}: its name must end in {', '.join(SUFFIXES)}")
     try:

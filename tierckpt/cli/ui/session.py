@@ -1,4 +1,4 @@
-"""What every verb shares: the options all of them take, and an open client."""
+"""Options that all verbs share, and their client."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SETTLE_SECONDS = 10.0
 
 
 def complete_uri(incomplete: str) -> list[str]:
-    """Return the ``file://`` URIs that start with ``incomplete``. Plain paths are completed by the shell itself."""
+    """Return the ``file://`` URIs that start with ``incomplete``. The shell completes plain paths itself."""
     scheme, separator, path = incomplete.partition("://")
     if scheme not in {"file", "local"} or not path.startswith("/"):
         return []
     found = _entries(path)
     if len(found) == 1 and found[0].endswith("/"):
-        found += _entries(found[0])  # a shell ends the only candidate with a space
+        found += _entries(found[0])  # a shell appends a space to a single candidate
     return [scheme + separator + one for one in found]
 
 
@@ -56,7 +56,7 @@ UriArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
 ProgressOption = Annotated[
     Progressing,
-    typer.Option("--progress", help="json: an object a line on stderr; none. Default: a bar on a terminal."),
+    typer.Option("--progress", help="json: one object per line on stderr; none. Default: a bar on a terminal."),
 ]
 LocalRootOption = Annotated[
     Path | None,
@@ -99,7 +99,7 @@ def location_of(uri: str) -> Location:
 def open_client(
     local_root: Path | None, listener: ProgressListener = ignore_progress, **overrides: Any
 ) -> closing[Client]:
-    """Return a client of its own for one command, which ``with`` closes whatever happens."""
+    """Return a client for one command; ``with`` closes it in all cases."""
     return closing(Client(load_settings(local_root, **overrides), listener))
 
 

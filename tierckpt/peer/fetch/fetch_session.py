@@ -2,11 +2,11 @@
 
 Invariants:
     P1  A chunk from a peer is verified before it is used: against the digest of the manifest, or where there is none
-        against the digest recorded by the node that read it from the store. Where nodes disagree the store decides,
+        against the digest recorded by the node that read it from the store. If nodes disagree, the store decides,
         and members that were wrong get no more requests.
     P2  A peer can cost time, never bytes: as a last resort a chunk is read from the store, as without peers.
     P3  Everything has a deadline: each request in the client, each wait in the scheduler, the session by ``close``.
-    E1  Peers are optional. Where no agent can be reached or started, or it takes no part in the cluster, everything is
+    E1  Peers are optional. If no agent can be reached or started, or it has not joined the cluster, everything is
         read from the store, and one warning is logged.
     E2  Small entries are read from the store.
 """
@@ -186,7 +186,7 @@ class FetchSession:
         return task
 
     async def _run(self) -> None:
-        """Refresh the members, poll what they hold, cancel unwanted requests: until cancelled."""
+        """Refresh members and their reports, and cancel unwanted requests, until cancelled."""
         refresh: asyncio.Task[Any] | None = None
         refresh_at = report_at = time.monotonic()
         while True:
@@ -329,7 +329,7 @@ class FetchSession:
         return self
 
     async def take(self) -> Work | None:
-        """Return the next chunk to fetch and its source; None when none is left."""
+        """Return the next chunk to fetch and its source; None at the end."""
         async with self._choosing:
             while True:
                 self._changed.clear()
@@ -499,7 +499,7 @@ class _HedgedRequest:
         self._session.requests[id(request)] = task
 
     async def wait(self) -> ReceivedChunk | None:
-        """Wait for an answer, or until the chunk is late and a second request can be made; None without an answer."""
+        """Wait for an answer, or until the chunk is late and a second request is possible; None without an answer."""
         scheduler = self._session.scheduler
         now = time.monotonic()
         due = min(scheduler.hedge_at(request) for request, _, _ in self.running.values())
@@ -535,7 +535,7 @@ class _HedgedRequest:
         return ReceivedChunk(task.result(), request.source)
 
     async def end(self) -> None:
-        """Cancel the requests in flight, and wait until none of them writes."""
+        """Cancel the requests in flight, and wait until they no longer write."""
         left = dict(self.running)
         self.running.clear()
         for task, (request, _, _) in left.items():

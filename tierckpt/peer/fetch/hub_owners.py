@@ -1,10 +1,10 @@
 """Fetches each chunk of a Hub through its owner, which reads it at the first request (agent/hub_proxy.py).
 
 A session (fetch_session.py) divides a fill among the nodes that it knows to fill the same version; chunks fetched
-before that are fetched twice. Here the start of a node does not matter: the owner is one of all live members, by hash.
+before that are fetched twice. Here the start of a node does not matter: a hash selects a live member as the owner.
 
 Guarantees:
-    O1  While all members are healthy and agree on the list of members, one of them reads each chunk from the Hub, once.
+    O1  While all members are healthy and agree on the list of members, one member reads each chunk from the Hub, once.
         Before that it requests the chunk from the next ranks: when members join or leave, the new owner of a chunk may
         find it on another node.
     O2  No two nodes wait for each other: an owner makes no node read, and a node without a chunk answers at once.
@@ -60,7 +60,7 @@ class HubOwners:
         self._settings, self._ask_live, self._is_owner = settings, live, is_owner
         self._me, self._refresh_at = "", 0.0
         self._seen: dict[str, tuple[Member, float]] = {}
-        """Members, with the time at which each was last live."""
+        """Members, with the time when each was last live."""
         self._avoided: dict[str, float] = {}
         self._client: PeerClient | None = None
 

@@ -132,7 +132,7 @@ def test_a_command_says_why_its_answer_is_lost(place: dict[str, str], tmp_path: 
         assert codes_of(commands, place, tmp_path, stdout=full, stderr=said) == [1, 0, 1]
     shown = (tmp_path / "said").read_text().splitlines()
     assert shown[0] == "error: its output cannot be written: No space left on device"
-    assert shown[2].startswith("warning: drain has ended with exit code 0, but its output cannot be written")
+    assert shown[2].startswith("warning: drain ended with exit code 0, but its output cannot be written")
 
 
 def test_a_lost_socket_of_a_verb_is_not_taken_for_a_lost_reader(
