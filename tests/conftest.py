@@ -33,8 +33,8 @@ for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
 
 # The same examples in every run: a change is judged by what it changed. Others are drawn by `make torture-properties`.
-hypothesis.settings.register_profile("drawn", derandomize=False)
-hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("drawn", derandomize=False, deadline=None)
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
 # A shell that starts a command in the background may have it ignore Ctrl-C, and all its children then do.

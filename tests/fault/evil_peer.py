@@ -433,7 +433,7 @@ async def run_lists(folder: Path) -> Report:
             peer.wile = wile
             try:
                 async with asyncio.timeout(60):
-                    await client.held(peer.member, frozen.version, CHUNK)
+                    await client.chunk_report(peer.member, frozen.version, CHUNK)
                 report.wrong.append(f"{wile.__name__}: it was believed")
             except TierckptError as error:
                 report.refused[f"{wile.__name__}: {type(error).__name__}"] += 1

@@ -263,7 +263,7 @@ class Hubs:
         for number in range(count):
             root = folder / f"node-{number}"
             self.proxies.append(HubProxy(settings_of(root, chunk_size_bytes=64 * KIB), partial(self._live, number)))
-            self.nodes.append(Node(root, name=root.name, hub=self.proxies[-1].bring))
+            self.nodes.append(Node(root, name=root.name, hub=self.proxies[-1].fetch_range))
             loop_thread.run(self.nodes[-1].server.start())
         self.members: Sequence[Member] = [node.member for node in self.nodes]
         self.come = count
@@ -417,7 +417,7 @@ async def test_a_member_gets_files_of_commits_and_nothing_else(uri: str, hub: Fa
     published(hub)
     proxy = HubProxy(settings_of(tmp_path / "proxied"))
     try:
-        async with serving(tmp_path / "node", hub=proxy.bring) as node:
+        async with serving(tmp_path / "node", hub=proxy.fetch_range) as node:
             with pytest.raises(ObjectNotFoundError):
                 await node.client().hub_range(node.member, uri, 0, memoryview(bytearray(8)))
             commit = hub.repositories[REPO].revisions["main"]

@@ -77,7 +77,7 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
     "bytes": lambda settings: space.space_counter(settings.local_root).total(exact=True),
     "room": lambda settings: space.evict(settings, 1 << 50, settings.local_root),
-    "whose": lambda settings: LocalIndex(settings.local_root).look(),
+    "whose": lambda settings: LocalIndex(settings.local_root).refresh(),
     "status": lambda settings: list(
         checkpoints(settings.local_root, [*marked_directories(settings.local_root / "checkpoints")], {})
     ),

@@ -367,7 +367,7 @@ def test_the_history_is_the_agents_and_outlives_it(s3_uri: str, agent: str, loca
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--listen", "127.0.0.1"], "--listen says where"),
+        (["--listen", "127.0.0.1"], "--listen is the address"),
         (["--web", "--listen", "127.0.0.1:x"], "--listen is '127.0.0.1:x'"),
         (["--web", "--listen", "example.org:80"], "'example.org' is not an address"),
         (["--web", "--json"], "serves no page"),

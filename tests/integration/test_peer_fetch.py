@@ -149,7 +149,7 @@ class Played:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
         return ClusterView(members[0], members, frozenset())
 
-    async def tell_slow(self, member: Member, version: str) -> None:
+    async def report_slow(self, member: Member, version: str) -> None:
         pass
 
     async def report(self, report: object) -> None:
@@ -180,7 +180,7 @@ class Played:
             raise IntegrityError("other bytes")
         return ChunkAnswer(digest, self._held(member.name, after))
 
-    async def held(
+    async def chunk_report(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
     ) -> ChunkReport:
         return self._held(member.name, after)
@@ -246,10 +246,10 @@ async def test_what_peers_hold_is_not_read_from_the_store() -> None:
 async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
     played, told = Played(holders={"b": EVERY, "c": EVERY}), asyncio.Queue[tuple[str, str]]()
 
-    async def tell_slow(member: Member, version: str) -> None:
+    async def report_slow(member: Member, version: str) -> None:
         told.put_nowait((member.name, version))
 
-    played.tell_slow = tell_slow  # type: ignore[method-assign]
+    played.report_slow = report_slow  # type: ignore[method-assign]
 
     async def view(is_fetching: bool) -> ClusterView:
         found = await Played.view(played, is_fetching)

@@ -90,7 +90,7 @@ async def test_a_connection_is_used_again_and_again(tmp_path: Path) -> None:
         client = node.client()
         for ordinal in range(10):
             await get(client, node.member, frozen, ordinal)
-            await client.held(node.member, frozen.version, CHUNK)
+            await client.chunk_report(node.member, frozen.version, CHUNK)
         assert len(node.server.http.connections) == 1
 
 
@@ -158,7 +158,7 @@ async def test_an_answer_tells_what_else_has_landed(tmp_path: Path) -> None:
         await asyncio.to_thread(land, filling, DATA, [5])
         answer = await client.chunk(node.member, frozen.version, CHUNK, 3, into, after=answer.held.next)
         assert [at for at, _ in answer.held.new] == [5]
-        held = await client.held(node.member, frozen.version, CHUNK, after=2, interested=True)
+        held = await client.chunk_report(node.member, frozen.version, CHUNK, after=2, interested=True)
         assert [at for at, _ in held.new] == [5]
         assert held.interested == {"client", "server"}, "the node itself fills it"
     filling.close()
@@ -168,8 +168,8 @@ async def test_interest_ends_when_nobody_asks(tmp_path: Path, monkeypatch: pytes
     frozen = freeze(DATA)
     async with serving(tmp_path) as node:
         one, two = node.client("one"), node.client("two")
-        await one.held(node.member, frozen.version, CHUNK, interested=True)
-        await two.held(node.member, frozen.version, CHUNK, interested=False)
+        await one.chunk_report(node.member, frozen.version, CHUNK, interested=True)
+        await two.chunk_report(node.member, frozen.version, CHUNK, interested=False)
         assert await asyncio.to_thread(node.server.interested, frozen.version) == {"one"}
         monkeypatch.setattr(module, "INTEREST_SECONDS", 0.0)
         assert await asyncio.to_thread(node.server.interested, frozen.version) == set()
@@ -248,7 +248,7 @@ async def test_members_manifests_steps_and_status(tmp_path: Path) -> None:
         with pytest.raises(ObjectNotFoundError):
             await client.manifest(node.member, "s3://bucket/run/step-200")
         frozen = frozen_of(manifest, "")
-        assert (await client.held(node.member, frozen.version, CHUNK)).whole
+        assert (await client.chunk_report(node.member, frozen.version, CHUNK)).whole
         assert await client.fresh(node.member) == {"runs": []}
         assert (await client.status(node.member))["name"] == "server"
         row = {"name": "client", "domain": 'rack "7"'}
@@ -259,7 +259,7 @@ async def test_members_manifests_steps_and_status(tmp_path: Path) -> None:
 
 async def test_a_node_with_nothing_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
-        held = await node.client().held(node.member, "0" * 32, CHUNK)
+        held = await node.client().chunk_report(node.member, "0" * 32, CHUNK)
         assert (held.total, held.landed, held.whole) == (0, 0, False)
 
 
@@ -416,7 +416,7 @@ async def test_nothing_is_sent_to_an_address_that_no_peer_can_have(tmp_path: Pat
 async def test_a_port_that_is_taken_is_a_configuration_error(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
         again = Node(tmp_path, peer_listen=node.server.address)
-        with pytest.raises(ConfigError, match="cannot be served"):
+        with pytest.raises(ConfigError, match="cannot serve"):
             await again.server.start()
 
 

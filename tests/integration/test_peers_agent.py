@@ -270,7 +270,7 @@ def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
     async def ordinals() -> list[int]:
         client = PeerClient(settings, "tester")
         try:
-            held = await client.held(member, frozen.version, CHUNK)
+            held = await client.chunk_report(member, frozen.version, CHUNK)
             return [ordinal for ordinal, _ in held.new]
         finally:
             await client.close()
@@ -304,7 +304,7 @@ def test_that_others_find_this_node_slow_is_told_to_who_fills_here_for_a_while(
     async def tell() -> None:
         client = PeerClient(Settings.load(peer_secret_file=secret_file(node.root.parent, SECRET)), "tester")
         try:
-            await client.tell_slow(member, version)
+            await client.report_slow(member, version)
         finally:
             await client.close()
 

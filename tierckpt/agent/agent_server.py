@@ -106,7 +106,7 @@ class Agent:
                 options,
                 fresh=self.replicator.fresh,
                 segment=self.replicator.open_segment,
-                hub=lambda *asked: self._hub_proxy.bring(*asked) if self._hub_proxy is not None else None,
+                hub=lambda *asked: self._hub_proxy.fetch_range(*asked) if self._hub_proxy is not None else None,
                 drains=lambda: self.page.cluster.own(),
             )
         self.page = PageSource(self.mover, self.status, self.peers)
@@ -392,7 +392,7 @@ class Agent:
             self.peers.done(connection)
         self._busy_at = time.monotonic()
         if connection not in self._watched:
-            self.handoffs.gone(connection.owner)
+            self.handoffs.process_exited(connection.owner)
         elif self.handoffs.has_handoff_of(connection.owner):
             return  # until its process ends
         else:
@@ -409,7 +409,7 @@ class Agent:
         if connection in self._connections:
             self._hang_up(connection)
         else:
-            self.handoffs.gone(connection.owner)
+            self.handoffs.process_exited(connection.owner)
             self._spawn(self._after_an_end())
 
     def _unwatch(self, connection: Connection) -> None:
@@ -496,7 +496,7 @@ class Agent:
     def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
         if len(received) != 1:
             raise ValueError(f"{len(received)} locks on one journal entry")
-        self.handoffs.begun(save, rank, received.pop() if connection in self._watched else None)
+        self.handoffs.write_started(save, rank, received.pop() if connection in self._watched else None)
 
     def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
         self.handoffs.take_back(save)
@@ -533,7 +533,7 @@ class Agent:
 
     def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
         """Add the agents' addresses from the job's own store."""
-        self._cluster().tell(addresses)
+        self._cluster().record_report(addresses)
 
     def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
         return self._cluster().status()

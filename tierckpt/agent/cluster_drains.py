@@ -161,7 +161,11 @@ class ClusterDrains:
     def _never_heard(self, members: Iterable[tuple[Member, str, float]]) -> list[str]:
         """Return the configured addresses without a known member."""
         known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
-        return [place for place in (self._peers.unheard() if self._peers is not None else ()) if place not in known]
+        return [
+            place
+            for place in (self._peers.unreachable_nodes() if self._peers is not None else ())
+            if place not in known
+        ]
 
     def _problem(self) -> str:
         if self._peers is None:

@@ -153,7 +153,7 @@ class Handoffs:
         if old is not None:
             old.close()
 
-    def begun(self, name: str, rank: int, lock: int | None) -> None:
+    def write_started(self, name: str, rank: int, lock: int | None) -> None:
         """Note that the rank has a journal entry, and keep the lock on it.
 
         Raises KeyError: unknown handoff of a save that has not ended.
@@ -179,7 +179,7 @@ class Handoffs:
         if not all(handoff.owner.is_alive for handoff in save.by_rank.values()):
             self._on_ended()
 
-    def gone(self, owner: ClientProcess) -> None:
+    def process_exited(self, owner: ClientProcess) -> None:
         """Note that ``owner`` exited. Finish each save without a live owner."""
         owner.is_alive = False
         for save in list(self._saves.values()):

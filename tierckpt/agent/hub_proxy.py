@@ -271,7 +271,7 @@ class HubProxy:
                 future.cancel()
             await asyncio.gather(self._run(entry.close()), *coming, return_exceptions=True)
 
-    def bring(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
+    def fetch_range(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
         """Fetch a range of a file of a commit for another node, on any thread. Returns a future of the file with the
         range and its digest ('': unknown).
 
@@ -285,11 +285,11 @@ class HubProxy:
         with self._lock:
             future = self._bringing.get(key)
             if future is None:
-                future = self._bringing[key] = self._client.start(self._bring(uri, at, reads))
+                future = self._bringing[key] = self._client.start(self._fetch_piece(uri, at, reads))
                 future.add_done_callback(lambda _: self._bringing.pop(key, None))
         return future
 
-    async def _bring(self, uri: str, at: ByteRange, reads: bool) -> tuple[Path, str]:
+    async def _fetch_piece(self, uri: str, at: ByteRange, reads: bool) -> tuple[Path, str]:
         location = parse_uri(uri)
         repository = repository_of(location)
         is_file = repository is not None and repository.is_commit and is_safe_path(repository.path)

@@ -276,7 +276,7 @@ class PeerServer:
         return _missing()
 
     def _held_here(self, version: str, size: int, after: int) -> Json:
-        held = self.holdings.held(version, size, after)
+        held = self.holdings.report(version, size, after)
         return {**held.to_json(), "interested": sorted(self.interested(version))}
 
     def interested(self, version: str) -> set[str]:
@@ -345,7 +345,7 @@ class PeerServer:
         opened = self.holdings.open(version, size, ordinal)
         if opened is None:
             return None
-        return opened, self.holdings.held(version, size, after, LINES_IN_HEAD_MAX)
+        return opened, self.holdings.report(version, size, after, LINES_IN_HEAD_MAX)
 
     async def _send_chunk(self, asked: _Asked, opened: Opened, held: ChunkReport) -> web.StreamResponse:
         size = opened.byte_range.size_bytes

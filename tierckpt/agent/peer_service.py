@@ -305,7 +305,7 @@ class PeerService:
         if (owner, version) in self._reports or len(self._reports) < FILLS_MAX:
             self._reports[(owner, version)] = clean
 
-    def tell(self, addresses: Sequence[str]) -> None:
+    def record_report(self, addresses: Sequence[str]) -> None:
         """Add the agents' addresses from the job's own store (``peers=torchrun``)."""
         if self._lookup is not None and self.gossip is not None:
             self._lookup.set_job_addresses([str(address) for address in addresses])
@@ -355,7 +355,7 @@ class PeerService:
         records = sorted(table.records.values(), key=lambda record: record.member.name)
         return [(record.member, table.state(record), max(0.0, now - record.beat_at)) for record in records]
 
-    def unheard(self) -> list[str]:
+    def unreachable_nodes(self) -> list[str]:
         """Return the addresses of configured nodes that have never answered."""
         return self._unheard(self.gossip)[:UNHEARD_MAX] if self.gossip is not None else []
 

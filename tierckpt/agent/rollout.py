@@ -276,7 +276,7 @@ class RolloutWatch:
         self._client: PeerClient | None = None
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
 
-    async def look(self, *, start: bool = True) -> None:
+    async def poll(self, *, start: bool = True) -> None:
         """Query each node for its chunks.
 
         Args:
@@ -293,19 +293,19 @@ class RolloutWatch:
         if self.rollout is None or (self.uri is None and self.rollout.is_done):
             self._find(statuses)
         if self.rollout is not None:
-            await self._look(self.rollout, client, live, statuses)
+            await self._poll_nodes(self.rollout, client, live, statuses)
 
     async def close(self) -> None:
         self._contact.close()
         if self._client is not None:
             await self._client.close()
 
-    async def _look(
+    async def _poll_nodes(
         self, rollout: Rollout, client: PeerClient, members: Sequence[Member], statuses: Mapping[str, Json | None]
     ) -> None:
         version, size = rollout.version, rollout.chunk_size_bytes
         asks = {
-            member.name: client.held(member, version, size, after=rollout.node(member.name).after)
+            member.name: client.chunk_report(member, version, size, after=rollout.node(member.name).after)
             for member in members
             if not rollout.node(member.name).is_whole
         }

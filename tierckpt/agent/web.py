@@ -205,7 +205,7 @@ class Documents:
 
     async def _look_at_nodes(self) -> None:
         self._watch = self._watch or RolloutWatch(None, self._settings)
-        await self._watch.look(start=False)
+        await self._watch.poll(start=False)
 
 
 def _without_ages(document: Any) -> Any:

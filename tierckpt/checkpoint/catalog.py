@@ -189,7 +189,7 @@ class Checkpoint:
         """Ask the peers which files they have, when this node lacks some."""
         lacking = await asyncio.to_thread(self.missing_locally) if self.elsewhere is not None else []
         if lacking and self.elsewhere is not None:
-            await self.elsewhere.look()
+            await self.elsewhere.query_files()
 
     def missing_locally(self) -> list[FileEntry]:
         return [entry for entry in self.manifest.entries if self.local_path(entry) is None] if self.manifest else []
@@ -222,7 +222,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: PeerL
     shared, shared_error = await _attempt(lambda: _read_shared(store, ASK_SECONDS if is_here else None))
     unseen = shared_error if isinstance(shared_error, StoreError) else None
     manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
-    found = await cluster.at(location, (local, shared)) if cluster is not None else {}
+    found = await cluster.replicas_at(location, (local, shared)) if cluster is not None else {}
 
     def checkpoint(manifest: Manifest) -> Checkpoint:
         attempts = {Tier.LOCAL: local, Tier.SHARED: shared, Tier.PEER: found.get(manifest.attempt)}
@@ -485,5 +485,5 @@ async def lacking_near(checkpoint: Checkpoint) -> list[FileEntry]:
     """Return the files without a copy on this node or a peer. Reads no data."""
     lacking = await asyncio.to_thread(checkpoint.missing_locally)
     if lacking and checkpoint.elsewhere is not None:
-        lacking = (await checkpoint.elsewhere.look()).lacks(lacking)
+        lacking = (await checkpoint.elsewhere.query_files()).missing(lacking)
     return lacking

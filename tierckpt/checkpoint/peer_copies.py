@@ -40,15 +40,15 @@ class PeerCopies(Protocol):
     @property
     def attempt(self) -> str: ...
 
-    async def look(self) -> PeerCopies:
+    async def query_files(self) -> PeerCopies:
         """Ask which files each has, once. Returns itself."""
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
         """Who had the whole of ``entry`` at the last ``look``."""
 
-    def lacks(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
+    def missing(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
 
-    def report(self, member: Member) -> None:
+    def report_damage(self, member: Member) -> None:
         """Report wrong bytes from ``member``: it is not used for a while."""
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
@@ -58,7 +58,7 @@ class PeerCopies(Protocol):
 class PeerLookup(Protocol):
     """Lookup of checkpoints on other nodes."""
 
-    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
+    async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
         """The copies of the checkpoint at ``location``, by attempt."""
 
     async def committed(

@@ -264,7 +264,7 @@ class Selector:
             found.append(await branches.read_shared(self.store_at(location)))
         if self._peers is not None:
             for name in (await self._peers.committed(location)).get(BRANCHES_DIR, ()):
-                copies = (await self._peers.at(location.child(name))).values()
+                copies = (await self._peers.replicas_at(location.child(name))).values()
                 found += [branches.branch_of(copy.manifest, name) for copy in copies]
         return branches.current_of((one, None) for one in found if one is not None)
 
@@ -418,7 +418,7 @@ class Selector:
         except (ManifestError, StoreError) as error:
             log.warning("%s", error)
             local = None
-        found = await self._peers.at(location, (local,)) if self._peers is not None else {}
+        found = await self._peers.replicas_at(location, (local,)) if self._peers is not None else {}
         attempts: dict[str, Manifest] = {attempt: elsewhere.manifest for attempt, elsewhere in found.items()}
         attempts |= {local.attempt: local} if local is not None else {}
         return [

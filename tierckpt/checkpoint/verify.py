@@ -122,7 +122,7 @@ async def verify(
     stock = tuple(replace(entry, source="") for entry in checkpoint.manifest.metadata if entry.source)
     entries = checkpoint.manifest.entries + stock
     if checkpoint.elsewhere is not None:
-        await checkpoint.elsewhere.look()
+        await checkpoint.elsewhere.query_files()
     copies = [(tier, entry) for tier in sorted(checkpoint.tiers) for entry in entries]
     await asyncio.gather(*(one(tier, entry) for tier, entry in copies if tier is not Tier.PEER or entry not in stock))
     bad = {path: [tier for tier, name in report.problems if name == path] for _, path in report.problems}

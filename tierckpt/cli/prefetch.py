@@ -297,7 +297,7 @@ async def _watch_nodes(
     begun, settled = time.monotonic(), 0
     try:
         while settled < SETTLED_TICKS and (fetching is not None or has_reader(shown_on)):
-            await seen.look()
+            await seen.poll()
             if fetching is not None and fetching.done():
                 if fetching.exception() is not None:
                     return

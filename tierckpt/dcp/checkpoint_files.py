@@ -104,7 +104,7 @@ class CheckpointFiles:
                 lambda at: self._client.run(elsewhere.chunk(member, entry, at.start // chunk)),
                 Tier.PEER,
                 chunk_size_bytes=chunk,
-                report=lambda: elsewhere.report(member),
+                report=lambda: elsewhere.report_damage(member),
             )
 
         return [copy(member) for member in elsewhere.holders(entry)[:PEERS_TRIED_MAX]]

@@ -399,7 +399,7 @@ class ChunkIndex:
         self._from: dict[int, ChunkSource] = {}
         self._taken: dict[int, tuple[ChunkSource, int]] = {}
 
-    def place(self, ordinal: int) -> tuple[int, int, ByteRange]:
+    def chunk_at(self, ordinal: int) -> tuple[int, int, ByteRange]:
         """The file, the chunk in it, and its range."""
         index = bisect_right(self._firsts, ordinal) - 1
         chunk = ordinal - self._firsts[index]
@@ -419,7 +419,7 @@ class ChunkIndex:
             known = self._from.get(ordinal)
             if known is not None and not (known is source and same_size):  # twice from one source: lost, and fetched
                 continue
-            at = self.place(ordinal)[2]
+            at = self.chunk_at(ordinal)[2]
             if same_size or source.covers(index, at):
                 has_digests, chunk = self.frozen.files[index].digests, ordinal - self._firsts[index]
                 digest = "" if has_digests else source.digest(index, chunk, self.frozen.chunk_size_bytes)

@@ -126,7 +126,7 @@ class Holdings:
 
     # --- queries -------------------------------------------------------------------------------------------------
 
-    def held(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
+    def report(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
         """Report the chunks of ``version``, in chunks of this size. Empty if the version is unknown."""
         with self._lock:
             # Claims first: a chunk that arrives between the two reads is then in both, never in neither.
@@ -155,7 +155,7 @@ class Holdings:
         return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
 
     def _place(self, view: ChunkIndex, sources: list[ChunkSource], ordinal: int) -> ChunkPlace | None:
-        index, chunk, at = view.place(ordinal)
+        index, chunk, at = view.chunk_at(ordinal)
         for source in sources:
             if source.covers(index, at):
                 digest = source.digest(index, chunk, view.frozen.chunk_size_bytes)

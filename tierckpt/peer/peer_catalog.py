@@ -57,20 +57,20 @@ PLACES_MAX = 64
 class Live:
     """Members that can be reached. ``this`` is this node; None while its agent does not respond."""
 
-    this: Member | None
-    others: tuple[Member, ...]
-    unheard: tuple[str, ...] = ()
+    this_node: Member | None
+    other_nodes: tuple[Member, ...]
+    unreachable: tuple[str, ...] = ()
     """Configured nodes that have not answered this node's agent."""
-    denied: str = ""
+    denial_reason: str = ""
     """Reason why a node does not accept this one as a member."""
 
     @property
     def me(self) -> str:
-        return self.this.name if self.this is not None else ""
+        return self.this_node.name if self.this_node is not None else ""
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return (*self.others, self.this) if self.this is not None else self.others
+        return (*self.other_nodes, self.this_node) if self.this_node is not None else self.other_nodes
 
 
 class PeerCatalog:
@@ -82,36 +82,36 @@ class PeerCatalog:
     """
 
     def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
-        self._ask_live, self.wire, self._expected = live, wire, expected
+        self._query_members, self.wire, self._expected = live, wire, expected
         self._live = Live(None, ())
-        self._ask_at = float("-inf")
-        self._has_met = False
+        self._next_query_at = float("-inf")
+        self._has_waited = False
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
         self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]]]] = {}
-        self._silent: dict[Location, list[str]] = {}
+        self._silent_members: dict[Location, list[str]] = {}
         """Members that did not answer a request for these."""
 
     async def close(self) -> None:
         await self.wire.close()
-        if isinstance(self._ask_live, ByContact):
-            await asyncio.to_thread(self._ask_live.close)
+        if isinstance(self._query_members, ByContact):
+            await asyncio.to_thread(self._query_members.close)
 
     async def live(self) -> Live:
         """Return the reachable members. None, with a log line, if this node's agent does not respond."""
-        if time.monotonic() >= self._ask_at:
+        if time.monotonic() >= self._next_query_at:
             pause = LIVE_SECONDS
             try:
-                self._live = await self._ask_live()
+                self._live = await self._query_members()
             except (TierckptError, OSError) as error:
                 log.warning("cannot find the other nodes, using this node's disk only: %s", error)
                 self._live, pause = (
                     Live(None, (), (f"the other nodes, as this node's agent says: {error}",)),
                     RETRY_SECONDS,
                 )
-            self._ask_at = time.monotonic() + pause
+            self._next_query_at = time.monotonic() + pause
         return self._live
 
-    async def meet(self) -> Live:
+    async def wait_for_members(self) -> Live:
         """Wait until all expected members have joined, or none has for a moment; then return ``live``.
 
         Without this wait, a node whose agent has just started would take its own disk for all there is. Waits once, at
@@ -119,15 +119,15 @@ class PeerCatalog:
         """
         found = await self.live()
         begun = changed = time.monotonic()
-        while not self._has_met and found.this is not None and time.monotonic() - begun < MEET_SECONDS:
+        while not self._has_waited and found.this_node is not None and time.monotonic() - begun < MEET_SECONDS:
             count = len(found.members)
             if count >= (self._expected or count + 1) or (count > 1 and time.monotonic() - changed > CALM_SECONDS):
                 break
             await asyncio.sleep(0.1)
-            self._ask_at = float("-inf")
+            self._next_query_at = float("-inf")
             found = await self.live()
             changed = time.monotonic() if len(found.members) != count else changed
-        self._has_met = self._has_met or found.this is not None
+        self._has_waited = self._has_waited or found.this_node is not None
         return found
 
     @property
@@ -144,16 +144,16 @@ class PeerCatalog:
         """
         asked_at, known = self._committed.get(parent, (float("-inf"), {}))
         if is_fresh or time.monotonic() - asked_at > LIVE_SECONDS:
-            known, others = {}, (await self.meet()).others
+            known, others = {}, (await self.wait_for_members()).other_nodes
             answers = await self._all(lambda member: self.wire.steps(member, parent.uri), others)
             silent = {*others} - {member for member, _ in answers}
-            self._silent[parent] = [f"{member.name} ({member.address})" for member in silent]
+            self._silent_members[parent] = [f"{member.name} ({member.address})" for member in silent]
             for member, answer in answers:
                 for name, attempt in list(answer.items())[:NAMES_MAX]:
                     if _is_name(name) and is_token(attempt):  # as BRANCHES_DIR, the name of a step
                         known.setdefault(name, {}).setdefault(attempt, []).append(member)
             while len(self._committed) >= PLACES_MAX:
-                self._silent.pop(parent_before := next(iter(self._committed)), None)
+                self._silent_members.pop(parent_before := next(iter(self._committed)), None)
                 del self._committed[parent_before]
             self._committed[parent] = (time.monotonic(), known)
         return known
@@ -163,18 +163,18 @@ class PeerCatalog:
 
         Raises PermissionDeniedError: a node does not accept this one as a member.
         """
-        self._ask_at = float("-inf")
+        self._next_query_at = float("-inf")
         await self.committed(parent, is_fresh=True)
-        if self._live.denied:
+        if self._live.denial_reason:
             raise PermissionDeniedError(
-                f"other nodes' checkpoints of {parent.uri} are unknown: {self._live.denied}",
+                f"other nodes' checkpoints of {parent.uri} are unknown: {self._live.denial_reason}",
                 hint="Give every node the same secret (peer_secret_file, TIERCKPT_PEER_SECRET_FILE), or leave the node "
                 "out of peers (TIERCKPT_PEERS)",
                 tier=Tier.PEER,
             )
-        return sorted([*self._live.unheard, *self._silent.get(parent, ())])
+        return sorted([*self._live.unreachable, *self._silent_members.get(parent, ())])
 
-    async def at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
+    async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
         """Return the checkpoints at ``location`` that are committed on other nodes, by attempt.
 
         Args:
@@ -225,7 +225,7 @@ class PeerCatalog:
                 log.info("%s does not list its checkpoints: %s", member.name, error)
                 return None
 
-        asked = (await self.meet()).others if members is None else members
+        asked = (await self.wait_for_members()).other_nodes if members is None else members
         answers = await asyncio.gather(*(one(member) for member in asked))
         return [answer for answer in answers if answer is not None]
 
@@ -250,7 +250,7 @@ class PeerReplicas:
     def attempt(self) -> str:
         return self.manifest.attempt
 
-    async def look(self) -> PeerReplicas:
+    async def query_files(self) -> PeerReplicas:
         """Request the file list of each member, once. Returns itself."""
         if self._holders is not None:
             return self
@@ -273,10 +273,10 @@ class PeerReplicas:
         """Return the members that had all of ``entry`` at the last ``look``."""
         return self._holders.get(entry.key, ()) if self._holders is not None else ()
 
-    def lacks(self, entries: Iterable[FileEntry]) -> list[FileEntry]:
+    def missing(self, entries: Iterable[FileEntry]) -> list[FileEntry]:
         return [entry for entry in entries if not self.holders(entry)]
 
-    def report(self, member: Member) -> None:
+    def report_damage(self, member: Member) -> None:
         """Stop requesting data from ``member`` for a while: it sent wrong bytes."""
         log.warning("%s sent wrong bytes of %s: no data is requested from it for now", member.name, self.location.uri)
         self.cluster.wire.ban(member)
@@ -333,7 +333,7 @@ class PeerWire:
         self._client: PeerClient | None = None
         self._banned: dict[str, float] = {}
 
-    def _asked(self) -> PeerClient:
+    def _connected_client(self) -> PeerClient:
         if self._client is None:
             from .peer_client import PeerClient  # most processes have no peers, and need no TLS
 
@@ -342,21 +342,21 @@ class PeerWire:
 
     async def manifest(self, member: Member, uri: str) -> bytes | None:
         try:
-            return await self._asked().manifest(member, uri)
+            return await self._connected_client().manifest(member, uri)
         except ObjectNotFoundError:
             return None
 
     async def steps(self, member: Member, parent_uri: str) -> Json:
-        return await self._asked().steps(member, parent_uri)
+        return await self._connected_client().steps(member, parent_uri)
 
     async def fresh(self, member: Member) -> Json:
-        return await self._asked().fresh(member)
+        return await self._connected_client().fresh(member)
 
     async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
         """Return the chunks of a version that ``member`` has; None: all of it."""
-        client, found, after = self._asked(), set[int](), 0
+        client, found, after = self._connected_client(), set[int](), 0
         while True:
-            held = await client.held(member, version, chunk_size_bytes, after=after)
+            held = await client.chunk_report(member, version, chunk_size_bytes, after=after)
             if held.whole:
                 return None
             found |= {ordinal for ordinal, _ in held.new}
@@ -368,17 +368,21 @@ class PeerWire:
         self, member: Member, version: str, chunk_size_bytes: int, ordinal: int, size_bytes: int, digest: str
     ) -> Buffer:
         into = memoryview(bytearray(size_bytes))
-        chunk = partial(self._asked().chunk, member, version, chunk_size_bytes, ordinal, into, expected=digest)
-        await self._patiently(member, chunk)
+        chunk = partial(
+            self._connected_client().chunk, member, version, chunk_size_bytes, ordinal, into, expected=digest
+        )
+        await self._retry_while_busy(member, chunk)
         return into
 
     async def segment(self, member: Member, identity: str, at: ByteRange) -> Buffer:
         """Fetch a range of a segment of a gradient log, not verified."""
         into = memoryview(bytearray(at.size_bytes))
-        await self._patiently(member, partial(self._asked().segment, member, identity, at.start, into))
+        await self._retry_while_busy(
+            member, partial(self._connected_client().segment, member, identity, at.start, into)
+        )
         return into
 
-    async def _patiently(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
+    async def _retry_while_busy(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
         """Retry while the peer is busy."""
         if time.monotonic() < self._banned.get(member.name, 0.0):
             raise PeerError(

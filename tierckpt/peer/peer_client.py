@@ -149,7 +149,7 @@ class PeerClient:
             raise _lies(member, f"{target} is not as announced")
         return digest
 
-    async def held(
+    async def chunk_report(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
     ) -> ChunkReport:
         """Return the peer's report for a version, from line ``after`` of its list. Raises as ``chunk``."""
@@ -159,7 +159,7 @@ class PeerClient:
         except WireError as error:
             raise _broken(member, str(error)) from None
 
-    async def tell_slow(self, member: Member, version: str) -> None:
+    async def report_slow(self, member: Member, version: str) -> None:
         """Report to the peer that it serves chunks of a version far slower than others. Raises as ``chunk``."""
         await self._json(member, f"/v1/slow/{version}")
 

@@ -71,7 +71,7 @@ class PeerSource:
                 last = error
             except (TierckptError, OSError, TimeoutError) as error:
                 if isinstance(error, IntegrityError):
-                    self._copies.report(member)
+                    self._copies.report_damage(member)
                 last = error if isinstance(error, TierckptError) else StoreUnavailableError(f"{member.name}: {error}")
                 self._given_up[member.name] = last
                 log.warning("not using peer %s any more: %s", member.name, error)

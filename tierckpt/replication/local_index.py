@@ -63,7 +63,7 @@ class LocalIndex:
         self.unnamed: dict[Path, set[str]] = {}
         """Saves of this node's ranks that no manifest here names, by directory: committed elsewhere, or not yet."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Refresh. Cost: a walk over the directories, and a stat of each file of the newest steps."""
         runs: dict[Path, list[tuple[Path, Manifest]]] = {}
         unnamed: dict[Path, set[str]] = {}

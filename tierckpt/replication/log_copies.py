@@ -60,7 +60,7 @@ class LogIndex:
         self._paths: dict[str, Path] = {}
         self.rows: list[LogRow] = []
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Refresh. Cost: a walk over the directories, a stat of each segment, and a read of new frames of copies."""
         with self._lock:
             runs, tails = marked_directories(self._root / "checkpoints", GRADIENTS_DIR), dict[Path, Tail]()
@@ -113,7 +113,7 @@ class LogIndex:
             os.close(file)
             raise
 
-    def lacking(self, directory: Path, row: LogRow, after: int) -> list[tuple[Tail, int]]:
+    def missing_segments(self, directory: Path, row: LogRow, after: int) -> list[tuple[Tail, int]]:
         """Return the segments of ``row`` that the copy in ``directory`` lacks after step ``after``, and their sizes.
 
         First removes abandoned segments: those not in the log that start at one of its segments or later. Older ones
@@ -145,7 +145,7 @@ class LogIndex:
         with self._lock:
             return self._look_at(path)
 
-    def shorten(self, row: LogRow, after: int, *, is_told: bool) -> None:
+    def truncate(self, row: LogRow, after: int, *, is_told: bool) -> None:
         """Remove segments with no step above ``after`` from a copy, the last one once its member no longer reports
         that log. Raises OSError."""
         directory = copy_directory(self._root, row, row.of)
@@ -184,7 +184,7 @@ async def fetch_log(
     directory = copy_directory(settings.local_root, row, row.of or member.name)
     await asyncio.to_thread(make_dirs, directory)
     async with lock_async(directory.with_name(f".{directory.name}.lock"), LOCK_SECONDS, str(directory)):
-        lacking = await asyncio.to_thread(index.lacking, directory, row, after)
+        lacking = await asyncio.to_thread(index.missing_segments, directory, row, after)
         needed = sum(size_bytes - tail.size_bytes for tail, size_bytes in lacking)
         if needed and not await asyncio.to_thread(space.has_room, settings, needed, directory):
             raise CapacityError(f"{needed} bytes are needed, and only this node's own saves could be evicted")
@@ -211,7 +211,7 @@ async def bring_log(settings: Settings, cluster: PeerCatalog, run: Location, ran
     Only steps after ``beyond`` count. The source may be a copy, or the log of a node that the rank has left. Raises as
     ``fetch_log``.
     """
-    members = {member.name: member for member in (await cluster.meet()).others}
+    members = {member.name: member for member in (await cluster.wait_for_members()).other_nodes}
     told = await cluster.fresh(members.values())
     rows = [(row, name) for name, (_, logs) in told.items() for row in logs if row.log == (run.uri, rank)]
     rows = [(row, name) for row, name in rows if base in row.bases and row.step > beyond]

@@ -101,7 +101,7 @@ class Replicator:
         listener: ProgressListener,
     ) -> None:
         self.settings = settings
-        self.standing = ReplicationStatus()
+        self.progress = ReplicationStatus()
         self._journal, self._limiter, self._cluster = journal, limiter, cluster
         self._store_at, self._listener = store_at, listener
         self._settled_at = time.monotonic()
@@ -134,7 +134,7 @@ class Replicator:
 
     def status(self) -> Json:
         """Return the document for ``tierckpt status``: placement, copies, and whether the newest own step is copied."""
-        now = self.standing
+        now = self.progress
         return {
             "replicas": self.settings.replicas,
             "members": now.members,
@@ -172,17 +172,17 @@ class Replicator:
     async def round(self) -> None:
         """Scan once, and start to fetch missing data unless a fetch is in progress."""
         live = await self._cluster.live()
-        await asyncio.to_thread(self._tier.look)
-        await asyncio.to_thread(self._logs.look)
-        await self._learn(live)
+        await asyncio.to_thread(self._tier.refresh)
+        await asyncio.to_thread(self._logs.refresh)
+        await self._adopt_commits(live)
         if self.settings.drain and time.monotonic() - self._settled_at > SETTLE_SECONDS:
             self._settled_at = time.monotonic()
-            await self._settle()
+            await self._record_drained()
         if self.settings.replicas < 2 or not live.me:
             return
-        await self._compare(live)
+        await self._query_holders(live)
         if self._taking is None or self._taking.done():
-            wanted = self._wanted(live)
+            wanted = self._missing_copies(live)
             if wanted:
                 self._taking = asyncio.create_task(self._take_all(wanted, live), name="replicas")
         if self._taking_logs is None or self._taking_logs.done():
@@ -198,33 +198,33 @@ class Replicator:
         if any(task is not None and not task.done() for task in (self._taking, self._taking_logs)):
             return True
         is_fresh = time.monotonic() - self._logged_at < WAIT_FOR_HOLDERS_SECONDS
-        if is_fresh and any(row["peers_step"] != row["step"] for row in self.standing.logs):
+        if is_fresh and any(row["peers_step"] != row["step"] for row in self.progress.logs):
             return True
         limit = time.time() - WAIT_FOR_HOLDERS_SECONDS
-        return len(self.standing.holders) > 1 and any(
+        return len(self.progress.holders) > 1 and any(
             here.own and here.manifest.created_unix_seconds > limit and here.key not in self._safe
             for here in self._tier.newest
         )
 
     # --- commits on other nodes --------------------------------------------------------------------------------------
 
-    async def _learn(self, live: Live) -> None:
+    async def _adopt_commits(self, live: Live) -> None:
         """Find the manifests that name saves of this node, and record their commits here."""
         for directory, tokens in self._tier.unnamed.items():
             location = location_at(self.settings.local_root, directory)
             key = f"news {directory}"
-            pause = ROUND_SECONDS * len(live.others) / ASKED_PER_SECOND
-            if location is None or not live.others or time.monotonic() < self._again_at.get(key, 0.0):
+            pause = ROUND_SECONDS * len(live.other_nodes) / ASKED_PER_SECOND
+            if location is None or not live.other_nodes or time.monotonic() < self._again_at.get(key, 0.0):
                 continue
             try:
                 if not await self._learn_of(location, directory, tokens):
-                    self._later(key, min(pause, NEWS_SECONDS_MAX))
+                    self._retry_after(key, min(pause, NEWS_SECONDS_MAX))
             except (TierckptError, OSError) as error:
-                self._later(key, NEWS_SECONDS_MAX)
+                self._retry_after(key, NEWS_SECONDS_MAX)
                 self._failed(f"cannot record the commit of {location.uri} on this node", error)
 
     async def _learn_of(self, location: Location, directory: Path, tokens: set[str]) -> bool:
-        for elsewhere in (await self._cluster.at(location)).values():
+        for elsewhere in (await self._cluster.replicas_at(location)).values():
             if tokens & elsewhere.manifest.tokens:
                 log.info("%s is committed, according to %s", location.uri, elsewhere.members[0].name)
                 return await self._adopt(elsewhere, directory, elsewhere.members)
@@ -242,9 +242,9 @@ class Replicator:
 
     # --- copies ----------------------------------------------------------------------------------------------------
 
-    async def _compare(self, live: Live) -> None:
+    async def _query_holders(self, live: Live) -> None:
         """Query the members that share copies with this node; record which of its own saves all holders have."""
-        members = {member.name: member for member in live.others}
+        members = {member.name: member for member in live.other_nodes}
         placed = holders(live.members, self.settings.replicas)
         mine, others = placed.get(live.me, ()), sources(placed, live.me)
         # Also query the makers of the copies here, even if their holders have changed since.
@@ -253,8 +253,8 @@ class Replicator:
         told = await self._cluster.fresh(fellows)
         self._told = {name: fresh for name, (fresh, _) in told.items()}
         self._told_logs = {name: logs for name, (_, logs) in told.items()}
-        self.standing.members, self.standing.holders = len(members) + 1, tuple(mine)
-        self.standing.sources = tuple(others)
+        self.progress.members, self.progress.holders = len(members) + 1, tuple(mine)
+        self.progress.sources = tuple(others)
         safe = {
             here.key
             for here in self._tier.newest
@@ -262,15 +262,15 @@ class Replicator:
         }
         self._safe = safe
         await asyncio.to_thread(self._mark_replicated)
-        self.standing.newest = {}
+        self.progress.newest = {}
         for here in self._tier.newest:
             if here.own:
                 row = {"uri": here.location.uri, "has_all_replicas": here.key in safe}
-                self.standing.newest.setdefault(here.location.parent.uri, row)
+                self.progress.newest.setdefault(here.location.parent.uri, row)
         others = [name for name in mine if name != live.me]
         logs = [self._copied(row, others, live.me) for row in self._logs.rows if others and not row.of]
-        if logs != self.standing.logs:
-            self.standing.logs, self._logged_at = logs, time.monotonic()
+        if logs != self.progress.logs:
+            self.progress.logs, self._logged_at = logs, time.monotonic()
 
     def _copied(self, own: LogRow, names: Sequence[str], me: str) -> Json:
         """Return the newest step that the holders ``names`` have of a log of this node."""
@@ -283,7 +283,7 @@ class Replicator:
     def _mark_replicated(self) -> None:
         """Mark own and copied steps that are on all holders. Retention keeps the newest one (N1) until a newer step
         is on all holders."""
-        told = [row for name in self.standing.sources for row in self._told.get(name, ())]
+        told = [row for name in self.progress.sources for row in self._told.get(name, ())]
         for here in self._tier.newest:
             others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
             if here.key in self._safe and here.key not in self._marked and all(row.is_safe for row in others):
@@ -299,13 +299,13 @@ class Replicator:
         rows = self._told.get(name, ())
         return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
 
-    def _wanted(self, live: Live) -> list[tuple[str, FreshCheckpoint]]:
+    def _missing_copies(self, live: Live) -> list[tuple[str, FreshCheckpoint]]:
         """Return missing copies, newest first: of each run of each source its newest checkpoint."""
         having: dict[tuple[str, str], Set[str]] = {
             (here.location.uri, here.manifest.attempt): here.own | here.held for here in self._tier.newest
         }
         found = []
-        for name in self.standing.sources:
+        for name in self.progress.sources:
             newest: dict[str, FreshCheckpoint] = {}
             for row in sorted((row for row in self._told.get(name, ()) if row.own), key=lambda row: row.age):
                 newest[row.run] = row
@@ -315,36 +315,36 @@ class Replicator:
         return sorted(ready, key=lambda item: item[1].created_unix_seconds, reverse=True)
 
     async def _take_all(self, wanted: Sequence[tuple[str, FreshCheckpoint]], live: Live) -> None:
-        members = {member.name: member for member in live.others}
+        members = {member.name: member for member in live.other_nodes}
         for name, row in wanted:
             if name not in members:
                 continue
             what = f"the copy of {row.uri} of {name}"
-            size_bytes = await self._attempt(_key(name, row), what, self._take(members[name], row))
+            size_bytes = await self._try_fetch(_key(name, row), what, self._fetch_copy(members[name], row))
             if size_bytes is not None:
-                self.standing.copied += size_bytes > 0
-                self.standing.copied_bytes += size_bytes
+                self.progress.copied += size_bytes > 0
+                self.progress.copied_bytes += size_bytes
                 REPLICAS.emit(1, outcome="copied")
 
-    async def _attempt(self, key: str, what: str, taking: Awaitable[int]) -> int | None:
+    async def _try_fetch(self, key: str, what: str, taking: Awaitable[int]) -> int | None:
         """Return the number of bytes fetched. None after a failure, which is logged, with the next attempt recorded."""
         try:
             size_bytes = await taking
         except CapacityError as error:
-            self.standing.without_room += 1
-            self._later(key, NO_ROOM_SECONDS)
+            self.progress.without_room += 1
+            self._retry_after(key, NO_ROOM_SECONDS)
             self._failed(f"no room for {what}", error, outcome="no_room")
         except (TierckptError, OSError, TimeoutError) as error:
-            self.standing.failed += 1
+            self.progress.failed += 1
             self._tries[key] += 1
-            self._later(key, min(ROUND_SECONDS * 2 ** self._tries[key], NO_ROOM_SECONDS))
+            self._retry_after(key, min(ROUND_SECONDS * 2 ** self._tries[key], NO_ROOM_SECONDS))
             self._failed(f"{what} is not whole yet", error, outcome="failed")
         else:
             self._tries.pop(key, None)
             return size_bytes
         return None
 
-    async def _take(self, member: Member, row: FreshCheckpoint) -> int:
+    async def _fetch_copy(self, member: Member, row: FreshCheckpoint) -> int:
         """Fetch the saves of ``member`` in one checkpoint. Returns the number of bytes."""
         directory = local_dir(self.settings.local_root, row.location)
         here = next((here for here in self._tier.newest if here.directory == directory), None)
@@ -369,7 +369,7 @@ class Replicator:
         """Return the logs with incomplete copies here, and the first step needed of each."""
         having = {(row.of, row.log): dict(row.segments) for row in self._logs.rows}
         found, now = [], time.monotonic()
-        for name in self.standing.sources:
+        for name in self.progress.sources:
             for row in self._told_logs.get(name, ()):
                 after, here = self._safe_step(name, row.uri), having.get((name, row.log), {})
                 is_behind = any(here.get(segment, 0) < size for segment, size in row.after(after))
@@ -378,7 +378,7 @@ class Replicator:
         return found
 
     async def _take_logs(self, lacking: Sequence[tuple[str, LogRow, int]], live: Live) -> None:
-        members = {member.name: member for member in live.others}
+        members = {member.name: member for member in live.other_nodes}
         for name, row, after in lacking:
             if name in members:
                 spend = self._limiter.flow(time.time()).spend  # newer than any checkpoint
@@ -386,14 +386,14 @@ class Replicator:
                     self._logs, self.settings, self._cluster.wire, members[name], row, after=after, spend=spend
                 )
                 what = f"the gradient log of rank {row.rank} of {row.uri} of {name}"
-                self.standing.copied_bytes += await self._attempt(_log_key(name, row), what, taking) or 0
+                self.progress.copied_bytes += await self._try_fetch(_log_key(name, row), what, taking) or 0
 
     def _shorten_logs(self) -> None:
         """Remove frames before a checkpoint that another node has (R2)."""
         told = {(name, row.log) for name, rows in self._told_logs.items() for row in rows if not row.of}
         for row in self._logs.rows:
             if row.of and (after := self._safe_step(row.of, row.uri)) >= 0:
-                self._logs.shorten(row, after, is_told=(row.of, row.log) in told)
+                self._logs.truncate(row, after, is_told=(row.of, row.log) in told)
 
     def _safe_step(self, name: str, run: str) -> int:
         """Return the newest step of a run that survives the node ``name``: on all holders, or on the shared tier."""
@@ -429,7 +429,7 @@ class Replicator:
                 chunk = elsewhere.frozen.chunk_size_bytes
                 await fetch(source, entry, directory / entry.key, chunk, on_bytes, CONCURRENCY)
 
-    async def _settle(self) -> None:
+    async def _record_drained(self) -> None:
         """Record which copies the shared tier has by now: a save may evict them from then on.
 
         Cost: one request for each copy of others' saves that is not yet recorded.
@@ -453,7 +453,7 @@ class Replicator:
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         for old in await asyncio.to_thread(self._outdated, frozenset(busy)):
             if await asyncio.to_thread(self._remove, old):
-                self.standing.removed += 1
+                self.progress.removed += 1
                 log.info("removed the copy of %s: a newer one is on all its holders", old.location.uri)
 
     def _outdated(self, busy: frozenset[str]) -> list[LocalCheckpoint]:
@@ -467,13 +467,13 @@ class Replicator:
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _later(self, key: str, seconds: float) -> None:
+    def _retry_after(self, key: str, seconds: float) -> None:
         now = time.monotonic()
         self._again_at = {key: at for key, at in self._again_at.items() if at > now} | {key: now + seconds}
 
     def _failed(self, what: str, error: BaseException, outcome: str = "failed") -> None:
         REPLICAS.emit(1, outcome=outcome)
-        self.standing.error = f"{what}: {error}"
+        self.progress.error = f"{what}: {error}"
         log.warning("%s: %s", what, error)
 
 

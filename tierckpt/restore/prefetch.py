@@ -207,7 +207,7 @@ async def _freeze(mover: Mover, request: PrefetchRequest) -> tuple[ResolvedUri, 
     if mover.peers is not None and location.name in await mover.peers.committed(location.parent):
         checkpoint = await mover.selector.find(location)
         if checkpoint.manifest is not None and checkpoint.elsewhere is not None:
-            await checkpoint.elsewhere.look()
+            await checkpoint.elsewhere.query_files()
             resolve = mover.node_cache.resolve_checkpoint
             return resolve(location, checkpoint.store, checkpoint.manifest, request.files), checkpoint
     return await mover.node_cache.freeze(location, files=request.files), None

@@ -63,7 +63,7 @@ def test_one_signal_drains_and_the_second_ends_it_at_once(
 ) -> None:
     process, log_file = agent
     process.send_signal(number)
-    says(log_file, f"{number.name}: the agent drains for {GRACE_SECONDS} s at most")
+    says(log_file, f"{number.name}: the agent drains for at most {GRACE_SECONDS} s")
     process.send_signal(number)
     assert process.wait(60) == -number
     assert len(Journal(local_root).entries()) == 1

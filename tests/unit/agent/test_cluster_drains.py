@@ -66,7 +66,7 @@ class Peers:
     def members(self) -> list[tuple[Member, str, float]]:
         return [(member, "live", 0.1) for member in self._members]
 
-    def unheard(self) -> list[str]:
+    def unreachable_nodes(self) -> list[str]:
         return ["10.0.0.9:7117", "10.9.9.9:7117"]
 
     async def ask_drains(self, member: Member) -> Any:

@@ -61,7 +61,7 @@ def same(here: Holdings, frozen: FileSet, data: dict[str, bytes], size: int = CH
 
 def test_nothing_is_known_of_a_version_that_is_not_here(root: Path) -> None:
     here = Holdings(root)
-    assert here.held("0" * 32, CHUNK) == ChunkReport()
+    assert here.report("0" * 32, CHUNK) == ChunkReport()
     assert here.open("0" * 32, CHUNK, 0) is None
 
 
@@ -73,7 +73,7 @@ def test_what_has_landed_is_listed_in_order_with_its_digests_and_nothing_else_is
     filling = begin(root, frozen)
     for ordinal in (7, 2, 4):
         land(filling, DATA, [ordinal])
-    held = here.held(frozen.version, CHUNK)
+    held = here.report(frozen.version, CHUNK)
     assert [ordinal for ordinal, _ in held.new] == [7, 2, 4]
     assert [digest for _, digest in held.new] == [digest_of(bytes_of(frozen, DATA, at)) for at in (7, 2, 4)]
     assert (held.total, held.landed, held.next, held.whole) == (10, 3, 3, False)
@@ -87,12 +87,12 @@ def test_a_list_is_asked_on_from_where_it_ended_and_from_the_beginning_when_it_i
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
     land(filling, DATA, [1, 2])
-    first = here.held(frozen.version, CHUNK, 0, most=1)
+    first = here.report(frozen.version, CHUNK, 0, most=1)
     assert [at for at, _ in first.new] == [1]
     assert (first.landed, first.next) == (2, 1)
     land(filling, DATA, [5])
-    assert [at for at, _ in here.held(frozen.version, CHUNK, first.next).new] == [2, 5]
-    assert [at for at, _ in here.held(frozen.version, CHUNK, 99).new] == [1, 2, 5]
+    assert [at for at, _ in here.report(frozen.version, CHUNK, first.next).new] == [2, 5]
+    assert [at for at, _ in here.report(frozen.version, CHUNK, 99).new] == [1, 2, 5]
     filling.close()
 
 
@@ -100,7 +100,7 @@ def test_digests_that_the_version_has_are_not_told_again(root: Path) -> None:
     here, frozen = Holdings(root), freeze(DATA, known=True)
     filling = begin(root, frozen)
     land(filling, DATA, [3])
-    assert here.held(frozen.version, CHUNK).new == ((3, ""),)
+    assert here.report(frozen.version, CHUNK).new == ((3, ""),)
     filling.close()
 
 
@@ -112,9 +112,9 @@ def test_lines_of_another_boot_and_torn_ones_are_not_believed(root: Path) -> Non
     (folder / f"progress-ffffffff-{CHUNK}").write_text(f"\n0 1 {'0' * 32}\n")
     with (folder / filling.progress_path.name).open("ab") as stream:
         stream.write(b"\n0 2 " + b"0" * 20)
-    assert [at for at, _ in here.held(frozen.version, CHUNK).new] == [0]
+    assert [at for at, _ in here.report(frozen.version, CHUNK).new] == [0]
     land(filling, DATA, [2])
-    assert [at for at, _ in here.held(frozen.version, CHUNK).new] == [0, 2]
+    assert [at for at, _ in here.report(frozen.version, CHUNK).new] == [0, 2]
     filling.close()
 
 
@@ -127,7 +127,7 @@ def test_what_was_forgotten_is_not_given_and_is_listed_again_when_it_is_back(roo
     filling.refresh()
     assert given(here, frozen, 0) is None
     land(filling, DATA, [0])
-    assert [at for at, _ in here.held(frozen.version, CHUNK, 2).new] == [0]
+    assert [at for at, _ in here.report(frozen.version, CHUNK, 2).new] == [0]
     assert given(here, frozen, 0) is not None
     filling.close()
 
@@ -137,10 +137,10 @@ def test_chunks_that_live_processes_read_from_shared_storage_are_said_to_be_on_t
     filling = begin(root, frozen)
     filling.mark_shared(1, 3, True)
     filling.claims.take(PUBLISHES)
-    assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
+    assert here.report(frozen.version, CHUNK).fetching == {5 + 3}
     assert here.is_fetching(frozen.version)
     filling.close()
-    assert here.held(frozen.version, CHUNK).fetching == frozenset()
+    assert here.report(frozen.version, CHUNK).fetching == frozenset()
     assert not here.is_fetching(frozen.version)
 
 
@@ -148,7 +148,7 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
     filling.mark_shared(1, 3, True)
-    assert here.held(frozen.version, CHUNK).fetching == {5 + 3}
+    assert here.report(frozen.version, CHUNK).fetching == {5 + 3}
     source = here.by_version[frozen.version][0]
     assert isinstance(source, chunk_files.Incoming)
     look = source.claimed
@@ -159,7 +159,7 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
         return list(look())
 
     monkeypatch.setattr(source, "claimed", look_just_after_it_landed)
-    held = here.held(frozen.version, CHUNK)
+    held = here.report(frozen.version, CHUNK)
     assert 5 + 3 in held.fetching | {ordinal for ordinal, _ in held.new}
     filling.close()
 
@@ -176,7 +176,7 @@ def test_other_processes_fill_and_it_is_seen(root: Path) -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "landed\n"
-        assert [at for at, _ in here.held(frozen.version, CHUNK).new] == [1]
+        assert [at for at, _ in here.report(frozen.version, CHUNK).new] == [1]
         assert here.is_fetching(frozen.version)
         child.kill()
     assert not here.is_fetching(frozen.version)
@@ -194,7 +194,7 @@ def test_an_entry_that_became_whole_is_given_on_and_says_so(root: Path) -> None:
     assert filling.publish()
     filling.close()
     assert same(here, frozen, DATA) == 10
-    held = here.held(frozen.version, CHUNK)
+    held = here.report(frozen.version, CHUNK)
     assert held.whole
     assert held.new == ()
 
@@ -204,7 +204,7 @@ def test_an_entry_that_is_evicted_is_not_given_any_more(root: Path) -> None:
     assert same(here, frozen, DATA) == 10
     shutil.rmtree(root / "cache" / frozen.name)
     assert given(here, frozen, 0) is None
-    assert here.held(frozen.version, CHUNK) == ChunkReport()
+    assert here.report(frozen.version, CHUNK) == ChunkReport()
 
 
 @pytest.mark.parametrize("size", [CHUNK // 2, 4 * CHUNK, 12288])
@@ -213,12 +213,12 @@ def test_chunks_of_another_size_are_given_where_all_that_they_touch_is_here(root
     filling = begin(root, frozen)
     land(filling, DATA, [0, 1, 2, 3, 9])
     cut = FileSet(frozen.uri, frozen.files, size)
-    listed = {at for at, _ in here.held(frozen.version, size).new}
+    listed = {at for at, _ in here.report(frozen.version, size).new}
     opened = {at for at in range(len(list(cut.chunks()))) if given(here, cut, at, size) is not None}
     assert listed == opened
     assert 0 < same(here, frozen, DATA, size) < len(list(cut.chunks()))
     land(filling, DATA)
-    assert {at for at, _ in here.held(frozen.version, size).new} == set(range(len(list(cut.chunks()))))
+    assert {at for at, _ in here.report(frozen.version, size).new} == set(range(len(list(cut.chunks()))))
     assert same(here, frozen, DATA, size) == len(list(cut.chunks()))
     filling.publish()
     filling.close()
@@ -228,7 +228,7 @@ def test_chunks_of_another_size_are_given_where_all_that_they_touch_is_here(root
 @pytest.mark.parametrize("size", [0, 1, 4097, 1 << 40])
 def test_chunk_sizes_that_nobody_uses_are_not_served(root: Path, size: int) -> None:
     here, frozen = Holdings(root), publish(root, DATA)
-    assert here.held(frozen.version, size) == ChunkReport()
+    assert here.report(frozen.version, size) == ChunkReport()
     assert here.open(frozen.version, size, 0) is None
 
 
@@ -329,7 +329,7 @@ def test_a_committed_checkpoint_is_a_source_at_once_under_the_version_that_every
     manifest = commit(root, "s3://bucket/run/step-100", DATA)
     frozen = frozen_of(manifest, "anything")
     about = {**DATA, ".metadata": b"what DCP knows of it"}
-    assert here.held(frozen.version, CHUNK).whole
+    assert here.report(frozen.version, CHUNK).whole
     assert same(here, frozen, about) == 11
 
 
@@ -337,14 +337,14 @@ def test_a_node_that_holds_some_files_of_a_checkpoint_gives_those(root: Path) ->
     here, [first, second] = Holdings(root), sorted(DATA)
     manifest = commit(root, "s3://bucket/run/step-100", DATA, leave_out=[second])
     frozen = frozen_of(manifest, "anything")
-    held = here.held(frozen.version, CHUNK)
+    held = here.report(frozen.version, CHUNK)
     assert not held.whole
     names = {frozen.files[list(frozen.chunks())[at][0]].path for at, _ in held.new}
     assert names == {first, ".metadata"}
     path = local_dir(root, parse_uri("s3://bucket/run/step-100")) / second
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(DATA[second])
-    assert here.held(frozen.version, CHUNK).whole
+    assert here.report(frozen.version, CHUNK).whole
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket/run/step-100", "/mnt/nfs/run/step-100", "s3://bucket/step-100"])
@@ -360,12 +360,12 @@ def test_manifests_and_steps_are_found_by_the_digest_of_their_uri(root: Path, ur
 def test_a_checkpoint_saved_again_is_another_version(root: Path) -> None:
     here, uri = Holdings(root), "s3://bucket/run/step-100"
     old = frozen_of(commit(root, uri, DATA), "")
-    assert here.held(old.version, CHUNK).whole
+    assert here.report(old.version, CHUNK).whole
     changed = {**DATA, "part-0/model.bin": bytes(CHUNK)}
     new = frozen_of(commit(root, uri, changed), "")
-    assert here.held(new.version, CHUNK).whole
+    assert here.report(new.version, CHUNK).whole
     assert same(here, new, {**changed, ".metadata": b"what DCP knows of it"}) == len(list(new.chunks()))
-    assert here.held(old.version, CHUNK) == ChunkReport()
+    assert here.report(old.version, CHUNK) == ChunkReport()
 
 
 def test_a_checkpoint_on_its_way_to_the_local_tier_is_found(root: Path) -> None:
@@ -412,15 +412,15 @@ def test_asking_again_reads_nothing_again(root: Path, monkeypatch: pytest.Monkey
     here, frozen = Holdings(root), freeze(DATA)
     filling = begin(root, frozen)
     land(filling, DATA, [0])
-    here.held(frozen.version, CHUNK)
+    here.report(frozen.version, CHUNK)
     read: list[Path] = []
     opened = chunk_files.open_beneath
     monkeypatch.setattr(chunk_files, "open_beneath", lambda *asked: read.append(asked[1]) or opened(*asked))
     for _ in range(100):
-        here.held(frozen.version, CHUNK)
+        here.report(frozen.version, CHUNK)
     assert read == []
     land(filling, DATA, [1])
-    assert [at for at, _ in here.held(frozen.version, CHUNK, 1).new] == [1]
+    assert [at for at, _ in here.report(frozen.version, CHUNK, 1).new] == [1]
     assert len(read) == 1
     filling.close()
 
@@ -444,7 +444,7 @@ def test_many_threads_ask_while_it_is_filled_and_published(root: Path) -> None:
     filling = begin(root, frozen)
     for ordinal in range(10):
         land(filling, DATA, [ordinal])
-        here.held(frozen.version, CHUNK, ordinal)
+        here.report(frozen.version, CHUNK, ordinal)
     filling.publish()
     filling.close()
     ended.set()

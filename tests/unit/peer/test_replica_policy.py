@@ -259,13 +259,13 @@ def test_a_large_file_of_a_checkpoint_is_served_as_a_version_of_its_own(tmp_path
     commit_local(directory, parse_uri("s3://bucket/run/step-1"), manifest, {".metadata": data[".metadata"]})
     holdings = Holdings(tmp_path)
     large, small = (version_of([wanted_of(entry)]) for entry in entries[:2])
-    assert holdings.held(large, chunk).total == 20
-    assert holdings.held(large, chunk).new == (), "the file is not here yet"
+    assert holdings.report(large, chunk).total == 20
+    assert holdings.report(large, chunk).new == (), "the file is not here yet"
     for path in ("large.distcp", "small.distcp"):
         (directory / path).write_bytes(data[path])
     again = Holdings(tmp_path)
-    assert again.held(large, chunk).whole
-    assert again.held(small, chunk).total == 0
+    assert again.report(large, chunk).whole
+    assert again.report(small, chunk).total == 0
     opened = again.open(large, chunk, 3)
     assert opened is not None
     try:

@@ -48,7 +48,7 @@ class Copies:
     def holders(self, _: FileEntry) -> Sequence[Node]:
         return [Node(name) for name in self.answers]
 
-    def report(self, member: Node) -> None:
+    def report_damage(self, member: Node) -> None:
         self.reported.append(member.name)
 
     async def chunk(self, member: Node, entry: FileEntry, index: int) -> bytes:

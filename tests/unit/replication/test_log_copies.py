@@ -46,7 +46,7 @@ class Source:
 
     @property
     def row(self) -> LogRow:
-        self.index.look()
+        self.index.refresh()
         [row] = self.index.rows
         return row
 
@@ -75,7 +75,7 @@ class Holder:
 
     @property
     def row(self) -> LogRow:
-        self.index.look()
+        self.index.refresh()
         [row] = self.index.rows
         assert row.of == "source"
         return row
@@ -120,7 +120,7 @@ async def test_half_a_frame_does_not_count_and_is_cut_off(source: Source, holder
     for cut in (len(data) - 4096, len(data) // 2, 4000, 0):
         path.write_bytes(data[:cut] + b"left over")
         holder.index = LogIndex(holder.settings.local_root)  # the agent was killed
-        holder.index.look()
+        holder.index.refresh()
         assert all(row.step < 3 for row in holder.index.rows)
         await holder.fetch()
         assert (holder.row.step, path.read_bytes()) == (3, data)
@@ -131,7 +131,7 @@ async def test_damage_does_not_count_and_says_where(source: Source, holder: Hold
     await holder.fetch()
     source.step(2)
     source.flips = True
-    with pytest.raises(IntegrityError, match="behind step 1"):
+    with pytest.raises(IntegrityError, match="after step 1"):
         await holder.fetch()
     assert holder.row.step == 1
     source.flips = False
@@ -144,7 +144,7 @@ async def test_without_room_there_is_no_copy(source: Source, holder: Holder, mon
     monkeypatch.setattr(space, "has_room", lambda *_: False)
     with pytest.raises(CapacityError):
         await holder.fetch()
-    holder.index.look()
+    holder.index.refresh()
     assert holder.begins == []
 
 
@@ -158,11 +158,11 @@ async def test_what_a_safe_checkpoint_has_goes_and_is_not_fetched_again(source: 
     log_segments.remove_before(source.directory, 2)  # the source goes by what is committed: the copy stays
     await holder.fetch()
     assert holder.begins == [0, 2, 4]
-    holder.index.shorten(holder.row, 4, is_told=True)
+    holder.index.truncate(holder.row, 4, is_told=True)
     assert holder.begins == [4] and await holder.fetch(after=4) == 0
-    holder.index.shorten(holder.row, 6, is_told=True)
+    holder.index.truncate(holder.row, 6, is_told=True)
     assert holder.begins == [4]
-    holder.index.shorten(holder.row, 6, is_told=False)
+    holder.index.truncate(holder.row, 6, is_told=False)
     assert not holder.directory.exists()
 
 

@@ -226,7 +226,7 @@ class FetchSession:
         """Tell a member that it is slow, so that it owns no chunks. A lost message costs time only."""
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
-                await self._client.tell_slow(member, self.frozen.version)
+                await self._client.report_slow(member, self.frozen.version)
 
     async def _poll(self, name: str, cursor: int) -> None:
         """Ask a member which chunks it holds."""
@@ -235,7 +235,7 @@ class FetchSession:
             if member is None:
                 return
             async with asyncio.timeout(max(POLL_TIMEOUT_SECONDS, self.table.poll_timeout_seconds)):
-                report = await self._client.held(
+                report = await self._client.chunk_report(
                     member,
                     self.frozen.version,
                     self.frozen.chunk_size_bytes,
