@@ -17,21 +17,19 @@ from .pool import Pool
 log = logger("prefetch")
 
 NO_ROOM_SECONDS = 10.0
-"""How long a reader that found no room does not ask for it again."""
+"""Seconds before room is requested again after a refusal."""
 GROW_BYTES = 64 << 20
-"""Room that reading through takes at a time."""
+"""Reserved at a time by reads."""
 SHARED_NAME = "shared"
 
 
 @dataclass(slots=True)
 class FetchStats:
-    """Where the bytes of a fill came from. ``here`` was there when it began; ``others`` landed meanwhile."""
+    """Bytes of a fill by source: already present (``here``), or written by other processes meanwhile (``others``)."""
 
     here_bytes: int = 0
     cached_bytes: int = 0
-    """Copied from the node cache."""
     fetched_bytes: int = 0
-    """From shared storage."""
     peer_bytes: int = 0
     others_bytes: int = 0
     requests: int = 0
@@ -40,7 +38,7 @@ class FetchStats:
     slowest_from: str = SHARED_NAME
 
     def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
-        """Count one chunk. ``peer``: the node that gave it; None: shared storage."""
+        """Count one chunk. ``peer``: the node that sent it; None: shared storage."""
         self.requests += 1
         if peer is None:
             self.fetched_bytes += at.size_bytes
@@ -52,10 +50,8 @@ class FetchStats:
 
 
 class ChunkWriter:
-    """Writes chunks into ``filling``. Runs on one event loop, except for ``reserve``.
-
-    Args:
-        pool: grants room; None: no room needs to be reserved.
+    """Writes chunks into a partial entry. Runs on one event loop, except for ``reserve``. ``pool`` grants room;
+    None: no reservation is needed.
     """
 
     def __init__(self, filling: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
@@ -65,17 +61,17 @@ class ChunkWriter:
         self._no_room_until = 0.0
         self._granting = asyncio.Lock()
         self.streamed: set[tuple[int, int]] = set()
-        """Chunks that this process has written out of a stream of their file."""
+        """Chunks that this process wrote from a stream of their file."""
 
     def reserve(self, size_bytes: int) -> None:
-        """Have room for so many bytes of the entry. Blocking. Raises CapacityError."""
+        """Reserve ``size_bytes`` of the entry. Blocking. Raises CapacityError."""
         if self._pool is not None and size_bytes > self._granted_bytes:
             space.reserve(self._pool, self.frozen, size_bytes)
             self._granted_bytes = size_bytes
 
     @property
     def has_room(self) -> bool:
-        """False for a moment after room was refused."""
+        """False for ``NO_ROOM_SECONDS`` after a refusal."""
         return time.monotonic() >= self._no_room_until
 
     def note_full(self, error: CapacityError) -> None:
@@ -83,11 +79,9 @@ class ChunkWriter:
         self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
 
     async def write(self, index: int, chunk: int, data: Buffer, digest: str, *, keep: bool = False) -> None:
-        """Write one chunk. A caller that keeps the bytes (``keep``) gets no error for want of room.
+        """Write one chunk. With ``keep`` the caller uses the bytes itself: no CapacityError is raised.
 
-        Raises:
-            CapacityError: no room, and not ``keep``.
-            StoreError, IntegrityError: as ``PartialEntry.land``.
+        Raises CapacityError; StoreError and IntegrityError as ``PartialEntry.land``.
         """
         if keep and not self.has_room:
             return
@@ -101,7 +95,7 @@ class ChunkWriter:
             self.note_full(error)
         except ObjectNotFoundError:
             self.filling.refresh()
-            if not self.filling.has(index, chunk):  # else another process was faster with it, and published
+            if not self.filling.has(index, chunk):  # another process may have written and published it
                 raise
 
     async def write_streamed(self, index: int, chunk: int, data: Buffer, digest: str) -> None:
@@ -112,7 +106,6 @@ class ChunkWriter:
         self.stats.note(self.frozen.files[index].path, at, time.monotonic() - begun)
 
     async def _grant(self, size_bytes: int) -> None:
-        """Reserve room for one chunk more, some way ahead."""
         async with self._granting:
             wanted = min(self.frozen.size_bytes, self.filling.landed_bytes + size_bytes)
             if wanted > self._granted_bytes:

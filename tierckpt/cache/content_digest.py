@@ -1,4 +1,4 @@
-"""Checks a fetched file against its version, where that is a digest of its content (Hugging Face Hub).
+"""Checks a fetched file against a version that is a digest of its content (Hugging Face Hub).
 
 ``sha256:HEX`` is a digest of the bytes (LFS of a Hugging Face Hub). ``git:HEX`` is the SHA-1 of a git blob, a Hub's
 only digest of small files: it detects damage, but not forgery.
@@ -17,7 +17,7 @@ READ_BYTES = 1 << 20
 
 
 def check_content(file: int, item: FileSpec, where: str) -> None:
-    """Raise IntegrityError if the open ``file`` differs from the digest in the etag of ``item``, if that has one.
+    """Raise IntegrityError if ``file`` differs from the digest in the etag of ``item``; no digest, no check.
 
     Cost: one read of the file, digested at some 1.5 GB/s without the interpreter lock.
     """

@@ -1,10 +1,8 @@
-"""Reads through the node cache and fills it: chunks on this node come from its files, the others are fetched.
+"""Reads through the node cache and fills it: present chunks come from files, missing ones are fetched.
 
-``CacheEntry`` is one entry (one frozen version of the files below a URI), or any directory that is filled in the
-same way.
-Between processes of a node each chunk has one that fetches it (disk/claims.py); the others wait for its line in the
-progress file. The wait is bounded: the kernel frees the claim of a process that ends, and one that lives and makes no
-progress is overtaken after ``stall_seconds``.
+``CacheEntry`` is one frozen version of the files below a URI, or any directory filled in the same way. One process of
+the node fetches each chunk (disk/claims.py); the others wait for its line in the progress file. The wait is bounded:
+the kernel frees the claim of a process that exits, and a claim without progress is overtaken after ``stall_seconds``.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ COPIES_AT_A_TIME = 4
 class CacheEntry:
     """One frozen version of some files, open for reading and filling. Close it: it holds a lease.
 
-    ``landed`` and ``read_available`` may be called from any thread; the coroutines on one event loop.
+    ``landed`` and ``read_available`` are thread-safe; coroutines run on one event loop.
     """
 
     def __init__(
@@ -65,11 +63,11 @@ class CacheEntry:
         """Call ``begin`` next.
 
         Args:
-            gate: bounds the chunks that this process fetches at a time.
-            fetches_max: chunks that all processes of the node together fetch of this entry, to fill it.
-            sharing: how to join the other nodes; None: there are none.
-            is_selected: as ``PartialEntry`` has it.
-            held: directories with chunks to copy instead of fetching them.
+            gate: bounds the concurrent chunks of this process.
+            fetches_max: concurrent chunks of this entry over all processes of the node.
+            sharing: joins the other nodes; None: there are none.
+            is_selected: as in ``PartialEntry``.
+            held: directories with chunks to copy instead of fetching.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
         self._is_selected, self._held = is_selected, held
@@ -95,7 +93,6 @@ class CacheEntry:
         return {item.path: item for item in self.frozen.files}
 
     def file(self, path: str) -> FileSpec:
-        """Raises ObjectNotFoundError."""
         return self.frozen.files[self.frozen.index_of(path)]
 
     @property
@@ -104,23 +101,22 @@ class CacheEntry:
 
     @property
     def target(self) -> str:
-        """The directory that is filled, whole or not."""
+        """The directory that is filled."""
         return str(self._target.absolute())
 
     @property
     def directory(self) -> Path | None:
-        """The directory of real files, once all of them are whole; else None."""
+        """The directory of real files, once all are whole; else None."""
         return self._target if self._is_whole or self._look() else None
 
     def path(self, path: str) -> Path:
-        """Return the present path of a file, whole or with holes. It may change once, when the entry becomes whole."""
+        """Return the path of a file, whole or with holes. It changes once, when the entry becomes whole."""
         index = self.frozen.index_of(path)
         if self._filling is None or self.directory is not None:
             return self._target / path
         return self._filling.prepare(index)
 
     def _look(self) -> bool:
-        """True once the entry is whole."""
         if not self._is_whole and self._filling is not None and self._filling.is_published():
             self._is_whole = True
         return self._is_whole
@@ -128,9 +124,9 @@ class CacheEntry:
     # --- opening and closing -------------------------------------------------------------------------------------
 
     def begin(self, *, whole: bool) -> None:
-        """Blocking part of opening: lease the entry, and join the processes that fill it if it is not whole.
+        """Lease the entry, and join the processes that fill it if it is not whole. Blocking.
 
-        ``whole``: all of it is wanted, so all of its room is reserved first. Raises CapacityError.
+        ``whole``: reserve room for all of it first. Raises CapacityError.
         """
         name = self.frozen.name
         if self.pool is not None:
@@ -152,11 +148,11 @@ class CacheEntry:
             is_bare = self._filling is None or not self._filling.landed_bytes
             self._end()
             if self.pool is not None and is_bare and isinstance(error, CapacityError):
-                self.pool.evict(name)  # a name and no bytes
+                self.pool.evict(name)  # a name without bytes
             raise
 
     def other_versions(self) -> list[Path]:
-        """Directories of this node that have another version of the same URI, or had one."""
+        """Directories of this node with other versions of the URI."""
         if self.pool is None:
             return [self._target]
         rows = self.pool.rows(self.frozen.uri)
@@ -165,8 +161,8 @@ class CacheEntry:
     def _join_filling(self, whole: bool) -> PartialEntry | None:
         """Join the processes that fill the entry; None when it is whole.
 
-        Another process may publish it at any moment. When that was between the look and the joining, this process has
-        joined an empty directory made a second time, and would fetch everything again: so it looks again.
+        Another process may publish it between the check and the join. This process then joined an empty
+        directory and would fetch everything again, so it checks once more.
         """
         for left in reversed(range(JOINS_MAX)):
             receipt = whole_receipt(self._target, self.frozen.version)
@@ -195,11 +191,9 @@ class CacheEntry:
 
     @property
     def peer_fetch(self) -> PeerFill | None:
-        """The other nodes, once something had to be fetched."""
         return self._fetcher.peers if self._fetcher is not None else None
 
     async def close(self) -> None:
-        """Stop the fetches for the entry and release its lease. Idempotent."""
         left = list(self._in_flight.values())
         for task in left:
             task.cancel()
@@ -218,7 +212,6 @@ class CacheEntry:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def landed(self, path: str, byte_range: ByteRange | None = None) -> bool:
-        """True when every chunk of the range (default: of the file) is on this node."""
         index = self.frozen.index_of(path)
         if self._is_whole or self._filling is None:
             return True
@@ -232,25 +225,24 @@ class CacheEntry:
         return self._filling is None or all(self._filling.has(index, at) for at in self.frozen.touched(byte_range))
 
     def read_available(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy the range into ``into`` if all of it has landed, and is as it landed; else False.
-
-        Any thread, no event loop needed.
-        """
+        """Copy the range into ``into`` if all of it has landed undamaged; else False. Any thread."""
         index = self._check(path, byte_range)
         try:
             return self.read_here(index, byte_range, into) and self.checker.is_good(index, byte_range, into)
-        except StoreError as error:  # a disk that does not give it back is as good as one that gives other bytes
+        except StoreError as error:  # an unreadable disk counts as damage
             log.warning("%s: %s", self.frozen.uri, error)
             if len(chunks := self.frozen.touched(byte_range)) == 1:
                 self.checker.note_bad(index, chunks[0])
             return False
 
     def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data``, read from ``path(path)``, is as it landed. Any thread. ``read_into`` repairs damage."""
+        """True when ``data``, read from ``path(path)``, is undamaged. Any thread. ``read_into`` repairs
+        damage.
+        """
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
-        entry = weakref.proxy(self)  # a cycle of the two would last until a garbage collection
+        entry = weakref.proxy(self)  # a cycle would last until a garbage collection
         return Checker(
             self.frozen,
             lambda *chunk: entry.digest(*chunk),
@@ -259,7 +251,7 @@ class CacheEntry:
         )
 
     def digest(self, index: int, chunk: int) -> str:
-        """With which digest a chunk landed; '' when that is not known."""
+        """Return the digest of a landed chunk; '' if unknown."""
         if self._filling is not None and (digest := self._filling.digest(index, chunk)):
             return digest
         if self._receipt is None and self._is_whole:
@@ -290,15 +282,15 @@ class CacheEntry:
         """Return the range. Missing chunks are fetched, and kept if there is room.
 
         Raises:
-            IntegrityError: the store has other bytes than the frozen version.
-            StoreError: they are not here and cannot be had.
+            IntegrityError: the store's bytes differ from the frozen version.
+            StoreError: the bytes are neither here nor in the store.
         """
         into = memoryview(bytearray(max(0, byte_range.size_bytes)))
         await self.read_into(path, byte_range, into)
         return into.toreadonly()
 
     async def read_into(self, path: str, byte_range: ByteRange, into: memoryview) -> None:
-        """``read`` into memory of the caller's: the first bytes of ``into``."""
+        """Read into the first bytes of ``into``. Raises as ``read``."""
         index = self._check(path, byte_range)
         into = memoryview(into).cast("B")
         if await asyncio.to_thread(self.read_available, path, byte_range, into):
@@ -307,7 +299,7 @@ class CacheEntry:
         await asyncio.gather(*(self._read_chunk(index, chunk, byte_range, into) for chunk in chunks))
 
     async def _read_chunk(self, index: int, chunk: int, byte_range: ByteRange, into: memoryview) -> None:
-        """Copy the part of ``byte_range`` in one chunk: out of memory if it was just fetched, else out of the file."""
+        """Copy one chunk's part of the range: from memory if just fetched, else from the file."""
         at = self.frozen.chunk_range(index, chunk)
         part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
@@ -320,9 +312,9 @@ class CacheEntry:
         target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
 
     async def ensure(self, path: str, byte_range: ByteRange) -> None:
-        """Have the range on this node. Raises as ``read``; CapacityError: there is no room to keep it."""
+        """Fetch the range. Raises as ``read``; CapacityError: no room to keep it."""
         index = self._check(path, byte_range)
-        for _ in range(2):  # a fill of the whole file forgets its chunks when it finds damage
+        for _ in range(2):  # a fill of the whole file drops damaged chunks
             await asyncio.gather(*(self._ensure_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
             if self.landed(path, byte_range):
                 return
@@ -332,7 +324,7 @@ class CacheEntry:
         )
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
-        """Wait until the range has landed; does not fetch. Raises OperationTimeoutError."""
+        """Wait until the range has landed, without fetching. Raises OperationTimeoutError."""
         async for _ in Poll(timeout_seconds):
             if self.landed(path, byte_range):
                 return
@@ -346,7 +338,7 @@ class CacheEntry:
     # --- one chunk -----------------------------------------------------------------------------------------------
 
     async def _ensure_once(self, index: int, chunk: int) -> Buffer | None:
-        """Have one chunk here; the readers of this process share the work. Returns it if it was fetched just now."""
+        """Ensure one chunk, once for all readers of this process. Return it if just fetched."""
         return await self._once((index, chunk, False), self._ensure)
 
     async def _once(
@@ -360,15 +352,15 @@ class CacheEntry:
         try:
             return await asyncio.shield(task)
         finally:
-            del task  # its error has a traceback, which holds this frame
+            del task  # the traceback of its error holds this frame
 
     def _settled(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
         self._in_flight.pop(key, None)
         if not done.cancelled():
-            done.exception()  # retrieved here: every waiter may have been cancelled
+            done.exception()  # retrieved here, since every waiter may have been cancelled
 
     async def _ensure(self, index: int, chunk: int) -> Buffer | None:
-        """Return None when the chunk has landed through somebody else."""
+        """Return None when another process fetched the chunk."""
         fetcher, filling = self._fetcher, self._filling
         if fetcher is None or filling is None:
             return None
@@ -386,7 +378,7 @@ class CacheEntry:
                         return None
             found = await filling.await_other(index, chunk, self.stall_seconds)
             if found == "free":
-                await asyncio.sleep(LOCAL.first_seconds)  # a claim that is free and cannot be had must not spin
+                await asyncio.sleep(LOCAL.first_seconds)  # do not spin on a free claim that cannot be taken
             if found == "stalled" or time.monotonic() > deadline:
                 log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
                 async with self._gate:
@@ -395,11 +387,13 @@ class CacheEntry:
     # --- filling -------------------------------------------------------------------------------------------------
 
     async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
-        """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that do.
+        """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that
+        fill.
 
-        When all files are whole the entry is published. Raises, with nothing published:
-            PartialTransferError: some files could not be had; names each. All of them: the error of the first.
-            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
+        The entry is published when all files are whole. Raises, with nothing published:
+            PartialTransferError: names the failed files. If all failed: the error of the first.
+            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at
+                once.
         """
         if self._filling is None or self._fetcher is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
@@ -417,7 +411,7 @@ class CacheEntry:
                 return
 
     async def _copy_held(self, filling: PartialEntry, listener: ProgressListener) -> None:
-        """Copy the chunks that this node holds; one that is damaged there is left to be fetched."""
+        """Copy chunks that this node holds; a damaged one is fetched instead."""
         copies = copies_of(self.frozen, self._held)
         todo = [(index, chunk) for index, chunk in reversed(copies) if not filling.has(index, chunk)]
 
@@ -438,9 +432,9 @@ class CacheEntry:
                 raise outcome
 
     async def _wait_for_host(self, filling: PartialEntry, listener: ProgressListener) -> bool:
-        """Wait while another host that has the file system mounted fills the entry. True when it is whole then.
+        """Wait while another host fills the entry on a shared file system. True when it is whole.
 
-        False when this host is to fill it: the other released it or landed nothing for ``stall_seconds``.
+        False: this host fills it, as the other released it or landed nothing for ``stall_seconds``.
         """
         what, landed, moved_at = f"prefetch {self.frozen.uri}", filling.progress_bytes(), time.monotonic()
         async for _ in Poll():
@@ -463,7 +457,7 @@ class CacheEntry:
         raise AssertionError("unreachable")
 
     async def _publish(self, filling: PartialEntry) -> bool:
-        """True when the entry is whole; False when something has to be fetched again."""
+        """Return False when something must be fetched again."""
         async for _ in Poll(self.stall_seconds):
             if await to_completion(asyncio.to_thread(filling.publish)):
                 break

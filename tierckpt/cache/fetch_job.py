@@ -1,4 +1,4 @@
-"""Fetches missing chunks of an entry from other nodes or the store: one (``ChunkFetcher``) or all (``FetchJob``)."""
+"""Fetches missing chunks of an entry from other nodes or the store, singly (``ChunkFetcher``) or all (``FetchJob``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logger("prefetch")
 
 
 class InOrder:
-    """One chunk after the other; a chunk that is put back comes last."""
+    """Chunks in sequence; a returned chunk comes last."""
 
     def __init__(self, todo: Iterable[tuple[int, int]]) -> None:
         self._todo = deque(Work(*one) for one in todo)
@@ -41,10 +41,7 @@ class InOrder:
 class ChunkFetcher:
     """Fetches single chunks of one entry, from other nodes or from the store. Runs on one event loop. Close it.
 
-    Args:
-        gate: bounds the chunks that this process fetches at a time.
-        fetches_max: chunks that all processes of the node together fetch of the entry.
-        sharing: joins the other nodes; None: there are none.
+    ``gate``, ``fetches_max`` and ``sharing`` as in ``CacheEntry``.
     """
 
     def __init__(
@@ -58,24 +55,23 @@ class ChunkFetcher:
         self.chunks, self.writer, self.filling = chunks, writer, writer.filling
         self.gate, self.fetches_max = gate, fetches_max
         self.peers: PeerFill | None = None
-        """The other nodes, once something had to be fetched."""
+        """The other nodes, after the first fetch."""
         self._sharing, self._joining = sharing, asyncio.Lock()
 
     async def join(self) -> None:
-        """Find the other nodes, once."""
         async with self._joining:
             sharing, self._sharing = self._sharing, None
             if sharing is None:
                 return
             self.peers = await sharing.join(self.chunks, self.filling)
-            if self.peers is not None:  # more at a time: a chunk from a peer takes no room at the store
+            if self.peers is not None:  # more at a time: a peer's chunk takes no room at the store
                 self.fetches_max = max(self.fetches_max, self.peers.slots)
                 self.gate = asyncio.Semaphore(self.fetches_max)
 
     async def fetch(self, index: int, chunk: int, *, keep: bool, request: object | None = None) -> Buffer | None:
-        """Fetch one chunk and write it. Returns it to ``keep``; then it need not find room.
+        """Fetch one chunk and write it; with ``keep`` return it, and need no room.
 
-        Where the store can, it is received in aligned memory, and digested and written from there.
+        If the store can, it is received in aligned memory, digested and written from there.
         """
         begun, at = time.monotonic(), self.filling.frozen.chunk_range(index, chunk)
         wanted_bytes = at.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
@@ -105,11 +101,11 @@ class ChunkFetcher:
 
 
 class FetchJob:
-    """One pass over the missing chunks: some workers take chunk after chunk, each claims the one that it fetches.
+    """One pass over the missing chunks by some workers; each claims the chunk that it fetches.
 
     Args:
         indexes: the files to fetch.
-        stall_seconds: how long the other processes of the node may land nothing before their claims count no more.
+        stall_seconds: other processes' claims are ignored after this time without progress.
     """
 
     def __init__(
@@ -131,7 +127,7 @@ class FetchJob:
             self._lacking_bytes[index] += self.frozen.chunk_range(index, chunk).size_bytes
         self._files: dict[int, FileProgress] = {}
         self._fetching: list[int] = []
-        """The file of each chunk that is being fetched."""
+        """The file of each chunk in flight."""
         self.count = len(todo)
         is_all = len(wanted) == len(self.frozen.files)
         peers = fetcher.peers
@@ -143,7 +139,7 @@ class FetchJob:
         self._idle, self._poll = asyncio.Lock(), Poll()
         self._moved_at = time.monotonic()
         self._is_overtaking = False
-        """Once other processes have stalled: their claims count no more in this pass."""
+        """True once other processes have stalled: their claims are ignored in this pass."""
 
     async def run(self) -> None:
         self._say()
@@ -179,7 +175,7 @@ class FetchJob:
                 else:
                     self._advance(work, is_fetched=turn == "fetch")
             except NotNowError:
-                pass  # the schedule has had it back since, and another worker may be at it
+                pass  # returned to the schedule, and perhaps claimed by another worker
             except TierckptError as error:
                 self.order.done(work)
                 self.failures.setdefault(index, error)
@@ -187,7 +183,6 @@ class FetchJob:
 
     @contextlib.contextmanager
     def _moving(self, index: int) -> Iterator[None]:
-        """The file is in flight in the block."""
         item = self.frozen.files[index]
         if index not in self._files:
             done_bytes = item.size_bytes - self._lacking_bytes[index]
@@ -201,7 +196,7 @@ class FetchJob:
 
     @contextlib.contextmanager
     def _turn(self, index: int, chunk: int) -> Iterator[Turn]:
-        """Hold the claim on a chunk; yield what to do with the chunk."""
+        """Hold the claim on a chunk; yield the action for it."""
         if not self._is_overtaking and time.monotonic() >= self._moved_at + self._stall_seconds:
             log.warning("%s: other processes make no progress, fetching the chunks they claimed", self.filling.incoming)
             self._is_overtaking = True
@@ -214,7 +209,7 @@ class FetchJob:
                 yield turn
 
     async def _rest(self) -> None:
-        """Wait a moment for others. One worker at a time looks; the rest wait for it."""
+        """Pause for other processes. One worker polls; the rest wait for it."""
         before = self.filling.landed_bytes
         async with self._idle:
             self.filling.refresh()

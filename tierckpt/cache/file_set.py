@@ -36,8 +36,6 @@ _PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """One file to fetch: location, size, version, and digests, if recorded."""
-
     path: str
     key: str
     size_bytes: int
@@ -50,7 +48,7 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class FileSet:
-    """One version of the files below ``uri``, cut into chunks. ``chunk_size_bytes`` is no part of the version (F1)."""
+    """One version of the files below ``uri``, in chunks. ``chunk_size_bytes`` is no part of the version (F1)."""
 
     uri: str
     files: tuple[FileSpec, ...]
@@ -62,7 +60,7 @@ class FileSet:
 
     @cached_property
     def name(self) -> str:
-        """A directory name for this version of this URI: readable, and no two alike."""
+        """A readable, unique directory name for this version of this URI."""
         return f"{stem_of(self.uri)}-{digest_of(f'{self.uri} {self.version}'.encode())[:16]}"
 
     @cached_property
@@ -74,7 +72,6 @@ class FileSet:
         return {item.path: index for index, item in enumerate(self.files)}
 
     def index_of(self, path: str) -> int:
-        """Raises ObjectNotFoundError."""
         try:
             return self._index[path]
         except KeyError:
@@ -88,14 +85,14 @@ class FileSet:
         return ByteRange(start, min(start + self.chunk_size_bytes, self.files[index].size_bytes))
 
     def blocks_range(self, index: int, chunk: int) -> ByteRange:
-        """Return the position of a chunk's block digests among those of all files, in sequence."""
+        """Return the position of a chunk's block digests among those of all files."""
         start = self._first_blocks[index] + block_count(chunk * self.chunk_size_bytes, self.chunk_size_bytes)
         count = block_count(self.chunk_range(index, chunk).size_bytes, self.chunk_size_bytes)
         return ByteRange(BLOCK_DIGEST_BYTES * start, BLOCK_DIGEST_BYTES * (start + count))
 
     @cached_property
     def first_ordinals(self) -> list[int]:
-        """Of each file the place of its first chunk in ``chunks()``; last, how many chunks there are."""
+        """The ordinal in ``chunks()`` of each file's first chunk; last, the number of chunks."""
         return [0, *accumulate(map(self.chunks_of, range(len(self.files))))]
 
     @cached_property
@@ -103,7 +100,7 @@ class FileSet:
         return [0, *accumulate(block_count(item.size_bytes, self.chunk_size_bytes) for item in self.files)]
 
     def touched(self, byte_range: ByteRange) -> range:
-        """The chunks of a file that ``byte_range`` touches."""
+        """The chunks that ``byte_range`` overlaps."""
         if byte_range.stop <= byte_range.start:
             return range(0)
         return range(byte_range.start // self.chunk_size_bytes, -(-byte_range.stop // self.chunk_size_bytes))
@@ -113,7 +110,7 @@ class FileSet:
         return ((index, chunk) for index in range(len(self.files)) for chunk in range(self.chunks_of(index)))
 
     def encode(self, landed: Sequence[Sequence[str]] = ()) -> bytes:
-        """``landed``: for each file the digests of the chunks as they landed (a receipt has them)."""
+        """``landed``: for each file the digests of its landed chunks (for a receipt)."""
         body = {
             "uri": self.uri,
             "chunk_size_bytes": self.chunk_size_bytes,
@@ -127,19 +124,17 @@ class FileSet:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A decoded record: the frozen files, and the digests of fetched chunks."""
-
     frozen: FileSet
     landed: tuple[tuple[str, ...], ...]
 
     def digest(self, index: int, chunk: int) -> str:
-        """Return the digest of a chunk: as fetched, else as its writer recorded it; "" if unknown."""
+        """Return the digest of a chunk as fetched, else as recorded by its writer; "" if unknown."""
         known = self.landed[index] if self.landed else self.frozen.files[index].digests
         return known[chunk] if known else ""
 
 
 def from_manifest(manifest: Manifest) -> list[FileSpec]:
-    """Return the files of a checkpoint of ours, with their digests as versions."""
+    """Return the files of a tierckpt checkpoint, with their digests as versions."""
     return [wanted_of(entry) for entry in manifest.entries]
 
 
@@ -148,7 +143,7 @@ def wanted_of(entry: FileEntry) -> FileSpec:
 
 
 def stem_of(uri: str) -> str:
-    """Return the common prefix of the names of all versions of ``uri``."""
+    """Return the common name prefix of all versions of ``uri``."""
     return _PLAIN.sub("-", uri.rstrip("/").rpartition("/")[2]).strip(".-")[:80] or "files"
 
 
@@ -157,7 +152,7 @@ def version_of(files: Sequence[FileSpec]) -> str:
 
 
 def decode(data: bytes, *, where: str) -> Receipt:
-    """Raises ManifestError: damaged, or not a record of ours (F2)."""
+    """Raises ManifestError: damaged, or not a tierckpt record (F2)."""
 
     def bad(reason: str) -> NoReturn:
         raise ManifestError(f"{where}: {reason}", hint="The record is damaged and was not used")

@@ -68,7 +68,7 @@ async def fill_hub_cache(
     sharing: PeerJoin | None = None,
     held: Sequence[Held] = (),
 ) -> PrefetchResult:
-    """Make the Hugging Face cache ``cache`` hold ``files``, as listed last. Returns the snapshot's directory.
+    """Fill the Hugging Face cache ``cache`` with ``files``. Returns the snapshot's directory.
 
     Raises: as ``fill_directory``; ConfigError for a revision that cannot be a file name.
     """
@@ -101,17 +101,16 @@ async def fill_hub_cache(
 
 
 def hub_of(store: Store) -> HubStore:
-    """Raises ConfigError for a store that is no Hub."""
     if not isinstance(store, HubStore):
         raise ConfigError("a Hugging Face cache takes hf:// URIs", hint="Give hf://ORG/NAME")
     return store
 
 
 async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> CacheCheck:
-    """Digest the files of ``frozen`` in the Hugging Face cache ``cache``, by the names under which libraries read it.
+    """Digest the files of ``frozen`` in the Hugging Face cache ``cache``, by the names that libraries read.
 
-    ``missing`` has files without a link or without its blob, and the ref of a revision that names another commit;
-    ``bad`` those with other bytes than the repository lists. Changes nothing. Cost: one read of each file.
+    ``missing``: files without link or blob, and the ref of a revision that names another commit; ``bad``: files
+    with other bytes than listed. Changes nothing. Cost: one read of each file.
     """
     repository, commit = store.repository, store.commit
     root = cache / repository.folder
@@ -141,7 +140,7 @@ async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Cach
 
 
 def _check_file(path: Path, item: FileSpec) -> None:
-    """Raise IntegrityError for bytes other than the repository lists; it names the file behind the link."""
+    """Raise IntegrityError, with the linked file's name, for bytes other than listed."""
     with path.open("rb", buffering=0) as file:
         size_bytes, where = os.fstat(file.fileno()).st_size, str(path.resolve())
         if size_bytes != item.size_bytes:
@@ -168,7 +167,7 @@ def _is_there(blob: Path, item: FileSpec) -> bool:
 
 
 def _is_file(directory: Path, item: FileSpec) -> bool:
-    """True for a file of a snapshot that is no link: where the file system has none."""
+    """True for a snapshot's file that is no link (file systems without links)."""
     path = directory / item.path
     return not path.is_symlink() and _is_there(path, item)
 
@@ -182,7 +181,7 @@ def _finish_all(root: Path) -> None:
 
 
 def _finish(root: Path, fetched: Path) -> None:
-    """Turn files that were fetched whole, by the receipt, into blobs, and remove the receipt."""
+    """Turn fetched files into blobs, and remove the receipt."""
     receipt = read_receipt(fetched)
     if receipt is None:
         return
@@ -191,7 +190,7 @@ def _finish(root: Path, fetched: Path) -> None:
         for item in receipt.frozen.files:
             _put_blob(fetched / item.path, _blob(root, item), item)
         fsync_dir(root / "blobs")
-    remove_tree(fetched, ignore_errors=True)  # its files have another name by now
+    remove_tree(fetched, ignore_errors=True)  # its files have other names by now
     with contextlib.suppress(OSError):
         (root / PRIVATE_DIR).rmdir()
 
@@ -199,7 +198,7 @@ def _finish(root: Path, fetched: Path) -> None:
 def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
     if _is_there(blob, item):
         return
-    temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")  # as those libraries name theirs
+    temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")  # the naming of those libraries
     try:
         try:
             hard_link(source, temporary)
@@ -209,20 +208,20 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
             source.replace(blob)
             return
     except FileNotFoundError:
-        if not _is_there(blob, item):  # else another process has finished it meanwhile
+        if not _is_there(blob, item):  # another process may have finished it
             raise StoreError(f"{source} was removed while it was published", hint="Run it again") from None
         return
     temporary.replace(blob)
-    temporary.unlink(missing_ok=True)  # it is still there when another process has linked the same file meanwhile
+    temporary.unlink(missing_ok=True)  # still there if another process linked the same file
 
 
 def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileSpec]) -> Path:
-    """Make the links of a snapshot, then the ref (L1)."""
+    """Make a snapshot's links, then the ref (L1)."""
     snapshot = root / "snapshots" / commit
     copied = set[Path]()
     with translated(root):
         if not snapshot.exists():
-            fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # as deep: it links to the same blobs
+            fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # same depth, as it links to the same blobs
             try:
                 copied |= _link_files(root, fresh / repository.path, files)
                 make_dirs(snapshot.parent)
@@ -244,7 +243,7 @@ def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileS
 
 
 def _link_files(root: Path, directory: Path, files: Sequence[FileSpec]) -> set[Path]:
-    """Have durable links to the blobs of ``files`` below ``directory``. Return the blobs that were copied (L3)."""
+    """Make durable links to the blobs of ``files`` below ``directory``. Return the blobs copied instead (L3)."""
     folders, copied = {directory}, set[Path]()
     for item in files:
         link = directory / item.path

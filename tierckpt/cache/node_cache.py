@@ -1,7 +1,6 @@
-"""The node cache as verbs over URIs: open, prefetch, plan, check, pin, evict. cache/ keeps it, cache/entry.py moves
-bytes.
+"""The node cache by URI: open, prefetch, plan, check, pin, evict.
 
-A checkpoint of ours is not kept here: its place is the local tier, where restore finds it and retention removes it.
+A tierckpt checkpoint is not cached: it belongs to the local tier, from which restore reads and retention removes it.
 """
 
 from __future__ import annotations
@@ -53,13 +52,11 @@ ANCESTORS_MAX = 16
 DIGESTS_AT_A_TIME = 4
 
 _kept: dict[str, ExitStack] = {}
-"""Leases on directories given to this process: it may read them until it exits."""
+"""Leases on directories returned to callers, held until this process exits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedUri:
-    """The current version of a URI, frozen, and its store."""
-
     location: Location
     store: Store
     frozen: FileSet
@@ -70,17 +67,17 @@ class ResolvedUri:
 
 @dataclass(slots=True)
 class CacheCheck:
-    """What of a frozen version is on this node."""
+    """State of a frozen version on this node."""
 
     uri: str
     state: str
-    """``whole``, ``partial``, ``absent``, or ``outdated`` (whole, of a version that is not the store's any more)."""
+    """``whole``, ``partial``, ``absent``, or ``outdated`` (whole, but the store has a newer version)."""
     directory: Path | None
     files: int
     size_bytes: int
     here_bytes: int
     missing: dict[str, int] = field(default_factory=dict)
-    """Files that are not whole, and how many bytes each lacks."""
+    """Missing bytes by incomplete file."""
     bad: dict[str, str] = field(default_factory=dict)
     """Files with bytes other than those fetched."""
     is_pinned: bool = False
@@ -111,7 +108,6 @@ class NodeCache:
         listener: ProgressListener,
         sharing: PeerJoin | None = None,
     ) -> None:
-        """``sharing``: the other nodes; None where there are none."""
         self.settings, self.sharing = settings, sharing
         self.pool = Pool(settings)
         self.store_at, self._listener = store_at, listener
@@ -128,11 +124,9 @@ class NodeCache:
         info: ObjectInfo | None = None,
         files: FileFilter = ALL_FILES,
     ) -> ResolvedUri:
-        """Fix what ``location`` holds now: a checkpoint, a directory of files, or one object.
+        """Fix the current content of ``location``: a checkpoint, a directory of files, or one object.
 
-        Args:
-            kind: of the URI, if the caller knows it: that saves requests.
-            info: size and etag of the object, if the caller knows them; no request is made then.
+        ``kind`` and ``info`` (of the object), if known, save requests.
 
         Raises:
             ObjectNotFoundError: nothing exists there, or nothing matches.
@@ -170,7 +164,7 @@ class NodeCache:
         store = self.store_at(location)
         infos: list[ObjectInfo] | None = None
         if location.scheme in REMOTE_SCHEMES:  # one request proves that it has no manifest
-            with contextlib.suppress(PermissionDeniedError):  # a checkpoint names its files: it needs no listing
+            with contextlib.suppress(PermissionDeniedError):  # a checkpoint names its files, so needs no listing
                 infos = [info async for info in store.list()]
         if infos is None or any(info.key.startswith(f"{PRIVATE_DIR}/") for info in infos):
             manifest = await shared_commit.read_shared_manifest(store)
@@ -180,14 +174,14 @@ class NodeCache:
                 return self.resolve_checkpoint(location, store, manifest, files)
         found = await from_listing(store, files, infos=infos)
         if _is_half(found):
-            raise _uncommitted(location)  # it was not even claimed when we asked
+            raise _uncommitted(location)  # not even claimed when checked
         chosen = files.choose(found, location.uri)
         return ResolvedUri(location, store, self._frozen(location, chosen), is_filtered=bool(files))
 
     def resolve_checkpoint(
         self, location: Location, store: Store, manifest: Manifest, files: FileFilter
     ) -> ResolvedUri:
-        """Freeze a checkpoint with a given manifest. Raises ObjectNotFoundError: no file of it matches."""
+        """Freeze a checkpoint with a given manifest. Raises ObjectNotFoundError: no file matches."""
         frozen = self._frozen(location, files.choose(from_manifest(manifest), location.uri), manifest.chunk_size_bytes)
         return ResolvedUri(location, store, frozen, manifest, is_filtered=bool(files))
 
@@ -198,15 +192,14 @@ class NodeCache:
 
     @property
     def stall_seconds(self) -> float:
-        """How long a process that fetches may land nothing before another fetches the same: a request that times out
-        and the one after it, and a minute at least."""
+        """Seconds without progress before another process fetches the same: two request timeouts, at least a
+        minute.
+        """
         return max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds)
 
     async def open(self, resolved: ResolvedUri, *, whole: bool = False) -> CacheEntry:
-        """Open the entry of ``resolved``, or make one. The caller closes it.
-
-        Raises:
-            CapacityError: ``whole``, and there is no room for all of it.
+        """Open or make the entry of ``resolved``. The caller closes it. Raises CapacityError: no room for
+        ``whole``.
         """
         found = await asyncio.to_thread(self._larger, resolved)
         frozen = found or resolved.frozen
@@ -233,7 +226,7 @@ class NodeCache:
         return await self.open(await self.freeze(location, kind=kind, info=info))
 
     async def reopen(self, frozen: FileSet) -> CacheEntry:
-        """Open an entry by its receipt, without a request to the store. The caller closes it."""
+        """Open an entry by its receipt, without store requests. The caller closes it."""
         location, files = parse_uri(frozen.uri), frozen.files
         is_object = len(files) == 1 and files[0].key == location.name
         resolved = ResolvedUri(location, self.store_at(location.parent if is_object else location), frozen)
@@ -251,7 +244,7 @@ class NodeCache:
         return next(item for item in frozen.files if _same(item, resolved.only, _below(frozen.uri, resolved.location)))
 
     def _larger(self, resolved: ResolvedUri) -> FileSet | None:
-        """An entry that has all of ``resolved`` in the same versions, and more: of its URI, or a directory above it."""
+        """Find an entry of the URI, or of a directory above it, with all of ``resolved`` in the same versions."""
         if not self.pool.root.is_dir():
             return None
         places = [resolved.location]
@@ -263,7 +256,7 @@ class NodeCache:
             return None
         for row in sorted(rows, key=lambda row: (row.state != "complete", -row.used_unix_ns)):
             if row.state != "complete" and (exact is not None or resolved.only is None):
-                break  # a half-filled one is only good for a single object that has no entry of its own
+                break  # a partial one only serves a single object without its own entry
             frozen = self._contents(row)
             if frozen is not None and _covers(frozen, resolved):
                 return frozen
@@ -283,9 +276,9 @@ class NodeCache:
         return self._receipts[row.name].frozen
 
     def held(self, resolved: ResolvedUri, leases: ExitStack) -> list[Held]:
-        """Entries of the same URI, whole or not, for copies of their files; the one used last at the end. Blocking.
+        """Return entries of the same URI to copy files from, the last used at the end. Blocking.
 
-        ``leases``: keeps them from eviction.
+        ``leases`` keeps them from eviction.
         """
         found: list[Held] = []
         for row in self.pool.rows(resolved.location.uri) if self.pool.root.is_dir() else ():
@@ -298,7 +291,7 @@ class NodeCache:
         return found
 
     async def fill(self, resolved: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
-        """Have all of ``resolved`` in the cache, whole.
+        """Cache all of ``resolved``, whole.
 
         Args:
             pin: keep it until it is unpinned; other versions of the URI are unpinned.
@@ -327,7 +320,7 @@ class NodeCache:
     async def check_at(
         self, location: Location, place: Callable[[ResolvedUri], Path | None], files: FileFilter
     ) -> CacheCheck:
-        """``check`` the current version of ``location``; while its store is down, the last fetched one."""
+        """``check`` the current version of ``location``, or the last fetched one while its store is down."""
         try:
             resolved = await self.freeze(location, files=files)
         except (StoreUnavailableError, EndpointError) as error:
@@ -340,7 +333,7 @@ class NodeCache:
         return await asyncio.to_thread(self.check, resolved, place(resolved))
 
     def check(self, resolved: ResolvedUri, directory: Path | None = None) -> CacheCheck:
-        """Say what of ``resolved`` is here: in the cache, or in ``directory``. Fetches and changes nothing."""
+        """Return the state of ``resolved`` in the cache or in ``directory``. Changes nothing."""
         frozen = self._larger(resolved) or resolved.frozen if directory is None else resolved.frozen
         target = directory or self.pool.directory(frozen.name)
         check = _check(frozen, target)
@@ -384,10 +377,9 @@ class NodeCache:
         return rows
 
     def evict(self, location: Location) -> tuple[list[CacheRow], list[CacheRow]]:
-        """Remove all versions of a URI. Returns what went, and what stayed because it is pinned or in use.
+        """Remove all versions of a URI. Returns removed rows, and those pinned or in use.
 
-        Raises:
-            ObjectNotFoundError: the cache has no files of it.
+        Raises ObjectNotFoundError: the cache has no files of it.
         """
         rows = self.pool.rows(location.uri)
         if not rows:
@@ -398,10 +390,9 @@ class NodeCache:
 
 
 async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:
-    """Do ``work`` when it can be done: again while ``what`` is not committed, not there, or its store is away.
+    """Retry ``work`` while ``what`` is uncommitted or missing, or its store is down.
 
-    Raises:
-        OperationTimeoutError: after ``timeout_seconds``; names the operation in progress.
+    Raises OperationTimeoutError after ``timeout_seconds``; it names the operation in progress.
     """
     poll, last = Poll(pauses=SHARED), "nothing went wrong"
     try:
@@ -439,7 +430,7 @@ def _check(frozen: FileSet, target: Path) -> CacheCheck:
 
 
 def _has_sizes(frozen: FileSet, target: Path) -> bool:
-    """True for a checkpoint that was saved on this node: it has no receipt, and every file."""
+    """True for a checkpoint saved on this node: no receipt, and every file."""
     return all(file_size(target / item.path) == item.size_bytes for item in frozen.files)
 
 
@@ -468,11 +459,11 @@ def _uncommitted(location: Location) -> UncommittedCheckpointError:
 
 
 def _is_half(files: Sequence[FileSpec]) -> bool:
-    """Shards and no metadata: a checkpoint that is being put there, and no directory of files."""
+    """True for shards without metadata: a checkpoint being uploaded, not a directory of files."""
     names = [file.path for file in files if "/" not in file.path]
     return any(name.endswith(SHARD_SUFFIX) for name in names) and not any(name.endswith(METADATA) for name in names)
 
 
 async def _claimed(store: Store) -> bool:
-    """Return True if a drain of ours has begun here: the files are not a complete model."""
+    """Return True if a drain has begun here: the files are not a complete model."""
     return bool(await store.list_dirs(PRIVATE_DIR)) or await shared_commit.read_claim(store) is not None

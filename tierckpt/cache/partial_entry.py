@@ -80,27 +80,29 @@ CLAIMS = f"{FILLING}/claims"
 HOST = f"{FILLING}/host"
 SUFFIX = ".incoming"
 FILLS, PUBLISHES = 0, 1
-"""Bytes of the file of claims: shared by the processes that fill the entry, and held by the one that publishes it."""
+"""Bytes of the claims file: shared by the processes that fill the entry, and exclusive to the publisher."""
 STREAMS, FETCHES, SHARED = 1 << 32, 1 << 40, 1 << 48
-"""The first of a range of bytes each: a file that is streamed whole; a chunk, by its ordinal, that is fetched; one that
-is fetched from shared storage, where other nodes take part."""
+"""First byte of each range: a file being streamed; a chunk, by ordinal, being fetched; one fetched from shared storage
+together with other nodes.
+"""
 STREAM = -1
-"""In the place of a chunk: the whole file."""
+"""Chunk number that means the whole file."""
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
 REMOVED = {errno.ENOENT, errno.ESTALE}
-"""Of a file that is open here and that another host has removed."""
+"""Errors of an open file that another host removed."""
 
 Turn: TypeAlias = Literal["fetch", "landed", "later"]
-"""What to do with a chunk: fetch it; nothing, it has landed; come back, another process has claimed it."""
+"""Action for a chunk: fetch it; nothing, it has landed; retry later, another process has claimed it."""
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
 _MARK = re.compile(rb"([!=])(\d+)\.")
 
 
 def incoming_of(directory: Path, version: str) -> Path:
-    """Return the directory that gathers the files: next to ``directory``, or inside it where it exists (it may be a
-    mount, or have an owner and a mode of its own)."""
+    """Return the directory that gathers the files: next to ``directory``, or inside an existing one (it may be a
+    mount, or have its own owner and mode).
+    """
     inside = directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
     return inside if directory.exists() else incoming_beside(directory, version)
 
@@ -110,7 +112,7 @@ def incoming_beside(directory: Path, version: str) -> Path:
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
-    """Return the fetched bytes of each file on the way to ``directory``; {} without a fill. Changes nothing."""
+    """Return fetched bytes by file of a fill of ``directory``; {} without a fill. Changes nothing."""
     incoming = incoming_of(directory, version)
     frozen = read_entry(incoming)
     if frozen is None or frozen.version != version:
@@ -120,7 +122,7 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
 
 
 def read_landed(incoming: Path) -> Receipt | None:
-    """What ``incoming`` is to become, with the digests of the chunks that have landed and '' for the others."""
+    """Return the target content of ``incoming``, with the digests of landed chunks, and '' for the others."""
     if (frozen := read_entry(incoming)) is None:
         return None
     landed = _read_lines(incoming, frozen).landed
@@ -136,7 +138,7 @@ def _read_lines(incoming: Path, frozen: FileSet) -> ProgressLog:
 
 
 def read_entry(incoming: Path) -> FileSet | None:
-    """Return the contents that ``incoming`` is to get; None when they are unknown (then it is of no use)."""
+    """Return the target content of ``incoming``; None if unknown (then it is useless)."""
     try:
         return _entry_of(incoming)
     except (ObjectNotFoundError, ManifestError):
@@ -149,7 +151,7 @@ def _entry_of(incoming: Path) -> FileSet:
 
 
 def is_filled_here(incoming: Path) -> bool:
-    """True while a process of this host works on ``incoming``."""
+    """True while a process of this host fills ``incoming``."""
     try:
         file = os.open(incoming / CLAIMS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -161,14 +163,14 @@ def is_filled_here(incoming: Path) -> bool:
 
 
 def is_being_filled(incoming: Path) -> bool:
-    """True while a process works on ``incoming``, of this host or of another."""
+    """True while a process of any host fills ``incoming``."""
     if is_filled_here(incoming):
         return True
     return HostLease(incoming / HOST, holder_name(has_locks=True)).is_held_elsewhere()
 
 
 def remove_dir(directory: Path) -> None:
-    """Remove ``directory``: first one rename, then the files in it. No error when there is none."""
+    """Remove ``directory``, first by one rename. No error if it is missing."""
     aside = directory.with_name(f".{secrets.token_hex(6)}.evicted")
     with translated(directory):
         try:
@@ -179,33 +181,30 @@ def remove_dir(directory: Path) -> None:
 
 
 class ProgressLog:
-    """The contents of a progress file."""
-
     def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
         self.landed: dict[int, dict[int, str]] = {}
-        """By file, the digest of each chunk that has landed."""
+        """By file, the digest of each landed chunk."""
         self.landed_bytes = 0
         self.durable: set[int] = set()
         """Files that are whole and durable."""
         self.order: list[tuple[int, int]] = []
-        """Chunks as they landed, one after the other. One that was forgotten and has landed again is there twice."""
+        """Chunks in landing order. A forgotten chunk that landed again appears twice."""
         self.offset = 0
-        """How much of the file was read."""
+        """Bytes of the file already read."""
 
     def path(self, incoming: Path) -> Path:
-        """Lines of another boot (G3), or of chunks of another size, are in another file."""
+        """Lines of another boot (G3) or chunk size are in another file."""
         return incoming / FILLING / f"progress-{boot_id()[:8]}-{self.frozen.chunk_size_bytes}"
 
     def read_on(self, file: int) -> None:
-        """Take in all whole lines from ``offset`` on."""
         data = b""
         while piece := os.pread(file, 1 << 20, self.offset + len(data)):
             data += piece
         whole = data.rpartition(b"\n")[0]
         for line in whole.split(b"\n"):
             self._take(line)
-        self.offset += len(whole)  # the last line feed is left: the next record may begin with it
+        self.offset += len(whole)  # leave the last line feed: the next record may begin with it
 
     def _take(self, line: bytes) -> None:
         if match := _LANDED.fullmatch(line):
@@ -226,7 +225,7 @@ class ProgressLog:
                 self.durable.discard(index)
 
     def take_all(self, landed: Sequence[Sequence[str]]) -> None:
-        """Every chunk has landed: by file, with these digests."""
+        """Note every chunk as landed, with digests by file."""
         for index, digests in enumerate(landed):
             known = self.landed.setdefault(index, {})
             self.order += [(index, chunk) for chunk in range(len(digests)) if chunk not in known]
@@ -238,7 +237,7 @@ class ProgressLog:
 
 
 class PartialEntry:
-    """One process's part in filling ``directory`` with ``frozen``. Methods are blocking; any thread may call them."""
+    """One process's part in filling ``directory`` with ``frozen``. Blocking, thread-safe."""
 
     def __init__(
         self,
@@ -250,9 +249,8 @@ class PartialEntry:
     ) -> None:
         """Join the processes that fill it, or be the first. Raises StoreError when it cannot be written.
 
-        Args:
-            is_selected: True for paths that would be in ``frozen`` if the source had them. Of an earlier prefetch those
-                that ``frozen`` lacks are removed when it is published.
+        ``is_selected``: True for paths that would be in ``frozen`` if the source had them. Other files of an
+        earlier prefetch stay at publication.
         """
         self.directory, self._is_selected = directory, is_selected
         self._replaces = version_in(directory)
@@ -267,7 +265,7 @@ class PartialEntry:
                 if not self._is_new:
                     make_dirs(self.incoming, is_durable=False)
                     inherit_group(directory, self.incoming)
-                make_dirs(self.incoming / FILLING, is_durable=False)  # durable when it is published, not before (G3)
+                make_dirs(self.incoming / FILLING, is_durable=False)  # made durable at publication (G3)
                 self.claims = Claims(self.incoming / CLAIMS)
                 stack.callback(self.claims.close)
                 # Before there is an entry: a directory without either is being made (_is_begun).
@@ -283,10 +281,10 @@ class PartialEntry:
         self.refresh()
 
     def _agree(self, frozen: FileSet) -> FileSet:
-        """Adopt the record that is there: the chunk size of the first process.
+        """Adopt the existing record, with the chunk size of the first process.
 
-        One read tells missing from damaged. With two, a record that another process makes between them would count as
-        damaged, and its landed chunks would be lost.
+        A single read tells missing from damaged. Between two, another process may write the record, which
+        would count as damaged and lose its landed chunks.
         """
         path = self.incoming / ENTRY
         for _ in range(TRIES):
@@ -302,7 +300,7 @@ class PartialEntry:
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             write_new(temporary, frozen.encode(), file_mode(path))
             try:
-                name_new(temporary, path)  # of several that are first, one is
+                name_new(temporary, path)  # only one of several first processes succeeds
             except FileExistsError:
                 pass
             except OSError:  # the file system cannot decide
@@ -320,7 +318,7 @@ class PartialEntry:
         return matching(self.incoming / FILLING, "progress-*")
 
     def close(self) -> None:
-        """Leave. Landed chunks stay. Idempotent."""
+        """Leave; landed chunks stay. Idempotent."""
         if self._log < 0:
             return
         self.claims.close()
@@ -329,13 +327,13 @@ class PartialEntry:
         self._log = -1
 
     def tidy(self) -> None:
-        """After ``close``: remove the directory that a late process made again after the entry was published."""
+        """After ``close``: remove a directory that a late process made again after publication."""
         if self.incoming.exists() and self.is_published() and not is_being_filled(self.incoming):
             with contextlib.suppress(TierckptError):
                 remove_dir(self.incoming)
 
     def progress_bytes(self) -> dict[str, int]:
-        """The size of each progress file. The file of another host grows while that host makes progress."""
+        """Size of each progress file: that of another host grows as it makes progress."""
         found = {}
         for path in self._lists():
             with contextlib.suppress(OSError):
@@ -349,7 +347,7 @@ class PartialEntry:
 
     @contextlib.contextmanager
     def claimed(self, index: int, chunk: int) -> Iterator[Turn]:
-        """Hold the claim on a chunk, or on ``STREAM``, within the block; yield what to do with the chunk."""
+        """Hold the claim on a chunk, or on ``STREAM``, within the block; yield the action for it."""
         claim = self._claim_of(index, chunk)
         if not self.claims.take(claim):
             yield "later"
@@ -365,7 +363,7 @@ class PartialEntry:
         return bool(self.claims.held(claim, claim + 1))
 
     async def await_other(self, index: int, chunk: int, timeout_seconds: float) -> Literal["landed", "free", "stalled"]:
-        """Wait for the process that claimed a chunk: until the chunk has landed, the claim is free, or time is up."""
+        """Wait until the claimed chunk has landed, its claim is free, or time is up."""
         async for _ in Poll(timeout_seconds):
             self.refresh()
             if self.has(index, chunk):
@@ -375,11 +373,11 @@ class PartialEntry:
         return "stalled"
 
     def count_fetches(self) -> int:
-        """How many chunks the processes of this node fetch now."""
+        """Count the chunks that this node's processes fetch now."""
         return len(self.claims.held(FETCHES, FETCHES + self.frozen.first_ordinals[-1]))
 
     def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
-        """Say, or take back, that the chunk is fetched from shared storage."""
+        """Set or clear the mark that the chunk is fetched from shared storage."""
         at = SHARED + self.frozen.first_ordinals[index] + chunk
         if is_fetched:
             self.claims.take(at)
@@ -389,7 +387,7 @@ class PartialEntry:
     # --- landed chunks -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Read the lines that other processes have appended since. Cost: one fstat when there are none."""
+        """Read lines appended by other processes. Cost: one fstat when there are none."""
         with self._lock, translated(self.progress_path):
             try:
                 if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
@@ -397,7 +395,7 @@ class PartialEntry:
             except OSError as error:
                 if error.errno not in REMOVED:
                     raise
-                # A network mount has no file without a name, and another host has removed it: it publishes.
+                # A network mount has no unnamed files; another host removed it: it publishes.
                 if (receipt := whole_receipt(self.directory, self.frozen.version)) is not None:
                     self._lines.take_all(receipt.landed)
 
@@ -406,7 +404,7 @@ class PartialEntry:
         return self._lines.landed_bytes
 
     def has(self, index: int, chunk: int) -> bool:
-        """True when the chunk was here at the last ``refresh``."""
+        """True if the chunk was here at the last ``refresh``."""
         return chunk in self._lines.landed.get(index, ())
 
     def has_file(self, index: int) -> bool:
@@ -416,20 +414,20 @@ class PartialEntry:
         return all(self.has_file(index) for index in range(len(self.frozen.files)))
 
     def digest(self, index: int, chunk: int) -> str:
-        """With which digest the chunk landed; '' when it has not."""
+        """Return the digest of a landed chunk; '' if it is missing."""
         return self._lines.landed.get(index, {}).get(chunk, "")
 
     # --- landing and reading ---------------------------------------------------------------------------------------
 
     def land(self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None) -> None:
-        """Take one chunk: verify, write, and say so (G1).
+        """Verify and write one chunk, then record it (G1).
 
         Args:
-            digest: of ``data``, if the caller has it.
-            clone_of: a file with the same bytes in the same place; its blocks are shared where they can be.
+            digest: of ``data``, if known.
+            clone_of: a file with the same bytes at the same offset; its blocks are shared where possible.
 
         Raises:
-            IntegrityError: it is not the chunk that it should be; nothing was written.
+            IntegrityError: the digest differs; nothing was written.
             CapacityError, StoreError: it could not be written.
         """
         item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
@@ -450,15 +448,16 @@ class PartialEntry:
     def take_over(self, index: int, chunk: int, digest: str, blocks: bytes) -> None:
         """Note a chunk of a file linked from another version, with its digest there.
 
-        Args:
-            blocks: digests of its blocks, if known. They are used only if they pass ``digest`` (G5).
+        ``blocks``: digests of its blocks, if known, used only if they pass ``digest`` (G5).
         """
         if len(blocks) == self.frozen.blocks_range(index, chunk).size_bytes:
             self._put_blocks(index, chunk, blocks)
         self.append_line(f"{index} {chunk} {digest}")
 
     def keep(self, index: int) -> None:
-        """Make a file durable after ``take_over`` of its chunks. A damaged one is forgotten, and fetched later."""
+        """Make a file durable after ``take_over`` of its chunks. A damaged one is forgotten, and fetched
+        later.
+        """
         self.refresh()
         if self.has_file(index):
             with contextlib.suppress(IntegrityError):
@@ -466,9 +465,9 @@ class PartialEntry:
             self.refresh()
 
     def _put_blocks(self, index: int, chunk: int, blocks: bytes) -> None:
-        """Before the line that says the chunk is here. Whoever lands it writes the same bytes here too (G2)."""
+        """Write block digests before the chunk's line. Every process writes the same bytes here (G2)."""
         if len(blocks) == BLOCK_DIGEST_BYTES:
-            return  # of one block: its digest is the chunk's
+            return  # a single block: its digest is the chunk's
         path = self.incoming / BLOCKS
         with translated(path):
             file = open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path))
@@ -480,15 +479,15 @@ class PartialEntry:
     def append_line(self, line: str) -> None:
         record = f"\n{line}\n".encode()
         with translated(self.progress_path):
-            for _ in range(APPENDS_MAX):  # one that was cut short is a torn line, and the whole one follows it
+            for _ in range(APPENDS_MAX):  # the whole line follows a torn one
                 if os.write(self._log, record) == len(record):
                     return
         raise StoreError(f"{self.progress_path} could not be appended to", path=self.progress_path, tier=Tier.LOCAL)
 
     def prepare(self, index: int) -> Path:
-        """Return the path of a file, which is there with its full size.
+        """Make the file exist with its full size, and return its path.
 
-        Idempotent, between processes too, and loses nothing: a file is only ever extended.
+        Idempotent, also between processes, and loses nothing: files are only extended.
         """
         item = self.frozen.files[index]
         path = self.incoming / item.path
@@ -502,10 +501,10 @@ class PartialEntry:
             had = bool(self._lines.landed.get(index))
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
-                if had and self.is_published():  # since the look: another process has made the directory again
+                if had and self.is_published():  # another process has made the directory again since
                     os.close(file)
                     raise ObjectNotFoundError(f"{self.incoming} was published", tier=Tier.LOCAL)
-                if had:  # the file was removed, its lines were not
+                if had:  # the file was removed, but not its lines
                     log.warning("%s is missing: fetching it again", path)
                     self.append_line(f"!{index}.")
             except FileExistsError:
@@ -523,7 +522,7 @@ class PartialEntry:
         return path
 
     def _check_own_name(self, path: Path, item: FileSpec) -> None:
-        """Raise StoreError when ``path`` is another file with a name that differs by case only (vfat, exFAT, SMB)."""
+        """Raise StoreError if another file's name differs from ``path`` by case only (vfat, exFAT, SMB)."""
         twins = [other.path for other in self.frozen.files if other.path.casefold() == item.path.casefold()]
         if len(twins) > 1 and path.name not in os.listdir(path.parent):  # noqa: PTH208
             raise StoreError(
@@ -534,7 +533,7 @@ class PartialEntry:
             )
 
     def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy a range, when all of its chunks have landed; else False."""
+        """Copy a range if all of its chunks have landed; else False."""
         chunks = self.frozen.touched(byte_range)
         if not all(self.has(index, chunk) for chunk in chunks):
             self.refresh()
@@ -551,11 +550,10 @@ class PartialEntry:
         return whole_receipt(self.directory, self.frozen.version) is not None
 
     def publish(self) -> bool:
-        """Make the directory appear, when every chunk has landed. True when it is there; False while another process
-        is at it, or when a file had to be forgotten.
+        """Publish the directory when every chunk has landed. False while another process does, or after a file
+        was forgotten.
 
-        Raises:
-            StoreError, CapacityError: the fsync of a file failed. Its chunks will be fetched again.
+        Raises StoreError, CapacityError: the fsync of a file failed. Its chunks will be fetched again.
         """
         if self.is_published():
             return True
@@ -572,7 +570,7 @@ class PartialEntry:
             if not self.has_all():
                 return False
             with translated(self.directory):
-                if self._is_new:  # one rename, which finds no directory or an empty one, or fails
+                if self._is_new:  # one rename, which fails unless the target is missing or empty
                     self._publish()
                     return True
                 with turn_at(self.directory) as is_ours:
@@ -588,7 +586,7 @@ class PartialEntry:
 
     @property
     def _is_new(self) -> bool:
-        """There was no directory when the fill began."""
+        """True if there was no directory when the fill began."""
         return self.incoming.parent == self.directory.parent
 
     def _lost(self) -> CheckpointError:
@@ -607,7 +605,7 @@ class PartialEntry:
             self.prepare(index)
             if index not in self._lines.durable:
                 self._make_durable(index)
-        if not self.has_all():  # prepare has found a file gone
+        if not self.has_all():  # prepare may have found a file missing
             raise StoreError(f"files of {self.incoming} were removed while it was being filled", hint="Run it again")
         receipt = self.frozen.encode([self._digests(index) for index in range(len(self.frozen.files))])
         if self._is_new:
@@ -632,12 +630,12 @@ class PartialEntry:
             )
 
     def _move_in(self, receipt: bytes) -> None:
-        """Replace the files of the version before (``replacement``)."""
+        """Replace the files of the previous version (``replacement``)."""
         replacement = Replacement(
             self.directory, self.incoming, self.frozen, self._is_selected, self.incoming / FILLING
         )
         replacement.begin()
-        for left in self._lists():  # before the first file moves: they say that it is in ``incoming``
+        for left in self._lists():  # before the first move, as these say that it is in ``incoming``
             left.unlink()
         replacement.move()
         with contextlib.suppress(FileNotFoundError):  # no file has a chunk of more than one block
@@ -650,8 +648,9 @@ class PartialEntry:
         return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
 
     def _make_durable(self, index: int) -> None:
-        """Check the content of a whole file, and fsync it. When either fails, all of its chunks are forgotten: nothing
-        tells which of them are lost or wrong."""
+        """Check a whole file's content and fsync it. On failure, forget all of its chunks: the bad ones cannot
+        be told apart.
+        """
         path = self.incoming / self.frozen.files[index].path
         with translated(path):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -668,12 +667,12 @@ class PartialEntry:
 
 
 def same_digest(data: Buffer, digest: str, expected: str) -> bool:
-    """True when ``data``, with the digest ``digest``, has the digest ``expected``, which may be of the older form."""
+    """True when ``data`` has the digest ``expected``, which may be of the older form."""
     return digest == expected or has_digest(data, expected)
 
 
 def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
-    """Read exactly ``byte_range`` of ``path``; False when it is not there, or shorter."""
+    """Read exactly ``byte_range`` of ``path``; False if it is missing or shorter."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -686,21 +685,21 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
 
 
 def tidy(directory: Path) -> None:
-    """Remove the files of the fill from a whole directory. Best effort."""
+    """Remove the fill's files from a whole directory. Best effort."""
     base = directory / FILLING
     if base.exists():
         remove_tree(base, ignore_errors=True)
 
 
 def _is_begun(incoming: Path) -> bool:
-    """True while a process makes ``incoming``: it has no entry yet, and is not old."""
+    """True while a process makes ``incoming``: recent and without an entry."""
     with contextlib.suppress(OSError):
         return not (incoming / ENTRY).exists() and time.time() - incoming.stat().st_mtime < SILENT_SECONDS
     return False
 
 
 def remove_abandoned(directory: Path, keep: Path) -> None:
-    """Remove half-filled directories of other versions of ``directory`` that nobody works on."""
+    """Remove abandoned partial directories of other versions of ``directory``."""
     inside = directory / PRIVATE_DIR
     beside = matching(directory.parent, f".{glob.escape(stem_of(directory.name))}.*{SUFFIX}")
     for left in [*beside, *matching(inside, f"*{SUFFIX}")]:

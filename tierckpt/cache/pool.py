@@ -52,7 +52,7 @@ State: TypeAlias = Literal["partial", "complete"]
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """One entry. ``reserved_bytes``: its size for the quota; a partial entry counts with its reservation."""
+    """One entry. ``reserved_bytes`` counts for the quota: size of a whole entry, reservation of a partial one."""
 
     name: str
     uri: str
@@ -69,7 +69,7 @@ Summary: TypeAlias = tuple[str, str, int, int]
 """URI, version, files and bytes of an entry."""
 
 receipts_read: dict[Path, tuple[tuple[int, int], Summary]] = {}
-"""Of each receipt read, inode and time of writing, and its summary."""
+"""Of each receipt read, inode and mtime, and its summary."""
 
 
 def _summary_of(frozen: FileSet) -> Summary:
@@ -77,7 +77,7 @@ def _summary_of(frozen: FileSet) -> Summary:
 
 
 class Pool:
-    """The entries below ``settings.local_root``. Blocking; any thread and any process may use it at the same time."""
+    """The entries below ``settings.local_root``. Blocking; safe for threads and processes."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -94,7 +94,7 @@ class Pool:
     def rows(self, *uris: str) -> list[CacheRow]:
         """Return all entries, or those of ``uris``, least recently used first.
 
-        Cost: three stats for each entry; its receipt is read once in a process.
+        Cost: three stats per entry; a receipt is read once per process.
         """
         stems = {stem_of(uri) for uri in uris}
         names = [name for name in self._names() if not uris or name.rpartition("-")[0] in stems]
@@ -103,9 +103,9 @@ class Pool:
         return sorted(wanted, key=lambda row: (row.used_unix_ns, row.name))
 
     def _names(self) -> set[str]:
-        """Return names of whole and partial entries, some of which may be evicted meanwhile.
+        """Return names of whole and partial entries, some perhaps evicted meanwhile.
 
-        A listing may miss an entry that is renamed meanwhile, and finds its reservation (H1).
+        A listing may miss an entry during its rename, but finds its reservation (H1).
         """
         found = {path.name for path in matching(self.root / ".state", "*")}
         for path in matching(self.root, "*"):
@@ -119,8 +119,8 @@ class Pool:
         return next(iter(matching(self.root, f".{glob.escape(name)}.*{SUFFIX}")), None)
 
     def describe(self, name: str) -> CacheRow | None:
-        """Return the row of an entry as its files have it; None when there is none, or it is damaged."""
-        for _ in range(2):  # it may be published between the looks at its two places: then it is in the first
+        """Return the row of an entry; None if it is missing or damaged."""
+        for _ in range(2):  # it may be published between the checks of its two locations: then it is in the first
             if (summary := self._summary_by_receipt(name)) is not None:
                 return CacheRow(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
             incoming = self.incoming(name)
@@ -157,7 +157,7 @@ class Pool:
         return 0
 
     def used(self, name: str) -> None:
-        """Note that an entry is being used. Best effort."""
+        """Note a use of an entry. Best effort."""
         now, path = time.time_ns(), self.state_dir(name) / "used"
         with contextlib.suppress(OSError, TierckptError):
             make_dirs(path.parent, is_durable=False)
@@ -170,7 +170,6 @@ class Pool:
         return (self.state_dir(name) / "pinned").exists()
 
     def pin(self, name: str, pinned: bool = True) -> None:
-        """Keep an entry until it is unpinned, or no longer."""
         path = self.state_dir(name) / "pinned"
         with translated(path):
             make_dirs(path.parent)
@@ -182,28 +181,26 @@ class Pool:
         return self.root / ".leases" / f"{name}.lock"
 
     def lease(self, name: str) -> contextlib.ExitStack:
-        """Hold an entry against eviction until the returned stack is closed, or this process ends.
+        """Hold an entry against eviction until the returned stack is closed or this process exits.
 
-        It may be evicted before the lease is held: check that it exists after the call.
-
-        Raises PermissionDeniedError, ConfigError: see ``make_local_root``.
+        It may be evicted before: check that it exists after the call. Raises as ``make_local_root``.
         """
         make_local_root(self.settings)
-        hold = contextlib.ExitStack()  # closed from the last to the first
+        hold = contextlib.ExitStack()  # closed in reverse order
         hold.callback(self.remove_state, name)
         hold.enter_context(read_lease.holding(self.lease_path(name)))
         hold.callback(self.used, name)
         return hold
 
     def leases(self, name: str) -> list[int]:
-        """The live processes that hold an entry."""
+        """Processes that hold an entry."""
         return read_lease.holders(self.lease_path(name))
 
     def is_leased(self, name: str) -> bool:
         return read_lease.is_held(self.lease_path(name))
 
     def remove_state(self, name: str) -> None:
-        """Remove the state of an evicted entry, unless a process holds its lease and is about to fill it (H2)."""
+        """Remove an evicted entry's state, unless a leasing process is about to fill it (H2)."""
         with contextlib.suppress(OSError, TierckptError), try_lock(self.lease_path(name), remove=True) as is_free:
             if is_free and not self.directory(name).exists() and self.incoming(name) is None:
                 remove_tree(self.state_dir(name), ignore_errors=True)
@@ -211,21 +208,21 @@ class Pool:
     # --- reserving and evicting ------------------------------------------------------------------------------------
 
     def reserved(self, name: str) -> int:
-        """Bytes that the entry may take altogether."""
+        """Bytes that the entry may take in total."""
         try:
             return int(read_whole(self.state_dir(name) / "reserved", RESERVED_BYTES_MAX))
         except (TierckptError, ValueError):
             return 0
 
     def note_reserved(self, name: str, size_bytes: int) -> None:
-        """Record the entry's reserved bytes. A crash leaves the old record, which the next reservation replaces."""
+        """Record the entry's reserved bytes. After a crash the next reservation replaces them."""
         path = self.state_dir(name) / "reserved"
         temporary = path.with_name("reserved.new")
         temporary.write_text(str(size_bytes))
         replace_file(temporary, path)
 
     def evict(self, name: str) -> bool:
-        """Remove one entry; False when it is pinned or leased."""
+        """Remove one entry; False if pinned or leased."""
         path = self.lease_path(name)
         with translated(self.root):
             make_dirs(path.parent)
@@ -240,13 +237,13 @@ class Pool:
         return True
 
     def clear_evicted(self) -> None:
-        """Remove the leftovers of evictions that were killed."""
+        """Remove leftovers of interrupted evictions."""
         for left in matching(self.root, ".*.evicted"):
             remove_tree(left, ignore_errors=True)
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Bytes that the files below ``directory`` take on the disk, our own small ones not counted."""
+    """Disk bytes of the files below ``directory``, without tierckpt's own."""
     total = 0
     for folder, below, names in os.walk(directory):
         if PRIVATE_DIR in below:

@@ -1,14 +1,14 @@
-"""Prefetch: fill a directory of this node with the files of a checkpoint or model, whole or not at all.
+"""Prefetch: fill a directory of this node with the files of a checkpoint or model, all or none.
 
-1. Freeze the files to fetch: the manifest of a checkpoint of ours, else a listing with size and version (etag) of each.
-2. Make room, then fetch chunks in parallel into a directory next to the target (cache/partial_entry.py). A progress
-   file there names the fetched chunks, so a killed prefetch resumes, and several processes fill one directory
-   together.
-3. When every file is whole (digests verified if the manifest has them), publish: one rename of the directory for a new
-   target, else file by file, and files of the old version are removed. The receipt comes last: a directory without it
-   is incomplete.
+1. Freeze the files: the manifest of a tierckpt checkpoint, else a listing with sizes and versions (etags).
 
-Into the node cache it is the same, with a reservation and a lease (cache/node_cache.py).
+2. Make room, then fetch chunks in parallel into a directory next to the target (cache/partial_entry.py). Its progress
+file names fetched chunks: a killed prefetch resumes, and processes share the work.
+
+3. Publish when every file is whole and verified: rename a new directory, or replace file by file and remove the old
+version's files. The receipt comes last: a directory without it is incomplete.
+
+The node cache adds a reservation and a lease (cache/node_cache.py).
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ log = logger("prefetch")
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchResult(FetchStats):
-    """Result of a prefetch. ``fetched_bytes`` came from shared storage now, ``peer_bytes`` from other nodes; the rest
-    existed already, or was fetched by other processes of this node meanwhile (``others_bytes``)."""
+    """Result of a prefetch. ``fetched_bytes`` came from shared storage, ``peer_bytes`` from other nodes; the rest
+    existed, or was fetched by other processes of this node (``others_bytes``).
+    """
 
     directory: Path
     files: int
     size_bytes: int
     is_pinned: bool = False
     peers: tuple[Json, ...] = ()
-    """Of each peer its name, what came from it, how fast, and whether it was banned for wrong bytes."""
+    """Name, bytes, rate and ban of each peer."""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Chunks read from shared storage that another node was to read, by the reason."""
+    """Chunks read from shared storage although another node was to read them, by reason."""
 
     def to_json(self) -> Json:
         return {
@@ -82,17 +83,16 @@ class PrefetchResult(FetchStats):
 
 @dataclass(frozen=True, slots=True)
 class FileFilter:
-    """Globs that choose files by path; ``*`` matches slashes too. A glob that is the name of a file means that file."""
+    """Globs that choose files by path; ``*`` also matches slashes. A glob equal to a file name means that file."""
 
     include: tuple[str, ...] = ()
-    """Empty: all files."""
     exclude: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.include or self.exclude)
 
     def has(self, path: str, names: Container[str]) -> bool:
-        """Return whether ``path`` is chosen. ``names``: the files that there are."""
+        """Return whether ``path`` is chosen among the files ``names``."""
 
         def is_matched(globs: Sequence[str]) -> bool:
             return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
@@ -100,7 +100,7 @@ class FileFilter:
         return (not self.include or is_matched(self.include)) and not is_matched(self.exclude)
 
     def choose(self, files: Sequence[FileSpec], uri: str) -> list[FileSpec]:
-        """Return the chosen of ``files``. Raises ObjectNotFoundError: there are none."""
+        """Return the chosen files. Raises ObjectNotFoundError if there are none."""
         if not self:
             return list(files)
         names = {item.path for item in files}
@@ -122,20 +122,19 @@ async def from_listing(
     strict: bool = True,
     infos: Sequence[ObjectInfo] | None = None,
 ) -> list[FileSpec]:
-    """Freeze every file under the store's root, except our own private ones. Links of a mount are followed.
+    """Freeze every file under the store's root, except tierckpt's own. Links of a mount are followed.
 
-    On a file system with coarse times, a recently written file is listed again when its time can no longer be that of
-    a later write: else the cache could serve it as the later write's content. A key that is not a file name (``a//b``)
-    gets one, with a warning.
+    With coarse file times, a recently written file is listed again when a later write would get a later time: the
+    cache could else serve one as the other. A key that is not a file name (``a//b``) gets one, with a warning.
 
     Args:
-        infos: a fresh listing of the store, to save another one.
-        strict: reject listed objects that cannot be fetched, if ``files`` would choose them.
+        infos: a fresh listing of the store.
+        strict: reject chosen objects that cannot be fetched.
 
     Raises:
         ObjectNotFoundError: nothing exists there.
-        ConfigError: a dangling link, a link to a parent directory, a device or pipe, or an object with the name of a
-            directory; names them.
+        ConfigError: a dangling link, a link to a parent directory, a device or pipe, or an object with the
+            name of a directory; names them.
     """
     wanted = await _listed(store, files, strict, infos)
     if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
@@ -187,7 +186,7 @@ async def _listed(
 
 
 def _legal_name(key: str, taken: Container[str]) -> str:
-    """Return a path for an object with an invalid key: without empty parts and ``.``, other odd parts encoded."""
+    """Return a path for an object with an invalid key: without empty parts and ``.``, odd parts encoded."""
     parts = [part for part in key.split("/") if part not in ("", ".")]
     path = "/".join(map(_legal_part, parts))[-PATH_BYTES_MAX:].strip("/")
     return path if path and path not in taken else f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
@@ -220,18 +219,16 @@ async def fill_directory(
     files: FileFilter = ALL_FILES,
     held: Sequence[Held] = (),
 ) -> PrefetchResult:
-    """Make ``directory`` hold exactly these versions of ``wanted``. Chunks that ``held`` has too are copied from there.
+    """Fill ``directory`` with exactly these versions of ``wanted``. Chunks also in ``held`` are copied from there.
 
-    Files of an earlier prefetch that ``wanted`` lacks are removed when it is published, those that ``files`` leaves
-    out excepted. Other files stay; a warning names those that look like weights.
-
-    Returns when every file is whole and durable. Idempotent: existing files are not fetched again. Several processes
-    may run it at once: each chunk is fetched by one of them; with ``sharing``, by one of all nodes.
+    Publication removes files of an earlier prefetch that ``wanted`` lacks and ``files`` would choose. Other files
+    stay; a warning names possible weights. Returns when every file is whole and durable. Idempotent. Concurrent
+    processes share the chunks; with ``sharing``, all nodes do.
 
     Raises:
-        PartialTransferError: some files could not be had; names each. Nothing was published.
+        PartialTransferError: names the failed files. Nothing was published.
         CapacityError: not enough room; nothing was fetched.
-        IntegrityError: something changed in the store meanwhile, or is damaged there.
+        IntegrityError: something changed or is damaged in the store.
         CheckpointError: another version was published in ``directory`` meanwhile.
     """
     frozen = FileSet(store.uri, tuple(wanted), chunk_size_bytes)
@@ -278,7 +275,7 @@ def _begin(cached: CacheEntry, directory: Path) -> None:
 
 
 def check_size(frozen: FileSet, size_bytes_max: int | None) -> None:
-    """Raise CapacityError when the files have more bytes than somebody wants to fetch."""
+    """Raise CapacityError if the files exceed ``size_bytes_max``."""
     if size_bytes_max is not None and frozen.size_bytes > size_bytes_max:
         raise CapacityError(
             f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, more than {human_bytes(size_bytes_max)}",

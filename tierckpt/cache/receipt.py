@@ -1,4 +1,4 @@
-"""The receipt of a directory: the prefetches that filled it, and the names of their files."""
+"""The receipt of a directory: the prefetches that filled it, and their file names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITTEN = f"{PRIVATE_DIR}/written.json"
 
 
 def read_receipt(directory: Path) -> Receipt | None:
-    """What ``directory`` holds, by its receipt; None when it has none, or a damaged one."""
+    """Return the content of ``directory`` by its receipt; None if missing or damaged."""
     try:
         return decode(read_whole(directory / RECEIPT, MANIFEST_BYTES_MAX), where=str(directory / RECEIPT))
     except (ObjectNotFoundError, ManifestError):
@@ -27,7 +27,7 @@ def read_receipt(directory: Path) -> Receipt | None:
 
 
 def whole_receipt(directory: Path, version: str) -> Receipt | None:
-    """The receipt of ``directory`` when it is of ``version`` and every file has its size; else None."""
+    """Return the receipt if it is of ``version`` and every file has its size; else None."""
     receipt = read_receipt(directory)
     if receipt is None or receipt.frozen.version != version:
         return None
@@ -42,7 +42,7 @@ def version_in(directory: Path) -> str | None:
 
 
 def written_in(directory: Path) -> set[str]:
-    """Return the files below ``directory`` that prefetches have written and not removed."""
+    """Return the files below ``directory`` written by prefetches and not removed."""
     receipt = read_receipt(directory)
     found = {item.path for item in receipt.frozen.files} if receipt is not None else set()
     try:
@@ -54,12 +54,12 @@ def written_in(directory: Path) -> set[str]:
 
 
 def is_half_replaced(directory: Path) -> bool:
-    """True while a prefetch moves files of another version into ``directory``, or when that was interrupted (R1)."""
+    """True during or after an interrupted replacement of files in ``directory`` (R1)."""
     return (directory / WRITTEN).exists() and not (directory / RECEIPT).exists()
 
 
 def put_receipt(directory: Path, receipt: bytes, scratch: Path) -> None:
-    """Durably. ``scratch``: a directory of the same file system, which goes with everything that is left over."""
+    """Write durably. ``scratch``: a directory of the same file system, removed later with its leftovers."""
     _put(directory / RECEIPT, receipt, scratch)
 
 

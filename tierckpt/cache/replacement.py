@@ -31,7 +31,7 @@ PUBLISHING = f"{PRIVATE_DIR}/publishing"
 
 @contextlib.contextmanager
 def turn_at(directory: Path) -> Iterator[bool]:
-    """Within it no other process replaces files of ``directory``; False while one does (R3)."""
+    """Hold the right to replace files of ``directory``; yield False if another process holds it (R3)."""
     folder = os.open(directory / PRIVATE_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         has_locks = True
@@ -49,12 +49,12 @@ def turn_at(directory: Path) -> Iterator[bool]:
             lease.release()
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has this descriptor too
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a forked child has this descriptor too
         os.close(folder)
 
 
 class Replacement:
-    """Moves the files of ``frozen`` from ``incoming`` to ``directory``, in the place of earlier prefetches.
+    """Moves the files of ``frozen`` from ``incoming`` to ``directory``, replacing those of earlier prefetches.
 
     Args:
         is_selected: True for the paths that would be in ``frozen`` if the source had them.
@@ -75,8 +75,9 @@ class Replacement:
         fsync_dir((self._target / RECEIPT).parent)
 
     def move(self) -> None:
-        """Remove stale files and move the new ones in, durably. Indexes go first and come last: a loader that ignores
-        receipts finds an index only together with the files that it names."""
+        """Remove stale files and move the new ones in, durably. Indexes are removed first and moved last: a
+        loader that ignores receipts finds an index only with its files.
+        """
         for path in sorted(filter(is_index, self._before & (self._stale | self._new))):
             _remove(self._target, path)
         for path in sorted(self._stale):
@@ -85,7 +86,7 @@ class Replacement:
             make_dirs((self._target / path).parent)
             (self._incoming / path).replace(self._target / path)
         for folder in folders_of(self._target, self._stale | self._new):
-            if folder.exists():  # a stale file may have been the last of its folder
+            if folder.exists():  # a stale file may have been its last
                 fsync_dir(folder)
 
     def end(self, receipt: bytes) -> None:
@@ -97,7 +98,7 @@ class Replacement:
 
 
 def _remove(directory: Path, path: str) -> None:
-    """Remove a file, and the directories above it that become empty (R2)."""
+    """Remove a file, and its directories that become empty (R2)."""
     parents = Path(path).parents[:-1]
     if any((directory / parent).is_symlink() for parent in parents):
         return
@@ -110,23 +111,23 @@ def _remove(directory: Path, path: str) -> None:
 
 
 def folders_of(base: Path, paths: Iterable[str]) -> list[Path]:
-    """Return every directory from ``base`` on that holds a file or a directory of ``paths``, deepest first."""
+    """Return every directory from ``base`` down that contains any of ``paths``, deepest first."""
     found = {base / parent for path in paths for parent in Path(path).parents}
     return sorted(found, key=lambda path: -len(path.parts))
 
 
 def inherit_group(directory: Path, incoming: Path) -> None:
-    """Have new files of ``incoming`` get the group of ``directory``, if it gives it to its files (setgid)."""
+    """Give new files of ``incoming`` the group of ``directory`` if it has setgid."""
     status = directory.stat()
     if status.st_mode & stat.S_ISGID:
         for folder in (incoming.parent, incoming):
-            with contextlib.suppress(PermissionError):  # another user's file: that user's process does it
+            with contextlib.suppress(PermissionError):  # the owner's process does it for its files
                 os.chown(folder, -1, status.st_gid)
                 folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
 
 
 def other_weights(directory: Path, frozen: FileSet) -> list[str]:
-    """Return the files in the directories of ``frozen`` that look like weights and are not in ``frozen``."""
+    """Return files next to those of ``frozen`` that look like weights and are not in ``frozen``."""
     known = {item.path for item in frozen.files}
     folders = {str(Path(path).parent) for path in known}
     found = (str(path.relative_to(directory)) for folder in folders for path in matching(directory / folder, "*"))

@@ -1,13 +1,13 @@
-"""Takes files that have not changed over from another version of the same URI on this node, by links; by copies
-where the file system has none. ``copy_chunk`` copies chunks from the cache into a directory outside of it.
+"""Takes unchanged files over from another version of the URI on this node, by links or else copies.
 
-An update of a model that changes one shard of thirty fetches this shard. A file is the same if its path, size and etag
-(or its digests) are, and it has not been written to since: local files are trusted like those of a whole directory.
+``copy_chunk`` copies chunks from the cache into a directory outside of it. An update of one shard of thirty fetches
+this shard. A file is the same if its path, size and etag (or its digests) are, and it has not been written to since:
+local files are trusted like those of a whole directory.
 
 Safe: a link has all of the file or none; both names have the same bytes, and a repair of one is right for the other. A
-killed fill leaves links in its own directory, which is never read. A copy writes the same bytes that another process
-would write there (G2 of ``partial_entry``); readers use them only after their line is in the progress file. Copies
-outside the cache share no inode with it: a program that writes into them changes only them.
+killed fill leaves links in its own directory, which is never read. A copy writes the bytes that other processes would
+write there (G2 of ``partial_entry``), used only after their line is in the progress file. Copies outside the cache
+share no inode with it: a program that writes into them changes only them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Held: TypeAlias = tuple[Path, Receipt]
 
 
 def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
-    """Bytes of the files of ``frozen`` that ``reuse`` would take over from ``directories``."""
+    """Bytes of ``frozen`` that ``reuse`` would take over from ``directories``."""
     found: set[int] = set()
     for directory in directories:
         found |= _same(frozen, read_receipt(directory)).keys()
@@ -49,7 +49,7 @@ def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
 
 
 def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
-    """Link files of other versions in ``directories`` into ``filling``, which has them then as if they had landed."""
+    """Link files of other versions in ``directories`` into ``filling``, as if they had landed."""
     frozen, reused = filling.frozen, 0
     for directory in directories:
         receipt = read_receipt(directory)
@@ -74,7 +74,7 @@ def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
 
 
 def copies_of(frozen: FileSet, held: Iterable[Held]) -> dict[tuple[int, int], tuple[Path, str]]:
-    """By (file, chunk) of ``frozen``, a file that holds the chunk in the same place, and the digest of the chunk."""
+    """By (file, chunk) of ``frozen``, a file with the chunk at the same offset, and the chunk's digest."""
     return {
         (index, chunk): (directory / frozen.files[index].path, digest)
         for directory, receipt in held
@@ -85,12 +85,10 @@ def copies_of(frozen: FileSet, held: Iterable[Held]) -> dict[tuple[int, int], tu
 
 
 def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expected: str) -> bool:
-    """Copy a chunk from ``source`` into ``filling``, by a reflink where the file system can.
+    """Copy a chunk from ``source`` into ``filling``, by a reflink if possible.
 
-    False if ``source`` is missing or differs from the digest ``expected``: the chunk must be fetched.
-
-    Raises:
-        CapacityError, StoreError: it could not be written.
+    False if ``source`` is missing or differs from the digest ``expected``: fetch it. Raises CapacityError,
+    StoreError: it could not be written.
     """
     at = filling.frozen.chunk_range(index, chunk)
     with landing_memory(at.size_bytes) as memory:
@@ -109,7 +107,7 @@ def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expe
 
 
 def _same(frozen: FileSet, receipt: Receipt | None) -> dict[int, int]:
-    """Map indexes in ``frozen`` to those of the same file in a receipt with chunks of the same size."""
+    """Map indexes in ``frozen`` to those of the same file in a receipt with the same chunk size."""
     if receipt is None or not receipt.landed or receipt.frozen.chunk_size_bytes != frozen.chunk_size_bytes:
         return {}
     known = {item.path: index for index, item in enumerate(receipt.frozen.files)}
@@ -127,7 +125,7 @@ def _is_same(item: FileSpec, before: FileSpec) -> bool:
         return False
     if item.digests and before.digests:
         return item.digests == before.digests
-    is_strong = item.etag is not None and not item.etag.startswith("W/")  # a weak one is not of bytes
+    is_strong = item.etag is not None and not item.etag.startswith("W/")  # a weak etag does not identify bytes
     return is_strong and item.etag == before.etag
 
 
@@ -145,14 +143,13 @@ def _take(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
             if error.errno not in CANNOT_LINK or path.exists():
                 raise
             _copy(source, path)
-    except OSError as error:  # it is being fetched already, or was evicted; or the disk is full
+    except OSError as error:  # being fetched already, evicted, or the disk is full
         log.debug("%s is not taken over: %s", source, error)
         return False
     return True
 
 
 def _copy(source: Path, path: Path) -> None:
-    """Copy the bytes over the existing ones."""
     with (
         source.open("rb") as whole,
         os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path)), "wb") as to,

@@ -59,11 +59,11 @@ log = logger("space")
 
 MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
-"""Room left on the disk for manifests, the journal, and small files of other programs."""
+"""Reserve for manifests, the journal, and small files of other programs."""
 EVICTED_FRACTION = 0.1
-"""Share of the disk by which a prefetch evicts under ``local_high_water``, so that the next one need not evict."""
+"""Share of the disk that a prefetch evicts below ``local_high_water``, so that the next need not evict."""
 ROOM_SECONDS = 600.0
-"""How long a save waits for drains."""
+"""Maximum wait of a save for drains."""
 ADMISSION_SECONDS = 120.0
 SAVE_ADMISSION_SECONDS = 10.0
 SETTLED_SECONDS = 2.0
@@ -71,14 +71,10 @@ SETTLED_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint or a cache entry that may be evicted."""
-
     kind: str
-    """``checkpoint`` or ``cache``."""
     uri: str
-    """A checkpoint has its directory here."""
+    """Directory, for a checkpoint."""
     size_bytes: int
-    """Bytes that its removal frees."""
     is_pinned: bool
     is_used: Callable[[], bool]
     remove: Callable[[], bool]
@@ -86,7 +82,7 @@ class Candidate:
 
 
 class Shortfall(NamedTuple):
-    """Bytes to evict: for the disk and the quota to hold the new data, and for the mark."""
+    """Bytes to evict for the disk, the quota and the high-water mark."""
 
     disk_bytes: int = 0
     quota_bytes: int = 0
@@ -104,14 +100,14 @@ class Shortfall(NamedTuple):
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """The candidates to evict, those that stay, and events that free room without an eviction."""
+    """Candidates to evict, those that stay, and events that free room without eviction."""
 
     lack: Shortfall
     evicted: list[Candidate] = field(default_factory=list)
     pinned: list[Candidate] = field(default_factory=list)
     leased: list[Candidate] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
-    """Drains under way, and readers of drained checkpoints, with their bytes."""
+    """Bytes of running drains, and of readers of drained checkpoints."""
     drain_error: str = ""
 
     @property
@@ -123,16 +119,16 @@ class AdmissionPlan:
 
 
 def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
-    """Return when a save of ``needed_bytes`` to ``directory`` may begin: evict, then wait or refuse by policy.
+    """Make room for a save of ``needed_bytes`` to ``directory``: evict, then wait or refuse by policy.
 
-    Args:
-        reserved_bytes: part of ``needed_bytes`` that the save has allocated already, in files without a name.
+    ``reserved_bytes``: part of ``needed_bytes`` already allocated, in unnamed files.
 
     Raises:
-        CapacityError: no room, at once with ``local_full_policy="error"`` or where waiting cannot help, else after
-            ``ROOM_SECONDS``. Nothing was written.
-    Cost: with room one statvfs (20 microseconds); with ``local_bytes_max`` also one stat for each directory of the
-        local tier. The manifests are read only when there is no room.
+        CapacityError: no room, at once with ``local_full_policy="error"`` or if waiting cannot help, else
+            after ``ROOM_SECONDS``. Nothing was written.
+
+    Cost: with room one statvfs (20 microseconds); with ``local_bytes_max`` also one stat per directory of the
+    local tier. Manifests are read only without room.
     """
     if _checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes).is_none:
         return
@@ -167,10 +163,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
 
 
 def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
-    """Return True when ``needed_bytes`` of another node's checkpoint fit, after evicting checkpoints (E1).
-
-    Does not wait, and evicts no cache entry.
-    """
+    """Return whether ``needed_bytes`` of a replica fit, after evicting checkpoints only (E1). Does not wait."""
     return (
         _checkpoint_shortfall(settings, needed_bytes, directory).is_none
         or evict(settings, needed_bytes, directory, spares_cache=True).lack.is_none
@@ -178,16 +171,16 @@ def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
 
 
 def room_bytes(settings: Settings) -> int:
-    """Bytes that saves may take now without an eviction."""
+    """Bytes available to saves without eviction."""
     return max(0, -_checkpoint_shortfall(settings, 0, settings.local_root).hard_bytes)
 
 
 def evict(
     settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, spares_cache: bool = False
 ) -> AdmissionPlan:
-    """Evict until ``needed_bytes`` of a checkpoint fit or nothing may go. The plan returned has the rest."""
+    """Evict until ``needed_bytes`` of a checkpoint fit or no candidate remains. The plan has the rest."""
     with contextlib.ExitStack() as admission:
-        # Safe without the lock: each removal holds a lease alone. Two processes then may evict too much.
+        # Safe without the lock: each removal holds a lease alone. Two processes may evict too much.
         with contextlib.suppress(OSError, TierckptError):
             admission.enter_context(_admission(settings, SAVE_ADMISSION_SECONDS))
         while True:
@@ -218,12 +211,11 @@ def _checkpoint_shortfall(
 
 
 def reserve(pool: Pool, frozen: FileSet, size_bytes: int) -> AdmissionPlan:
-    """Let the entry of ``frozen`` take ``size_bytes`` altogether, after evictions if need be (E3).
+    """Reserve ``size_bytes`` in total for the entry of ``frozen``, after evictions if needed (E3).
 
-    Hold its lease first, and have its directory made (an empty ``PartialEntry``): other processes see it by that.
+    Hold its lease and create an empty ``PartialEntry`` first, which makes it visible to other processes.
 
-    Raises:
-        CapacityError: no room even so; says bytes needed, free, pinned and leased. Nothing was evicted.
+    Raises CapacityError with bytes needed, free, pinned and leased; nothing was evicted.
     """
     make_dirs(pool.state_dir(frozen.name))
     with translated(pool.root), _admission(pool.settings, ADMISSION_SECONDS):
@@ -238,14 +230,14 @@ def reserve(pool: Pool, frozen: FileSet, size_bytes: int) -> AdmissionPlan:
                     "Unpin or stop using something (`tierckpt cache ls` lists the cache), raise cache_bytes_max, "
                     "or give local_root a larger disk. Nothing was fetched, nothing was evicted",
                 )
-            if all(_evict(one) for one in plan.evicted):  # else one was leased or pinned meanwhile
+            if all(_evict(one) for one in plan.evicted):  # one may have been leased or pinned
                 if size_bytes > pool.reserved(frozen.name):
                     pool.note_reserved(frozen.name, size_bytes)
                 return plan
 
 
 def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) -> AdmissionPlan:
-    """Return what ``reserve`` of ``size_bytes``, by default all of ``frozen``, would evict. Changes nothing."""
+    """Return the evictions of ``reserve`` of ``size_bytes`` (default: all of ``frozen``). Changes nothing."""
     own_bytes = pool.reserved(frozen.name)
     added_bytes = (frozen.size_bytes if size_bytes is None else size_bytes) - own_bytes
     if added_bytes <= 0:
@@ -278,10 +270,10 @@ def _shortfall(
     settings: Settings, needed_bytes: int, directory: Path, quota_bytes: int | None, held_bytes: int,
     reserved_bytes: int, below_mark_fraction: float = 0.0,
 ) -> Shortfall:  # fmt: skip
-    """``reserved_bytes``: used for the disk, free for the caller; negative: free for the disk, used for the caller."""
+    """``reserved_bytes``: used for the disk, free for the caller; negative: the reverse."""
     space = space_of(directory)
     free, used = space.free_bytes + reserved_bytes, space.used_bytes - reserved_bytes
-    total = used + free  # as df has it: without blocks reserved for root or by the host
+    total = used + free  # as df: without blocks reserved for root or by the host
     margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
     quota_free = quota_bytes - held_bytes if quota_bytes is not None else UNKNOWN_BYTES
     mark = used + needed_bytes - int(settings.local_high_water * total)
@@ -292,7 +284,7 @@ def _shortfall(
 
 
 def _choose(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str) -> AdmissionPlan:
-    """Take ``candidates`` in their order until enough would go. ``quota_of``: the kind that the quota counts."""
+    """Take ``candidates`` in order until enough would go. ``quota_of``: the kind under quota."""
     left = iter(candidates)
     disk_bytes, quota_bytes = max(plan.lack.disk_bytes, plan.lack.mark_bytes), plan.lack.quota_bytes
     while max(disk_bytes, quota_bytes) > 0 and (one := next(left, None)) is not None:
@@ -310,7 +302,7 @@ def _choose(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str)
 
 
 def _evict(one: Candidate, plan: AdmissionPlan | None = None) -> bool:
-    """Return False when a process uses it. Raises TierckptError; with ``plan`` notes instead why it stays."""
+    """Return False when a process uses it. Raises TierckptError; with ``plan`` records the reason there instead."""
     try:
         is_gone = one.remove()
     except TierckptError as error:
@@ -326,7 +318,7 @@ def _evict(one: Candidate, plan: AdmissionPlan | None = None) -> bool:
 
 
 def _admission(settings: Settings, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """One process of the node evicts and reserves at a time. Raises OperationTimeoutError."""
+    """Serialize evictions and reservations on the node. Raises OperationTimeoutError."""
     return lock(settings.local_root / "admission.lock", seconds, f"admissions to {settings.local_root}")
 
 
@@ -349,9 +341,9 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
 
 
 def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
-    """Return cache entries in order of eviction; none of an unreadable cache, unless ``rows`` are given.
+    """Return cache entries in eviction order; none of an unreadable cache, unless ``rows`` are given.
 
-    An entry that a process fills is leased, and stays for that.
+    An entry being filled is leased, so it stays.
     """
     if rows is None:
         try:
@@ -366,7 +358,7 @@ def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candida
 
 
 def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> Iterator[Candidate]:
-    """Return checkpoints in order of eviction, except ``directory``. Adds running drains to ``plan``."""
+    """Return checkpoints in eviction order, except ``directory``. Adds running drains to ``plan``."""
     root = settings.local_root
     here = list(local_checkpoints(root))
     abandoned = abandoned_here(here)
@@ -376,19 +368,19 @@ def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> It
         place = local_dir(root, entry.location)
         busy.add(place)
         if entry.error:
-            plan.drain_error = entry.error  # its drain has failed for good: waiting is useless
+            plan.drain_error = entry.error  # its drain failed for good: waiting is useless
         elif entry.state == READY and settings.drain and place not in stay:
             plan.waits[f"the drain of {entry.uri}"] = plan.waits.get(f"the drain of {entry.uri}", 0) + entry.size_bytes
     for old, manifest in sorted(_oldest_first(here), key=lambda item: item[0] not in abandoned):
         if old in stay | busy or not marks.is_evictable(old, manifest.attempt):
             continue
-        if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier: removing ours frees nothing
+        if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier: removal frees nothing
             is_used, remove = partial(read_lease.is_read, root, old), partial(_remove, root, old, manifest.attempt)
             yield Candidate("checkpoint", str(old), size_bytes, False, is_used, remove)
 
 
 def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
-    """By step within a run, between runs by time. A clock that went back makes no step older than the one before."""
+    """By step within a run, between runs by time, so a clock set back does not reorder steps."""
     ages: dict[Path, float] = {}
     latest: dict[Path, float] = {}
     for directory, manifest in sorted(here, key=lambda item: age_of(item[0].name)):
@@ -422,7 +414,7 @@ def _remove(local_root: Path, directory: Path, attempt: str) -> bool:
 
 
 def _own_bytes(directory: Path, manifest: Manifest) -> int:
-    """Bytes that removing the copy would free."""
+    """Bytes freed by removing the copy."""
     total = 0
     for entry in manifest.files:
         with contextlib.suppress(OSError):
@@ -435,7 +427,7 @@ def _own_bytes(directory: Path, manifest: Manifest) -> int:
 
 
 class _DirectorySize(NamedTuple):
-    """One directory: when its names last changed, the bytes of its files, and the directories below it."""
+    """One directory: mtime, bytes of its files, and subdirectories."""
 
     changed_ns: int
     size_bytes: int
@@ -444,10 +436,10 @@ class _DirectorySize(NamedTuple):
 
 
 class SpaceCounter:
-    """Return the bytes of files that only the local tier has. Unchanged directories are cached.
+    """Counts the bytes of files that only the local tier has. Unchanged directories are cached.
 
-    A directory's time changes with its names; the times of its files say whether one is still being written. What
-    changed less than SETTLED_SECONDS before it was counted is counted again.
+    A directory's mtime changes with its names; the times of its files show writing in progress. A directory
+    changed less than SETTLED_SECONDS before its count is counted again.
     """
 
     def __init__(self, top: Path) -> None:
@@ -487,7 +479,7 @@ def _count(path: str) -> _DirectorySize:
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # removed meanwhile, and the rest is there
+                continue  # removed meanwhile
             newest = max(newest, status.st_mtime_ns)
             size_bytes += _allocated(status) if status.st_nlink <= 1 else 0
     return _DirectorySize(changed, size_bytes, below, newest)
@@ -503,5 +495,5 @@ def space_counter(local_root: Path) -> SpaceCounter:
 
 
 def _allocated(status: os.stat_result) -> int:
-    """The bytes that a file takes on the disk; its size where the file system counts no blocks."""
+    """The file's allocated bytes; its size if the file system counts no blocks."""
     return status.st_blocks * 512 or status.st_size

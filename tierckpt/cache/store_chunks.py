@@ -1,12 +1,11 @@
-"""Reads chunks of a frozen version from its store, verified; whole files where the server gives no ranges.
+"""Reads and verifies chunks of a frozen version from its store; whole files if the server has no ranges.
 
 Servers disagree about conditions: some reject ``If-Match``, or compare a weak etag with it, which never matches; some
 return different etags for listings and reads. After a rejection the store is queried once per file: if the response
 equals the listing, the file has not changed.
 
-Some servers answer a range with the whole file. Such a file is streamed: each chunk lands as it passes. One process of
-the node streams a file (the claim ``STREAM``), and the others see its chunks land. A stream that breaks off begins
-again at the first byte, and writes the missing chunks.
+Some servers answer a range with the whole file. One process of the node streams such a file (the claim ``STREAM``),
+and each chunk lands as it passes. A broken stream restarts at the first byte, and writes the missing chunks.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from .partial_entry import STREAM, same_digest
 log = logger("prefetch")
 
 REFUSALS = {400, 405, 501}
-"""Of a condition, by servers that do not know it."""
+"""Statuses of servers that do not support the condition."""
 
 
 class StoreChunks:
     """The chunks of one frozen version, from its store. Runs on one event loop. Close it.
 
     Args:
-        writer: where the chunks of a file go that is streamed; None: nowhere.
-        stall_seconds: how long another process that streams a file may land nothing.
+        writer: receives the chunks of a streamed file; None: they are dropped.
+        stall_seconds: maximum time without progress of another process that streams a file.
     """
 
     def __init__(
@@ -52,11 +51,11 @@ class StoreChunks:
         self._streams: dict[int, FileStream] = {}
 
     async def read(self, index: int, chunk: int, into: memoryview | None = None) -> tuple[Buffer, str]:
-        """Return one chunk and its digest; ``into``, when given, holds the chunk then.
+        """Return one chunk, in ``into`` if given, and its digest.
 
         Raises:
             IntegrityError: it is damaged in the store, or the file has changed since it was listed.
-            StoreError: it cannot be had.
+            StoreError: the store cannot return it.
         """
         item, at, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
         try:
@@ -87,7 +86,7 @@ class StoreChunks:
         return data, digest
 
     async def _read_streamed(self, index: int, chunk: int, into: memoryview | None) -> tuple[Buffer, str]:
-        """Read a chunk of a file that its server gives only whole: all of the file lands, in one stream."""
+        """Read a chunk of a file that its server only sends whole: all of the file lands."""
         at, writer = self.frozen.chunk_range(index, chunk), self._writer
         data = into if into is not None else memoryview(bytearray(at.size_bytes))
         if writer is not None and writer.has_room and not await asyncio.to_thread(writer.filling.is_published):
@@ -115,18 +114,18 @@ class StoreChunks:
 
 
 class Versions:
-    """Reads files of one store, each of the version that was listed."""
+    """Reads files of one store, each in its listed version."""
 
     def __init__(self, store: RangeSource) -> None:
         self.store = store
         self._etags: dict[str, str | None] = {}
-        """By key, where the condition was refused: the etag in the answer of ``head`` for the listed version."""
+        """By key, if the condition was refused: the etag that ``head`` returned for the listed version."""
         self._unconditional: set[str] = set()
 
     async def read(self, item: FileSpec, byte_range: ByteRange, memory: memoryview | None) -> Buffer:
-        """Return a range, in ``memory`` if there is some. Raises PreconditionFailedError: the file has changed.
+        """Return a range, in ``memory`` if given. Raises PreconditionFailedError: the file has changed.
 
-        Cost: where the condition was refused, a ``head`` after each range.
+        Cost: if the condition was refused, a ``head`` after each range.
         """
         while True:
             etag = self._condition(item)
@@ -144,7 +143,7 @@ class Versions:
 
     @contextlib.asynccontextmanager
     async def reading(self, item: FileSpec) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
-        """``ReadsWhole.reading`` of a file, as ``read`` reads its ranges. Raises StoreError: the store cannot."""
+        """``ReadsWhole.reading`` of the listed version. Raises StoreError: not supported by the store."""
         if not isinstance(self.store, ReadsWhole):
             raise StoreError(f"{self.store.uri} gives no whole files", file=item.path, tier=Tier.SHARED)
         async with contextlib.AsyncExitStack() as stack:
@@ -166,8 +165,9 @@ class Versions:
         return None if item.key in self._unconditional else self._etags.get(item.key, item.etag)
 
     async def _look_into(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
-        """Return when the store refused the condition of a file that has not changed, and another way to read it is
-        noted; else raise the error, or PreconditionFailedError."""
+        """Return if a file with a refused condition is unchanged and another way to read it is noted; else
+        raise the error, or PreconditionFailedError.
+        """
         is_refused = isinstance(refusal, PreconditionFailedError) or refusal.context.get("status") in REFUSALS
         if etag is None or not is_refused or not isinstance(self.store, Store):
             raise refusal
@@ -185,7 +185,7 @@ class Versions:
         return PreconditionFailedError(f"{item.key} has changed", uri=self.store.uri, key=item.key)
 
     async def _has_listed(self, store: Store, item: FileSpec, refusal: TierckptError) -> bool:
-        """True when the store still has the version that was listed, and another way to read it is noted."""
+        """True if the store still has the listed version and another way to read it is noted."""
         key = item.key
         found = await store.head(key)
         if found.size_bytes != item.size_bytes:
@@ -204,7 +204,7 @@ class Versions:
 
 
 class FileStream:
-    """The transfer of one file of an entry, which begins at once. Close it."""
+    """A running transfer of one file of an entry. Close it."""
 
     def __init__(self, versions: Versions, writer: ChunkWriter, index: int, stall_seconds: float) -> None:
         self._versions, self._writer, self._filling, self._index = versions, writer, writer.filling, index
@@ -213,7 +213,7 @@ class FileStream:
         self._task = asyncio.ensure_future(self._run())
 
     async def wait(self, chunk: int) -> None:
-        """Return when ``chunk`` has landed or the transfer is over. Raises the error of the transfer."""
+        """Return when ``chunk`` has landed or the transfer is over. Raises the transfer's error."""
         waiter = asyncio.ensure_future(self._landed[chunk].wait())
         try:
             await asyncio.wait([self._task, waiter], return_when=asyncio.FIRST_COMPLETED)
@@ -227,12 +227,10 @@ class FileStream:
         return self._task.done()
 
     async def close(self) -> None:
-        """End the transfer, and look at its error. Idempotent."""
         self._task.cancel()
         await ended(self._task)
 
     async def _run(self) -> None:
-        """Stream the file, or wait while another process does."""
         found = "free"
         while not self._filling.has_file(self._index):
             with self._filling.claimed(self._index, STREAM) as turn:
@@ -256,7 +254,7 @@ class FileStream:
 
 
 class OneChunk:
-    """Keeps one chunk of a stream: for a read that nothing may be kept of."""
+    """Keeps one chunk of a stream, for a read without room."""
 
     def __init__(self, chunk: int, into: memoryview) -> None:
         self._chunk, self._into, self.digest = chunk, into, ""
@@ -269,13 +267,12 @@ class OneChunk:
 
 
 async def _stream(versions: Versions, frozen: FileSet, index: int, target: FileStream | OneChunk) -> None:
-    """Read a file from its first byte, up to the last chunk that ``target`` wants; verify each, and hand it over.
+    """Read a file from its first byte to the last chunk that ``target`` wants; verify and pass on each chunk.
 
-    It begins again after a failure that may pass. One chunk is written while the next is received.
+    Restarts after a transient failure. One chunk is written while the next is received.
 
-    Raises:
-        IntegrityError: a chunk is damaged.
-        PreconditionFailedError: the file has changed. StoreError: it cannot be had.
+    Raises IntegrityError: a chunk is damaged. PreconditionFailedError: the file has changed. StoreError: it is
+    unavailable.
     """
     await again(cast(Store, versions.store), partial(_stream_once, versions, frozen, index, target))
 

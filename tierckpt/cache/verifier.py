@@ -1,8 +1,8 @@
-"""Verifies reads from the files of an entry, by the digests recorded when their chunks were written; repairs damage.
+"""Verifies reads from an entry's files by the digests recorded when their chunks were written; repairs damage.
 
-    V1  Digests are taken of the caller's bytes, in the caller's memory. A chunk or block that it wants in part is
-        completed from the file.
-    V2  A block that was good once may be bad now: its digest is kept in memory (16 bytes for 256 KiB), not its state.
+    V1  Digests are taken of the bytes in the caller's memory. A partly requested chunk or block is completed from
+        the file.
+    V2  A good block may go bad later: its digest is kept in memory (16 bytes for 256 KiB), not its state.
 
 Source: as for the shards of a checkpoint, docs/adr/0011-digests-of-blocks.md.
 """
@@ -29,14 +29,14 @@ log = logger("cache")
 
 
 class _Unreadable(Exception):
-    """The file is not there any more, or shorter."""
+    """The file is missing or shorter."""
 
 
 class Checker:
-    """The digests of one entry, or of any directory that was filled like one. Any thread may ask.
+    """The digests of one entry, or of any directory filled like one. Thread-safe.
 
     Args:
-        digest: of (file, chunk); "" if unknown: such a chunk is not verified.
+        digest: of (file, chunk); "" if unknown: the chunk is not verified.
         read: reads exactly a range of a file; False if it cannot.
         directories: possible locations of the block digests.
     """
@@ -53,13 +53,13 @@ class Checker:
         self._blocks: dict[tuple[int, int], bytes] = {}
         self._lock = threading.Lock()
         self.bad: set[tuple[int, int]] = set()
-        """Chunks (file, chunk) that were found damaged and not mended."""
+        """Damaged chunks (file, chunk), not yet repaired."""
 
     def is_good(self, index: int, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data`` is ``byte_range`` of a file as it landed, or the digest is unknown.
+        """True when ``data`` is an undamaged ``byte_range`` of a file, or the digest is unknown.
 
-        Cost: a digest of ``data``; reading and digesting the rest of a block at either end, or once of a whole chunk
-        where there are no digests of blocks.
+        Cost: a digest of ``data``; reading and digesting the rest of a block at either end, or once of a whole
+        chunk without block digests.
         """
         for chunk in self.frozen.touched(byte_range):
             at = self.frozen.chunk_range(index, chunk)
@@ -75,7 +75,7 @@ class Checker:
         return True
 
     def note_bad(self, index: int, chunk: int) -> None:
-        """Count a chunk that is not as it landed, until ``note_good``."""
+        """Count a damaged chunk until ``note_good``."""
         with self._lock:
             is_new = (index, chunk) not in self.bad
             self.bad.add((index, chunk))
@@ -121,7 +121,7 @@ class Checker:
         return into
 
     def _blocks_of(self, index: int, chunk: int, digest: str) -> bytes:
-        """The digests of the blocks of a chunk, good by ``digest``; b'' where there are none (G5)."""
+        """The block digests of a chunk, verified by ``digest``; b'' if there are none (G5)."""
         known = self._blocks.get((index, chunk), b"")
         if known or not digest.startswith("t"):
             return known
@@ -136,14 +136,12 @@ class Checker:
 
 
 async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, chunk: int) -> Buffer:
-    """Read a chunk from the store that is damaged on this node or missing; write it over damaged bytes.
+    """Read a damaged or missing chunk from the store; overwrite damaged bytes.
 
-    Args:
-        target: the directory of the entry, for the error.
+    ``target``: the entry's directory, for the error.
 
-    Raises:
-        IntegrityError: it is damaged here, and the store has no good one or does not answer.
-        StoreError: it is missing here, and the store does not give it.
+    Raises IntegrityError: damaged here, and no good copy from the store. StoreError: missing here, and
+    unavailable.
     """
     frozen, digest = checker.frozen, checker.digest(index, chunk)
     item, at = frozen.files[index], frozen.chunk_range(index, chunk)
@@ -169,9 +167,9 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
 
 
 def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
-    """Write good bytes over bad ones, in place: each reader verifies its bytes (V1).
+    """Overwrite bad bytes in place: each reader verifies its bytes (V1).
 
-    A crash in the middle leaves a bad chunk, as it was before.
+    A crash in the middle leaves a bad chunk, as before.
     """
     frozen = checker.frozen
     path, start = frozen.files[index].path, frozen.chunk_range(index, chunk).start
@@ -179,7 +177,7 @@ def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
         try:
             write_at(directory / path, data, start)
         except ObjectNotFoundError:
-            continue  # it is in the other one
+            continue  # it is in the other directory
         except TierckptError as error:
             log.warning("%s: cannot repair the damage in %s: %s", frozen.uri, directory, error)
             return

@@ -13,14 +13,10 @@ REMOTE_SCHEMES = ("s3", "az", "gs")
 
 
 def open_store(location: Location, settings: Settings, retries: Retries | None = None) -> Store:
-    """Return the store with the root ``location``. Makes no request.
+    """Return the store with the root ``location``. Makes no request. ``retries``: shared by the stores of one
+    mover.
 
-    Args:
-        retries: the retry policy shared by the stores of one mover. None: a new one.
-
-    Raises:
-        ConfigError: unknown scheme; the message lists the known ones.
-        MissingExtraError: the scheme needs a package that is not installed; the hint says which.
+    Raises ConfigError: unknown scheme. MissingExtraError: a package is missing; the hint names it.
     """
     if location.scheme == "file":
         from .local import LocalStore

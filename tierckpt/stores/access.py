@@ -1,9 +1,8 @@
-"""Access: credentials and endpoints of buckets and containers, resolved once and passed to the client.
+"""Credentials and endpoints of buckets and containers, resolved once and passed to the client.
 
-Missing credentials are found before the first request: left to itself a client asks the instance metadata service,
-which on a machine that has none costs minutes and ends in a timeout that names nothing.
-
-An environment variable that is set and empty counts as not set. aws.py has the rules of the AWS SDKs.
+Missing credentials are found before the first request: a client would query the instance metadata service, which takes
+minutes on other machines and ends in an unclear timeout. An empty environment variable counts as unset. aws.py has the
+rules of the AWS SDKs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTI
 
 
 class Found(str):
-    """A configuration value, and the variable or profile that sets it. Empty: not set."""
+    """A configuration value with its variable or profile. Empty: not set."""
 
     source: str
 
@@ -58,15 +57,13 @@ class Found(str):
 
 
 def variable(*names: str) -> Found:
-    """Return the first of the variables ``names`` that is set and not empty, without white space at its ends."""
+    """Return the first nonempty variable of ``names``, stripped."""
     return next((Found(value, name) for name in names if (value := os.environ.get(name, "")).strip()), Found())
 
 
 def secret(*names: str) -> Found:
-    """``variable`` of a value that HTTP headers carry: ASCII.
-
-    Raises:
-        ConfigError: it holds other characters. The client would end the process (a panic in Rust).
+    """``variable`` for HTTP headers. Raises ConfigError for a value that is not ASCII, which would end the process
+    (a panic in Rust).
     """
     return ascii_only(variable(*names))
 
@@ -81,7 +78,7 @@ def ascii_only(found: Found) -> Found:
 
 
 def cloud_environment() -> dict[str, str]:
-    """Variables that reach stores, secrets among them: for memory that only this user can open."""
+    """Variables that stores read, including secrets."""
     return {name: value for name, value in os.environ.items() if _is_read_by_libraries(name)}
 
 
@@ -90,11 +87,11 @@ def _is_read_by_libraries(name: str) -> bool:
 
 
 def drop_empty() -> None:
-    """Remove variables that are set and empty from the environment of this process.
+    """Remove empty variables from this process's environment.
 
-    obstore, botocore and the libraries behind fsspec read the environment by themselves, and some take an empty
-    variable for a value. Removing a variable is safe while threads run: the C library only moves pointers in place. It
-    reallocates memory when a variable is set, so this module never sets one.
+    obstore, botocore and libraries below fsspec read the environment, and some use empty values. Removal is
+    thread-safe: the C library only moves pointers in place. Setting a variable reallocates memory, so this module
+    never does.
     """
     for name in list(os.environ):
         if _is_read_by_libraries(name) and not os.environ.get(name, "").strip():
@@ -102,12 +99,10 @@ def drop_empty() -> None:
 
 
 def certificates(*bundles: Found) -> str:
-    """Return the certificates (PEM) of the first of ``bundles`` that is set, and of SSL_CERT_FILE. '': the system's.
+    """Return the PEM certificates of the first of ``bundles`` that is set, and of SSL_CERT_FILE. '': the system's.
 
-    Every store trusts them in addition to the system's.
-
-    Raises:
-        ConfigError: a file is missing or holds no certificate; the message names the file and its variable.
+    Every store trusts them in addition to the system's. Raises ConfigError: a file is missing or holds no
+    certificate; names the file and its variable.
     """
     first = next(filter(None, (*bundles, variable("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))), Found())
     return "\n".join(_read_bundle(found) for found in (first, variable("SSL_CERT_FILE")) if found)
@@ -131,7 +126,7 @@ def _read_bundle(found: Found) -> str:
 
 
 def existing_file(found: Found) -> str:
-    """Return the path ``found``. Raises ConfigError, which names its variable, when there is no such file."""
+    """Return the path ``found``. Raises ConfigError, with its variable, if the file is missing."""
     path = path_of(found)
     if not path.is_file():
         raise ConfigError(f"{found.source} names {str(path)!r}, which is no file", hint=f"Correct {found.source}")
@@ -139,14 +134,13 @@ def existing_file(found: Found) -> str:
 
 
 def path_of(text: str) -> Path:
-    """Return ``text`` as a path; ``~`` is the home directory."""
     return Path(expand_user(text))
 
 
 def tls_context(pem: str) -> ssl.SSLContext:
-    """A TLS context that trusts the system's certificates and those in ``pem``."""
+    """Return a TLS context that trusts the system's certificates and those in ``pem``."""
     context = ssl.create_default_context()
-    # Python 3.13 refuses authorities without key identifiers, which the clouds' own tools and the library believe.
+    # Python 3.13 rejects authorities without key identifiers, which cloud tools and the library accept.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if pem:
         context.load_verify_locations(cadata=pem)
@@ -159,17 +153,16 @@ METADATA_ADDRESSES = {
     "az": ("169.254.169.254", 80),
     "gs": ("metadata.google.internal", 80),
 }
-"""Where each cloud's machines find their own role."""
+"""Metadata address of each cloud's machines."""
 
 _ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``options`` and ``provider`` go to the client as they are; ``endpoint`` is '' for the cloud's own.
+    """``options`` and ``provider`` are passed to the client; ``endpoint`` is '' for the cloud's own.
 
-    ``keys`` tells plain keys from newer ones (a digest of them); '' when a service issues the credentials, so that
-    asking again may always bring newer ones.
+    ``keys`` is a digest of plain keys; '' for issued credentials, which a new request may always renew.
     """
 
     endpoint: str
@@ -177,15 +170,16 @@ class Access:
     provider: Callable[[], dict[str, Any]] | None = None
     keys: str = ""
     hosts: tuple[str, ...] = ()
-    """Hosts (with their subdomains) that requests may reach, because they carry credentials. (): the client drops all
-    credentials by itself when it follows a redirect."""
+    """Hosts (with subdomains) that requests with credentials may reach. (): the client drops all credentials on a
+    redirect.
+    """
     trusted: str = field(default="", repr=False)
-    """PEM certificates that are trusted in addition to the system's."""
+    """PEM certificates trusted in addition to the system's."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """For people: each setting with its source. No secret."""
+    """Each setting with its source, for display. No secret."""
 
     def is_newer_than(self, other: Access) -> bool:
-        """True when requests that ``other`` was refused may pass with this one."""
+        """True if refused requests of ``other`` may pass with this one."""
         return not self.keys or self.keys != other.keys
 
 
@@ -200,7 +194,7 @@ def digest(*values: str) -> str:
 def check_endpoint(endpoint: Found) -> str:
     try:
         is_url = endpoint.startswith(("http://", "https://")) and bool(host_of(endpoint)) and endpoint.isascii()
-        _ = urlsplit(endpoint).port  # raises when it is no number
+        _ = urlsplit(endpoint).port  # raises for a bad number
     except ValueError:
         is_url = False
     if not is_url or " " in endpoint:
@@ -215,9 +209,9 @@ def no_credentials(uri: str, endpoint: str, hint: str) -> PermissionDeniedError:
 
 
 def metadata_service_answers(scheme: str) -> bool:
-    """Return True on a cloud machine with a role. Elsewhere that address does not answer.
+    """Return True on a cloud machine with a role. Elsewhere the address does not answer.
 
-    The role itself is requested of AWS: on a machine without one the client takes the service's 404 for the bucket's.
+    AWS is queried for the role itself: without one the client takes the service's 404 for the bucket's.
     """
     if variable("AWS_EC2_METADATA_DISABLED").is_true:
         return False
@@ -249,11 +243,10 @@ _AZURE_HINT: Final = (
 
 
 def azure_access(container: str) -> Access:
-    """Read AZURE_STORAGE_*, a connection string included (it wins over single variables).
+    """Read AZURE_STORAGE_*; a connection string overrides single variables.
 
-    Raises:
-        PermissionDeniedError: no account or no credentials for it.
-        ConfigError: a connection string that names no account, or a value that cannot work.
+    Raises PermissionDeniedError: no account or no credentials. ConfigError: a connection string without account,
+    or an invalid value.
     """
     uri = f"az://{container}"
     text = secret(_CONNECTION_STRING)
@@ -278,11 +271,11 @@ def azure_access(container: str) -> Access:
     found = {name: str(value) for name, value in found.items()}
     trusted = certificates() if url.startswith("https:") else ""
     keys = digest(found.get("account_key", ""), found.get("sas_key", ""))
-    # A signature of Azure's is in the URL, and the target of a redirect would get it as Referer.
+    # An Azure signature is in the URL, which a redirect target would get as Referer.
     hosts = (host_of(endpoint) if endpoint else domain,) if kind == "sas_token" else ()
     return Access(
         str(endpoint),
-        # Name the kind: the client reads its environment too and would prefer that.
+        # Name the kind: the client would prefer the environment's.
         {"account_name": str(account), "endpoint": url, "credential_type": kind or "managed_identity", **found},
         keys=keys,
         hosts=hosts,
@@ -296,7 +289,7 @@ def azure_access(container: str) -> Access:
 
 
 def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str, Any], str]:
-    """Return the kind of credential, the client's options for it and their source; the kind is '' when there is none.
+    """Return the kind of credential ('': none), the client's options for it and their source.
 
     Same order as the Azure CLI: keys, signatures, then identities.
     """
@@ -335,8 +328,7 @@ def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str
 def parse_connection_string(text: str) -> dict[str, Any]:
     """Return the client's options for an Azure connection string.
 
-    Raises:
-        ConfigError: it names no account. The message never repeats the string, which holds a key.
+    Raises ConfigError if it names no account. The message never repeats the string, which holds a key.
     """
     pairs = (part.partition("=") for part in text.split(";") if part.strip())
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
@@ -344,7 +336,7 @@ def parse_connection_string(text: str) -> dict[str, Any]:
         return {"use_emulator": True}
     account = fields.get("accountname", "")
     endpoint = fields.get("blobendpoint", "").rstrip("/")
-    if not account and endpoint:  # a SAS connection string names the account in its endpoint only
+    if not account and endpoint:  # only a SAS connection string names the account in its endpoint
         host, _, path = endpoint.partition("://")[2].partition("/")
         account = path.partition("/")[0] or host.partition(".")[0]
     if not account:
@@ -369,11 +361,10 @@ _GCS_KINDS: Final = {"service_account", "authorized_user"}
 
 
 def gcs_access(bucket: str) -> Access:
-    """Read GOOGLE_*, STORAGE_EMULATOR_HOST, and the file `gcloud auth application-default login` leaves.
+    """Read GOOGLE_*, STORAGE_EMULATOR_HOST, and the file of `gcloud auth application-default login`.
 
-    Raises:
-        PermissionDeniedError: no credentials anywhere.
-        ConfigError: a variable names a missing file, or credentials that the client does not support.
+    Raises PermissionDeniedError: no credentials. ConfigError: a missing file, or credentials that the client does
+    not support.
     """
     emulator = variable("STORAGE_EMULATOR_HOST")
     if emulator and "://" not in emulator:
@@ -386,7 +377,7 @@ def gcs_access(bucket: str) -> Access:
     service_account = variable("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "SERVICE_ACCOUNT")
     if anonymous.is_true or (emulator and endpoint == emulator):
         options["skip_signature"] = "true"
-        provider = _anonymous  # or the client would read a file of credentials all the same
+        provider = _anonymous  # or the client would read a credentials file
         source = f"none ({anonymous.source or emulator.source})"
     elif service_account:
         options["service_account"] = _key_file(service_account, kinds=None)
@@ -421,7 +412,7 @@ def _default_key_file() -> Found:
 
 
 def _key_file(found: Found, kinds: Collection[str] | None) -> str:
-    """Return the path of a file of credentials that the client can use. ``kinds`` None: it need not name its kind."""
+    """Return the path of a usable credentials file. ``kinds`` None: it need not name its kind."""
     path = path_of(found)
     try:
         document = json.loads(path.read_bytes())

@@ -1,11 +1,11 @@
-"""How a bucket of S3 is reached: environment variables, profiles and roles, by the rules of the AWS SDKs.
+"""Access to S3 buckets: environment variables, profiles and roles, by the rules of the AWS SDKs.
 
-One parser reads the two files of profiles for the endpoint, the region, the certificates and the style of addresses,
-whether botocore is installed or not. Credentials that are not in the environment come from botocore, which knows SSO,
-roles, processes and the services of AWS. Without it: keys of a profile, a web identity, containers and EC2.
+One parser reads the two profile files for endpoint, region, certificates and addressing style, with or without
+botocore. Credentials outside the environment come from botocore (SSO, roles, processes, AWS services). Without it:
+profile keys, web identity, containers and EC2.
 
-Differences from botocore, on purpose: AWS_REGION counts, before AWS_DEFAULT_REGION, as in every other SDK of AWS. A
-profile that does not exist is an error only where its keys are needed.
+Deliberate differences from botocore: AWS_REGION overrides AWS_DEFAULT_REGION, as in all other AWS SDKs. A missing
+profile is an error only if its keys are needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .access import (
 from .proxies import direct_opener, routed
 
 CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)
-"""How long the client may use one answer of botocore before it asks again; botocore renews what expires."""
+"""How long the client may use credentials from botocore, which renews expiring ones."""
 REGION_TIMEOUT_SECONDS: Final = 5.0
 
 _HINT: Final = (
@@ -55,7 +55,7 @@ _DOMAINS: Final = {
     "eu-isoe-": "cloud.adc-e.uk",
     "eusc-": "amazonaws.eu",
 }
-"""Of the partitions of AWS, by how their regions begin; all others are of amazonaws.com."""
+"""Domains by region prefix; others use amazonaws.com."""
 _CLIENT_OPTIONS: Final = (
     "checksum_algorithm",
     "conditional_put",
@@ -69,21 +69,21 @@ _CLIENT_OPTIONS: Final = (
     "sse_customer_key_base64",
     "sse_kms_key_id",
 )
-"""Options of the client that have a variable AWS_... each, and nothing in a profile."""
+"""Client options with a variable AWS_... each, and no profile key."""
 _NEEDS_BOTOCORE: Final = ("role_arn", "sso_session", "sso_start_url", "login_session", "credential_process")
 _REGION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _TOLD_REGION: Final = re.compile(r"<Region>([a-z0-9-]{2,32})</Region>|expecting '([a-z0-9-]{2,32})'")
 
 _regions: dict[tuple[str, str], str] = {}
-"""Where buckets turned out to be, by endpoint and bucket: for the whole process."""
+"""Detected regions by endpoint and bucket, for the whole process."""
 
 
 def s3_access(bucket: str) -> Access:
     """Resolve endpoint, region, certificates and credentials of ``bucket``.
 
     Raises:
-        PermissionDeniedError: no credentials anywhere. Cost: at most about two seconds to find out.
-        ConfigError: a variable or profile holds a value that cannot work.
+        PermissionDeniedError: no credentials. Cost: at most about two seconds to find out.
+        ConfigError: an invalid value in a variable or profile.
         MissingExtraError: the profile needs botocore.
     """
     profile = AwsProfile.load()
@@ -98,13 +98,13 @@ def s3_access(bucket: str) -> Access:
     options: dict[str, Any] = {
         name: str(value) for name in _CLIENT_OPTIONS if (value := variable(f"AWS_{name.upper()}"))
     }
-    if endpoint or not variable("AWS_S3_EXPRESS").is_true:  # an express bucket has an endpoint that the client makes
-        options |= {"endpoint": url, "aws_endpoint_url_s3": url}  # the second is the stronger one
+    if endpoint or not variable("AWS_S3_EXPRESS").is_true:  # the client makes the endpoint of an express bucket
+        options |= {"endpoint": url, "aws_endpoint_url_s3": url}  # the second takes precedence
     options |= {
         "region": str(region),
         "virtual_hosted_style_request": is_virtual,
-        # The manifest's digests cover every byte, so the payload is not hashed once more for the signature: that hash
-        # is most of the CPU cost of a put.
+        # The manifest's digests cover every byte: do not hash the payload again for the signature, most of a put's CPU
+        # cost.
         "unsigned_payload": str(variable("AWS_UNSIGNED_PAYLOAD") or "true"),
         "skip_signature": variable("AWS_SKIP_SIGNATURE").is_true,
     }
@@ -125,7 +125,7 @@ def s3_access(bucket: str) -> Access:
 
 
 def _configured_endpoint(profile: AwsProfile) -> Found:
-    """Return the endpoint of the variables or the profile, '' for AWS's own, in the order that AWS documents."""
+    """Return the endpoint of the variables or the profile, '' for AWS's own, in AWS's documented order."""
     ignored = variable("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
     if ignored.is_true:
         return Found()
@@ -147,7 +147,7 @@ def _is_virtual(profile: AwsProfile) -> bool:
 
 
 def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
-    """Return the URL that the client takes: with the bucket's name in the host where addresses are virtual."""
+    """Return the client's URL: with virtual addressing, the bucket's name is in the host."""
     url = endpoint
     if not url:
         fips = variable("AWS_USE_FIPS_ENDPOINT") or profile.get("use_fips_endpoint")
@@ -164,15 +164,15 @@ def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
 
 
 def told_region(text: str) -> str:
-    """Return the region that an error of S3 names as the right one, '' when it names none."""
+    """Return the region that an S3 error suggests; '' without one."""
     match = _TOLD_REGION.search(text)
     return (match[1] or match[2]) if match else ""
 
 
 def ask_region(bucket: str, access: Access) -> str:
-    """Return the region that the server says ``bucket`` is in, '' when it does not say. Blocking.
+    """Return the bucket's region as reported by the server; '' if unknown. Blocking.
 
-    S3 answers in a header, to a request without a signature too, and whether it is allowed or not.
+    S3 answers in a header, even to an unsigned or denied request.
     """
     url = access.options.get("endpoint", "")
     url = url if access.options["virtual_hosted_style_request"] else f"{url}/{bucket}"
@@ -196,7 +196,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def remember_region(bucket: str, access: Access, region: str) -> None:
-    """Use ``region`` for ``bucket`` from here on, in this process."""
+    """Use ``region`` for ``bucket`` in this process from now on."""
     _regions[access.endpoint, bucket] = region
 
 
@@ -205,7 +205,7 @@ def remember_region(bucket: str, access: Access, region: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AwsProfile:
-    """The profile that AWS_DEFAULT_PROFILE or AWS_PROFILE names, else ``default``, from both files."""
+    """The profile of AWS_DEFAULT_PROFILE or AWS_PROFILE, else ``default``, from both files."""
 
     name: Found
     values: dict[str, Any] = field(repr=False)
@@ -215,7 +215,7 @@ class AwsProfile:
 
     @classmethod
     def load(cls) -> AwsProfile:
-        """Raises ConfigError when a file of profiles cannot be parsed."""
+        """Raises ConfigError if a profile file is malformed."""
         files = (
             str(path_of(variable("AWS_CONFIG_FILE") or "~/.aws/config")),
             str(path_of(variable("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")),
@@ -236,7 +236,7 @@ class AwsProfile:
         return cls(name, profiles.get(name, {}), services, name in profiles or name.source == "default", files)
 
     def get(self, *keys: str) -> Found:
-        """Return the value at ``keys``, which has a second level where an indented block belongs to a key."""
+        """Return the value at ``keys``; a second level for indented blocks."""
         value: Any = self.values
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -264,7 +264,7 @@ def _words(section: str) -> list[str]:
 
 
 def _parse(path: str) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file of profiles; {} when there is no such file."""
+    """Return the sections of a profile file; {} if it is missing."""
     parser = configparser.RawConfigParser(default_section="")
     try:
         parser.read(path, encoding="utf-8")
@@ -278,7 +278,7 @@ def _parse(path: str) -> dict[str, dict[str, Any]]:
         for section in parser.sections()
     }
     for section in (*parser.values(), parser):
-        vars(section).clear()  # they refer to each other: only a garbage collection would remove them
+        vars(section).clear()  # a reference cycle: only a garbage collection would free it
     return found
 
 
@@ -292,7 +292,7 @@ def _nested(block: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Credentials:
-    """``provider`` None: the client asks ``services`` for them, by ``options``."""
+    """``provider`` None: the client requests them from ``services``, by ``options``."""
 
     source: str
     provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
@@ -303,7 +303,7 @@ class _Credentials:
 
 
 def _plain(key_id: Found, secret_key: Found, token: Found, source: str) -> _Credentials:
-    """Keys that nothing renews. A provider hands them out, as the client then reads no other from its environment."""
+    """Static keys. With a provider the client reads no others from its environment."""
     key_id, secret_key, token = map(ascii_only, (key_id, secret_key, token))
     credential = {
         "access_key_id": str(key_id),
@@ -347,7 +347,7 @@ def _credentials(profile: AwsProfile, uri: str, endpoint: str, region: str) -> _
 
 
 def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _Credentials | None:
-    """Return what botocore finds in profiles, SSO, processes, containers and roles. It renews what expires."""
+    """Return credentials that botocore finds in profiles, SSO, processes, containers and roles. It renews them."""
     from botocore.credentials import RefreshableCredentials  # type: ignore[import-untyped]
     from botocore.exceptions import (  # type: ignore[import-untyped]
         BotoCoreError,
@@ -431,7 +431,7 @@ def _without_botocore(profile: AwsProfile) -> _Credentials | None:
 
 
 def _role_of_machine() -> _Credentials | None:
-    """The role of an EC2 machine, requested by the client. botocore stops after one second."""
+    """The role of an EC2 machine, requested by the client: botocore times out after one second."""
     if not metadata_service_answers("s3"):
         return None
     service = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT")

@@ -26,50 +26,50 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Store(Protocol):
-    """Objects under one root (a bucket and key prefix, a directory). Safe to use from one event loop at a time."""
+    """Objects under one root (a bucket and key prefix, a directory). One event loop at a time."""
 
     uri: str
     """Root, for messages."""
 
     has_put_if_absent: bool
-    """True when S2 is a guarantee of the store itself."""
+    """True if the store itself guarantees S2."""
 
     async def head(self, key: str) -> ObjectInfo:
         """Return size and etag. Raises ObjectNotFoundError."""
 
     async def get(self, key: str) -> bytes:
-        """Return a whole small object (manifests, metadata). Raises ObjectNotFoundError."""
+        """Return a whole small object. Raises ObjectNotFoundError."""
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return exactly ``byte_range``; a short answer is an error, never a short buffer.
+        """Return exactly ``byte_range``, never a short buffer.
 
-        Raises ObjectNotFoundError, PreconditionFailedError (the object's etag is no longer ``if_match``),
-        IntegrityError (the object ends before the range does).
+        Raises ObjectNotFoundError, PreconditionFailedError (the etag is not ``if_match``), IntegrityError
+        (short object).
         """
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Write a small object. Raises PreconditionFailedError when ``if_absent`` and it exists."""
+        """Write a small object. Raises PreconditionFailedError if it exists and ``if_absent``."""
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        """Write a large object from pieces of any size, holding only a few of them in memory.
+        """Write a large object from pieces of any size, with only a few of them in memory.
 
-        When the iterator raises, the transfer is aborted, nothing appears under ``key`` and that error is raised.
+        An error of the iterator aborts the transfer and is raised; nothing appears under ``key``.
         """
 
     async def link(self, key: str, source: Path) -> bool:
-        """Make ``source`` appear under ``key`` without copying, durable; False when this store cannot (then copy)."""
+        """Link ``source`` to ``key``, durably, without a copy; False if unsupported (then copy)."""
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Yield every object under the directory ``prefix``, recursively, unordered."""
+        """Yield every object under ``prefix``, recursively, unordered."""
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
-        """Return the names of the directories directly under ``prefix``, sorted, [] when there is none."""
+        """Return the names of the directories directly under ``prefix``, sorted; [] without any."""
 
     async def delete(self, key: str) -> None:
-        """Remove an object; no error when it is not there."""
+        """Remove an object; no error if it is missing."""
 
     async def delete_dir(self, prefix: str) -> None:
-        """Remove every object under ``prefix`` and, where the store has them, the empty directories."""
+        """Remove every object under ``prefix``, and empty directories."""
 
     async def close(self) -> None:
         """Release connections. Idempotent."""
@@ -77,18 +77,18 @@ class Store(Protocol):
 
 @runtime_checkable
 class Conditional(Protocol):
-    """Stores that can replace or delete an object on condition of its etag."""
+    """Stores that replace or delete an object conditionally on its etag."""
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
-        """``put`` over the version ``etag`` only. Raises PreconditionFailedError, also if the object is gone.
+        """``put`` over the version ``etag`` only; a plain ``put`` on servers that ignore conditions.
 
-        A server that ignores conditions makes this a plain ``put``.
+        Raises PreconditionFailedError, also if the object is gone.
         """
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """``delete`` the version ``etag`` only; no error if the object is gone.
+        """``delete`` the version ``etag`` only; a plain ``delete`` on servers that ignore conditions.
 
-        Raises PreconditionFailedError. A server that ignores conditions makes this a plain ``delete``.
+        Raises PreconditionFailedError; no error if the object is gone.
         """
 
 
@@ -97,24 +97,24 @@ class Browsable(Protocol):
     """Stores that can back a file system."""
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
-        """Return the objects and the names of the directories directly under ``prefix``; None: no such directory.
+        """Return the objects and directory names directly under ``prefix``; None: no such directory.
 
-        Where there are no directories but in names, an empty one does not exist.
+        Without real directories, an empty one does not exist.
         """
 
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """Stores that receive ranges in the caller's memory, for less processor time."""
+    """Stores that receive ranges in the caller's memory, for less CPU time."""
 
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
-        """``get_range`` into the first bytes of ``into``. ``into`` is not written after it returns or raises."""
+        """``get_range`` into the first bytes of ``into``, which is not written after return."""
 
 
 class RangesIgnoredError(StoreError):
-    """The server answers a request for a range with the whole object: it is to be read whole (``ReadsWhole``)."""
+    """The server sends the whole object for a range: read it whole (``ReadsWhole``)."""
 
 
 class OddKeyError(StoreError):
@@ -128,31 +128,31 @@ class ReadsWhole(Protocol):
     def reading(
         self, key: str, *, if_match: str | None = None
     ) -> AbstractAsyncContextManager[Callable[[memoryview], Awaitable[None]]]:
-        """Open an object; yield a function that fills a view with its next bytes. One request for all of them.
+        """Open an object; yield a function that fills a view with its next bytes. One request for all.
 
-        Raises as ``get_range`` does, here and in the function; after StoreUnavailableError it begins at the first byte.
+        Both raise as ``get_range``; after StoreUnavailableError it restarts at the first byte.
         """
 
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """Stores behind a network: recovery from failures that may pass."""
+    """Network stores that recover from transient failures."""
 
     def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        """Do ``work``, made of verbs of this store, again while it fails in a way that may pass."""
+        """Retry ``work``, made of this store's verbs, after transient failures."""
 
     async def reconnect(self, damage: TierckptError) -> None:
-        """Use new connections from here on, after a damaged answer. Raises ``damage`` when there were too many."""
+        """Use new connections after a damaged response. Raises ``damage`` after too many."""
 
     async def available(self) -> bool:
-        """Wait until the store is up. False, at once, when it was not down."""
+        """Wait until the store is up. False, at once, if it was not down."""
 
     def hasten(self) -> None:
-        """Somebody waits for this store: the next request asks at once whether a store that was down is up again."""
+        """Let the next request probe a store that was down at once, for a waiter."""
 
 
 class RangeSource(Protocol):
-    """Where the bytes come from: a ``Store``, or whatever else gives ranges of the same keys."""
+    """Anything that returns ranges by key, such as a ``Store``."""
 
     uri: str
 

@@ -1,4 +1,4 @@
-"""One bucket or container: its clients, connections and credentials, shared by every prefix that a mover uses in it."""
+"""A bucket's clients, connections and credentials, shared by all prefixes that a mover uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logger("stores.bucket")
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 RENEWAL_SECONDS_MIN: Final = 10.0
-"""Least time between two looks for newer credentials: a key that may not delete is not looked up for every delete."""
+"""Minimum interval between credential lookups: a key without delete permission causes no lookup per delete."""
 
 _OF_REGIONS: Final = {"", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "SignatureDoesNotMatch"}
 _ACCESS = {"s3": s3_access, "az": azure_access, "gs": gcs_access}
@@ -43,38 +43,35 @@ _classes = Module("_store")
 
 
 class Bucket:
-    """Clients and connections to one bucket. Safe to use from one event loop at a time.
+    """Clients and connections to one bucket. One event loop at a time.
 
     Credentials are read for the first client, off the event loop, and by ``renewed``.
     """
 
     def __init__(self, scheme: str, authority: str, counts: Counter[str]) -> None:
-        """``counts`` counts the renewals."""
         self._counts = counts
         self.scheme = scheme
         self.authority = authority
         self.name = f"{scheme}://{authority}"
         self.endpoint = ""
         self.exists = False
-        """True once a request has shown it."""
+        """True after a request has shown it."""
         self.ranges = Ranges()
         self.generation = 0
-        """Number of credentials used so far: of many refused requests, only the first renews them."""
+        """Number of credentials used so far: only the first of many refused requests renews them."""
         self.is_proven = False
-        """True when the server has taken the present credentials: only then can a refusal mean that they expired."""
+        """True once the server accepted the present credentials: only then can a refusal mean expiry."""
         self._renewed_at = -RENEWAL_SECONDS_MIN
         self._has_asked_region = False
         self._lock = asyncio.Lock()
         self._access: Access | None = None
         self._clients: dict[tuple[int, float], Client] = {}
-        """By how many retries they make themselves, and their timeout."""
+        """By internal retries and timeout."""
 
     async def client(self, part_retries: int, timeout_seconds: float) -> Client:
         """Return a client that retries requests ``part_retries`` times.
 
-        Raises:
-            ConfigError: the environment makes no client.
-            PermissionDeniedError: there are no credentials.
+        Raises ConfigError: invalid environment. PermissionDeniedError: no credentials.
         """
         key = (part_retries, timeout_seconds)
         if key not in self._clients:
@@ -115,14 +112,13 @@ class Bucket:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Each setting that the present credentials were resolved to, and where it comes from. No secret."""
+        """Each setting of the present credentials, and its source. No secret."""
         return self._access.sources if self._access is not None else {}
 
     async def followed(self, generation: int, error: Exception) -> bool:
-        """Look up the region of the bucket if ``error`` may mean that it is in another one. True if a retry may
-        succeed: in that region.
+        """Look up the bucket's region if ``error`` may mean a wrong one. True if a retry there may succeed.
 
-        Asked once for each bucket, and remembered for the process.
+        Requested once per bucket, and remembered for the process.
         """
         if self.scheme != "s3" or not _may_be_elsewhere(error):
             return False
@@ -147,7 +143,7 @@ class Bucket:
         return True
 
     async def _signed_region(self) -> str:
-        """Send a request with a response body: some servers name the region only there, and only if it is signed."""
+        """Send a signed request with a response body: some servers name the region only there."""
         for client in list(self._clients.values())[:1]:
             try:
                 await obstore.list_with_delimiter_async(client, None)
@@ -156,9 +152,10 @@ class Bucket:
         return ""
 
     async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
-        """Replace the credentials that a request of ``generation`` was refused with. True when there are newer ones.
+        """Replace the credentials of a refused request of ``generation``. True if newer ones exist.
 
-        Once per expiry: credentials that were never accepted have not expired, and a second caller finds them renewed.
+        Once per expiry: credentials that were never accepted have not expired, and a second caller finds them
+        renewed.
         """
         async with self._lock:
             if generation != self.generation:
@@ -184,31 +181,30 @@ class Bucket:
         return True
 
     def proves(self, generation: int) -> None:
-        """Note that the server has taken the credentials of ``generation``."""
+        """Note that the server accepted the credentials of ``generation``."""
         self.is_proven |= generation == self.generation
 
     def reconnect(self) -> None:
-        """Give up the connections. Requests under way keep the client they have; the next ones get another."""
+        """Drop the connections. Running requests keep their client; later ones get another."""
         self._clients.clear()
         self.ranges.close()
 
     def close(self) -> None:
-        """Close the connections and forget the credentials. Idempotent; it can be used on."""
+        """Close connections and forget credentials. Idempotent; the object stays usable."""
         self.reconnect()
         self._access = None
 
 
 def redirect_bounds(access: Access) -> dict[str, str]:
-    """Client options for the proxy, if any; they also keep redirects on the hosts of the store where secrets go along.
+    """Client options for the proxy, if any, that also restrict redirects to the store's hosts.
 
-    The object-store library follows redirects, and has no option not to. On its way to another host it leaves out the
-    Authorization header, and no more: S3's session token goes along (``x-amz-security-token``), and so does a URL that
-    is signed (``Referer``). But it can send all but some hosts to a proxy, and nothing answers at that one.
+    The object-store library always follows redirects. To another host it drops only the Authorization header: S3's
+    session token (``x-amz-security-token``) and a signed URL (``Referer``) would leak. But it can send all except
+    some hosts to a proxy, here one that does not answer. For an endpoint on this machine, where each port is
+    another server, the endpoint itself is the proxy, and reaches no other. A site's proxy (HTTPS_PROXY) must
+    restrict hosts itself.
 
-    On this machine each port is another server: there the endpoint itself is the proxy, and reaches no other.
-    A proxy of the site (HTTPS_PROXY) has to restrict hosts by itself.
-
-    Raises ConfigError: the variable of the proxy does not name one.
+    Raises ConfigError: the variable names no proxy.
     """
     if not access.hosts or proxy_for(access.endpoint or f"https://{access.hosts[0]}") is not None:
         return client_options(access.endpoint)
@@ -218,7 +214,7 @@ def redirect_bounds(access: Access) -> dict[str, str]:
 
 
 def _may_be_elsewhere(error: Exception) -> bool:
-    """True for what servers of S3 answer of a bucket in another region. A HEAD has no code in its answer."""
+    """True for S3 errors of a bucket in another region. A HEAD response has no code."""
     if "without LOCATION" in first_line(error) or http_status(error) in {301, 302, 307, 308}:
         return True
     return http_status(error) in {400, 403} and error_code(error) in _OF_REGIONS

@@ -1,4 +1,4 @@
-"""Shared by all stores: checks of keys and ranges, and ``to_completion``: work that is not cut short when cancelled."""
+"""Checks of keys and ranges, and ``to_completion`` for work that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ T = TypeVar("T")
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` when it names something strictly below the store's root (S5).
+    """Return ``key`` if it is strictly below the store's root (S5).
 
-    Raises:
-        ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part, or a NUL.
+    Raises ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part, or a NUL.
     """
     if "\0" in key or has_odd_parts(key):
         raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b, no empty or relative parts")
@@ -27,22 +26,22 @@ def check_key(key: str) -> str:
 
 
 def has_odd_parts(key: str) -> bool:
-    """True for ``a//b``, ``./a`` and ``../a``: keys of an object store that are no paths."""
+    """True for ``a//b``, ``./a`` and ``../a``: object-store keys that are no paths."""
     return any(part in {"", ".", ".."} for part in key.split("/"))
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the directory ``prefix`` without its trailing slash; '' is the root."""
+    """Return ``prefix`` without its trailing slash; '' is the root."""
     stripped = prefix.rstrip("/")
     return check_key(stripped) if stripped else ""
 
 
 async def to_completion(work: Awaitable[T]) -> T:
-    """Await ``work`` to its end even when the caller is cancelled meanwhile, then let the cancellation through.
+    """Await ``work`` to its end even if the caller is cancelled, then raise the cancellation.
 
-    A thread that still writes to a file descriptor, or a request that still creates a multipart transfer, must finish
-    before its owner closes or aborts it: cut short, it would write into a reused descriptor or leave parts behind.
-    The wait is bounded because ``work`` is: one request with the store's own timeout, or one file operation.
+    A thread that still writes to a file descriptor, or a request that still creates a multipart transfer, must
+    finish before its owner closes or aborts it: else it would write into a reused descriptor or leave parts
+    behind. The wait is bounded: one request with the store's timeout, or one file operation.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -51,12 +50,13 @@ async def to_completion(work: Awaitable[T]) -> T:
         await ended(task)
         raise
     finally:
-        del task  # breaks the reference cycle of its error, traceback and this frame
+        del task  # breaks the reference cycle with its error's traceback
 
 
 async def ended(work: asyncio.Future[Any]) -> None:
-    """Return when ``work`` has ended, even if the caller is cancelled repeatedly, as by cancel and then close.
-    Its error is retrieved, so that asyncio does not log it."""
+    """Return when ``work`` has ended, even after repeated cancellation. Retrieves its error, so that asyncio does
+    not log it.
+    """
     while not work.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([work])
@@ -66,7 +66,7 @@ async def ended(work: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def closing(pieces: AsyncIterator[Buffer]) -> AsyncIterator[AsyncIterator[Buffer]]:
-    """Close an iterator of pieces (its files) when the transfer ends, however it ends."""
+    """Close an iterator of pieces (its files) when the transfer ends."""
     try:
         yield pieces
     finally:
@@ -76,7 +76,7 @@ async def closing(pieces: AsyncIterator[Buffer]) -> AsyncIterator[AsyncIterator[
 
 
 def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
-    """Raise IntegrityError when the pieces of a put do not add up: better no object than a short one."""
+    """Raise IntegrityError if the pieces of a put have the wrong total: no object beats a short one."""
     if got_bytes != expected_bytes:
         raise IntegrityError(
             f"the pieces of {key} were to be {expected_bytes} bytes and are {got_bytes}",
@@ -86,7 +86,6 @@ def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
 
 
 def short_answer(uri: str, key: str, wanted: ByteRange, got_bytes: int | None) -> IntegrityError:
-    """The object ends before the range does."""
     got = "fewer" if got_bytes is None else str(got_bytes)
     return IntegrityError(
         f"bytes {wanted.start}-{wanted.stop} of {key} were asked for and {got} came back: the object is too short",
@@ -108,20 +107,20 @@ async def limited(request: Awaitable[T], timeout_seconds: float) -> T:
 
 
 def part_size_bytes(size_bytes: int) -> int:
-    """Return a part size, in whole MiB, that keeps the object within PARTS_MAX parts."""
+    """Return a part size, in whole MiB, for at most PARTS_MAX parts."""
     smallest = -(-size_bytes // PARTS_MAX)
     return max(PART_SIZE_BYTES_MIN, round_up(smallest, MiB))
 
 
 def frozen_piece(piece: Buffer) -> Buffer:
-    """Return ``piece`` if it is immutable, else a copy. See the module's docstring."""
+    """Return ``piece`` if it is immutable, else a copy."""
     owner = piece.obj if isinstance(piece, memoryview) else piece
     return piece if isinstance(owner, bytes) else bytes(piece)
 
 
 PART_SIZE_BYTES_MIN = 8 * MiB
 PARTS_MAX = 10_000
-"""S3's and GCS's limit on parts of one object; Azure allows more."""
+"""Limit of S3 and GCS on parts of one object; Azure allows more."""
 
 
 class FolderMarkers:
@@ -135,7 +134,7 @@ class FolderMarkers:
         self._folders: set[str] = set()
 
     def take(self, info: ObjectInfo) -> bool:
-        """True for an object; False for a marker, and for an empty object, about which ``empty`` decides."""
+        """True for an object; False for a marker, and for an empty object (see ``empty``)."""
         folder = info.key.rpartition("/")[0]
         while folder and folder not in self._folders:
             self._folders.add(folder)
@@ -147,7 +146,7 @@ class FolderMarkers:
         return False
 
     def empty(self) -> list[ObjectInfo]:
-        """Return the empty objects, when all were taken: those with nothing below them."""
+        """After the listing, return the empty objects without anything below them."""
         return [info for info in self._empty if info.key not in self._folders]
 
 

@@ -1,12 +1,8 @@
 """Any URL that fsspec opens: sftp://, hdfs://, smb://, webdav, memory:// and the rest.
 
-An fsspec file publishes its data on close, and it is closed by ``with``, and by the garbage collector, also after
-an error: a truncated object under the final name. So this store never writes under the final
-name. Pieces go to a temporary name, which is moved only when it is complete and has the right size; a failed
-transfer leaves data only there.
-
-Without a rename in the backend (object stores) the move is a copy on the server; S3, Azure and GCS have their own store
-(obstore_store.py) and do not need it.
+An fsspec file publishes its data on close, by ``with`` or the garbage collector, even after an error: a truncated
+object under the final name. So pieces go to a temporary name, which is moved only when complete and of the right size.
+Backends without a rename copy on the server; S3, Azure and GCS use obstore_store.py instead.
 """
 
 from __future__ import annotations
@@ -63,9 +59,9 @@ T = TypeVar("T")
 BLOCK_SIZE_BYTES = 8 * MiB
 DELETES_AT_ONCE = 16
 
-# Errors of client libraries that are no OSError, by type name, to avoid importing the libraries.
+# Errors of client libraries that are no OSError, by type name, to avoid imports.
 SAID_MAX = 300
-"""Maximum length of a backend's message: one lists every path at which it searched for a library."""
+"""Maximum length of a backend's message: one lists all its library search paths."""
 _DENIED_TYPES = {
     "AuthenticationException",
     "BadHostKeyException",
@@ -75,22 +71,19 @@ _DENIED_TYPES = {
     "PartialCredentialsError",
     "SMBAuthenticationError",
 }
-# Keys under which backends report the version of a file, in order of trust.
+# Version keys of backends, in order of trust.
 _VERSION_FIELDS = ("ETag", "etag", "checksum", "sha256", "blob_id", "oid")
 _TIME_FIELDS = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 
 
 def open_universal(location: Location) -> UniversalStore:
-    """Return the store for an fsspec URL. Raises as ``open_filesystem``."""
     return UniversalStore(*open_filesystem(location), location.uri)
 
 
 def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """Return the fsspec file system for a URL, and its root path. ``options`` are options of the file system.
+    """Return the fsspec file system for a URL, with ``options``, and its root path.
 
-    Raises:
-        ConfigError: fsspec knows no such scheme, or the URL does not suit it.
-        MissingExtraError: it knows the scheme and the package for it is not installed.
+    Raises ConfigError: unknown scheme or bad URL. MissingExtraError: the scheme's package is missing.
     """
     try:
         fsspec.get_filesystem_class(location.scheme)
@@ -101,7 +94,7 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
         raise ConfigError(
             f"no store knows the scheme {location.scheme!r}", hint=f"Known are: {', '.join(known)}", uri=location.uri
         ) from None
-    drop_empty()  # s3fs, adlfs and gcsfs read the environment by themselves
+    drop_empty()  # s3fs, adlfs and gcsfs read the environment
     try:
         fs, root = fsspec.url_to_fs(location.uri, **_client_options(location), **options)
     except (TypeError, ValueError) as error:
@@ -113,7 +106,7 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
 
 
 def _client_options(location: Location) -> dict[str, Any]:
-    """Options of fsspec's HTTP client, which reads no proxy by itself."""
+    """Options of fsspec's HTTP client, which reads no proxy variables."""
     proxy = proxy_for(location.uri) if location.scheme in ("http", "https") else None
     return {"proxy": proxy.url} if proxy is not None else {}
 
@@ -129,8 +122,7 @@ def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
 class UniversalStore:
     """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win.
 
-    Args:
-        any_key: accept keys that are no paths (``a//b``), as object stores have them.
+    ``any_key``: accept keys that are no paths (``a//b``).
     """
 
     def __init__(self, fs: AbstractFileSystem, root: str, uri: str, *, any_key: bool = False) -> None:
@@ -139,7 +131,7 @@ class UniversalStore:
         self.uri = uri
         self.has_put_if_absent = False
         self._any_key = any_key
-        # A backend that is not asynchronous inside (ftplib, paramiko) is not made for several threads at once.
+        # Synchronous backends (ftplib, paramiko) do not support several threads.
         self._turn: Any = contextlib.nullcontext() if fs.async_impl else threading.Lock()
 
     def _path(self, key: str) -> str:
@@ -149,7 +141,7 @@ class UniversalStore:
         return f"{self.root}/{prefix}" if prefix else self.root
 
     async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Run ``verb`` in a thread and to its end, its errors translated."""
+        """Run ``verb`` in a thread to its end, and translate its errors."""
 
         def run() -> T:
             with errors_of(self.uri), self._turn:
@@ -162,7 +154,7 @@ class UniversalStore:
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        self.fs.invalidate_cache()  # what another process wrote must be seen
+        self.fs.invalidate_cache()  # to see other processes' writes
         info = self.fs.info(path)
         if info["type"] != "file":
             raise ObjectNotFoundError(f"{self.uri}/{key} is not a file", uri=self.uri, key=key)
@@ -178,12 +170,12 @@ class UniversalStore:
 
     def _get_range(self, key: str, byte_range: ByteRange, if_match: str | None) -> bytes:
         start, stop = byte_range.start, byte_range.stop
-        # Backends disagree about ranges past the end (short, empty, any error), so request the size first.
+        # Backends disagree about ranges past the end (short, empty, any error), so get the size first.
         size_bytes = self._head(key).size_bytes
         if stop > size_bytes:
             raise short_answer(self.uri, key, byte_range, max(0, size_bytes - start))
         data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
-        # After the read: an etag that still matches now was the object's etag while it was read.
+        # Checked after the read: an etag that still matches was the etag during the read.
         if if_match is not None and self._head(key).etag != if_match:
             raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
         if len(data) != byte_range.size_bytes:
@@ -203,18 +195,18 @@ class UniversalStore:
         return True
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        """Write a large object. Memory: a few blocks of 8 MiB, as the backend buffers them."""
+        """Write a large object. Memory: a few blocks of 8 MiB."""
         path = self._path(key)
         parent, _, name = path.rpartition("/")
         temporary = f"{parent}/.{stem_of(name)}.{secrets.token_hex(6)}.tmp"
         async with closing(pieces):
-            opened: builtins.list[Any] = []  # filled by the thread: a cancellation meanwhile cannot lose it
+            opened: builtins.list[Any] = []  # filled by the thread, so a cancellation cannot lose it
             try:
                 await self._call(self._create, temporary, opened)
                 (file,) = opened
                 written = 0
                 async for piece in pieces:
-                    await self._call(file.write, bytes(piece))  # a copy: backends may keep the buffer
+                    await self._call(file.write, bytes(piece))  # a copy, as backends may keep the buffer
                     written += len(piece)
                 check_size(self.uri, key, size_bytes, written)
                 await self._call(file.close)
@@ -233,13 +225,13 @@ class UniversalStore:
     def _publish(self, temporary: str, path: str, key: str, size_bytes: int) -> None:
         self.fs.invalidate_cache()
         check_size(self.uri, key, size_bytes, self.fs.info(temporary)["size"])
-        if type(self.fs).mv is AbstractFileSystem.mv:  # the generic one expands wildcards in names; and has no rename
+        if type(self.fs).mv is AbstractFileSystem.mv:  # the generic one expands wildcards, and has no rename
             self.fs.cp_file(temporary, path)
             self.fs.rm_file(temporary)
             return
         try:
             self.fs.mv(temporary, path)
-        except FileExistsError:  # the backend's rename does not replace: the new bytes are safe under that name
+        except FileExistsError:  # a rename that does not replace: the new bytes are safe in the temporary file
             self.fs.rm_file(path)
             self.fs.mv(temporary, path)
 
@@ -252,7 +244,6 @@ class UniversalStore:
             self.fs.rm_file(temporary)
 
     async def link(self, key: str, source: Path) -> bool:
-        """False: fsspec has no links."""
         return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -272,10 +263,10 @@ class UniversalStore:
         infos = []
         below = self._directory(prefix) + "/"
         for path, info in found.items():
-            # Some backends answer with the path itself when it is a file, or with a leading slash more or less.
+            # Some backends return the file itself, or a leading slash more or less.
             path = self._normal(path)
             if path.startswith(below) and info["type"] == "file" and not is_temporary(path.rpartition("/")[2]):
-                if info.get("size") is None:  # backends that list names only
+                if info.get("size") is None:  # from backends that list names only
                     info = self.fs.info(path)
                 infos.append(ObjectInfo(path[len(self.root) + 1 :], self._size(path, info), _etag(info)))
         return infos
@@ -311,7 +302,7 @@ class UniversalStore:
             found = {self._normal(info["name"]).rstrip("/"): info for info in self.fs.ls(directory, detail=True)}
         except (FileNotFoundError, NotADirectoryError):
             return None
-        itself = found.pop(directory.rstrip("/"), None)  # the answer of most backends when it is a file
+        itself = found.pop(directory.rstrip("/"), None)  # returned by most backends for a file
         if itself is not None and itself["type"] == "file" and not found:
             return None
         files = [
@@ -344,9 +335,9 @@ class UniversalStore:
             self.fs.rm_file(path)
 
     def _remove_empty(self, directory: str) -> None:
-        """Remove the directories that a backend with real ones still has: they are empty now.
+        """Remove directories that are now empty, on backends with real ones.
 
-        One by one: ``rm`` takes a name with wildcards for all that match it, and would remove what these hold.
+        One by one: ``rm`` expands wildcards in names, and would remove other data.
         """
         self.fs.invalidate_cache()
         if directory == self.root or not self.fs.isdir(directory):
@@ -358,18 +349,18 @@ class UniversalStore:
                 self.fs.rmdir(path)
 
     async def close(self) -> None:
-        """fsspec keeps its connections in a cache of its own."""
+        """fsspec caches its connections itself."""
 
 
 def _discard(file: Any) -> None:
-    """Discard a file without publishing its data, if the backend can."""
+    """Discard a file without publishing its data, if supported."""
     if not isinstance(file, AbstractBufferedFile):
         file.close()
         return
     try:
-        file.discard()  # aborts a multipart transfer where the backend has one
+        file.discard()  # aborts a multipart transfer
     finally:
-        file.closed = True  # or the garbage collector would close, and so publish, it
+        file.closed = True  # or the garbage collector would close and publish it
 
 
 async def _one(data: Buffer) -> AsyncIterator[Buffer]:
@@ -385,14 +376,13 @@ def _etag(info: dict[str, Any]) -> str | None:
 
 
 def _modified(info: dict[str, Any]) -> Any:
-    """When the file was written: in Unix seconds, or as its backend has it; None from one that does not say."""
+    """Return the modification time: Unix seconds, or the backend's format; None if unknown."""
     moment = next((info[field] for field in _TIME_FIELDS if info.get(field)), None)
     return moment.timestamp() if isinstance(moment, datetime) else moment
 
 
 @contextlib.contextmanager
 def errors_of(uri: str) -> Iterator[None]:
-    """Raise errors of backends as ours."""
     try:
         yield
     except TierckptError:
@@ -402,18 +392,18 @@ def errors_of(uri: str) -> Iterator[None]:
 
 
 def _translate(error: Exception, uri: str) -> TierckptError:
-    """Translate an exception of a backend into a typed error: by type, or by errno."""
+    """Translate a backend's exception into a typed error: by type, or by errno."""
     names = {kind.__name__ for kind in type(error).__mro__}
     said = str(error).partition("\n")[0].partition("\\n")[0][:SAID_MAX]
     context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"not found: {said}", **context)
-    status = getattr(error, "status", None)  # aiohttp keeps the HTTP status here
+    status = getattr(error, "status", None)  # aiohttp has the HTTP status here
     if isinstance(error, PermissionError) or names & _DENIED_TYPES or status in {401, 403}:
         return PermissionDeniedError(f"access to {uri} was refused: {said}", hint="Check the credentials", **context)
     if isinstance(error, FileExistsError):
         return PreconditionFailedError(f"exists: {said}", **context)
-    certificate = getattr(error, "certificate_error", error)  # aiohttp keeps the error of TLS here
+    certificate = getattr(error, "certificate_error", error)  # aiohttp has the TLS error here
     if isinstance(certificate, ssl.SSLCertVerificationError):
         return EndpointError(
             f"{uri} cannot be reached: its certificate is not accepted ({certificate.verify_message})",

@@ -1,9 +1,8 @@
-"""How many GETs one store gets at a time: half as many once a GET was too slow. (A 503 only waits: retry.py.)
+"""Limits concurrent GETs per store: halved after a GET that was too slow. (A 503 only waits: retry.py.)
 
-On a narrow or shared path, many GETs at once each move too few bytes, count as hung, are cancelled and
-retried: no GET ever completes. So the limit is halved after a GET that was too slow, and grows by one each time as many
-GETs as allowed had much more than the minimum rate. It does not grow until the next failure: a GET fails for good after
-a few attempts.
+On a narrow or shared path, many concurrent GETs each move too few bytes, count as hung, are cancelled and retried:
+none completes. So the limit is halved after a slow GET, and grows by one each time as many GETs as allowed had well
+over the minimum rate. It does not grow until the next failure: a GET fails for good after a few attempts.
 
 Source: additive increase, multiplicative decrease (RFC 5681, 3.1).
 """
@@ -23,28 +22,27 @@ from ..types import Buffer
 log = logger("stores.get_concurrency")
 
 BYTES_PER_SECOND_MIN = 16 << 10
-"""A request slower than this over a window is taken for a connection that hangs: it is aborted and retried. Sixteen
-nodes on a narrow link got all their files with this floor (bench/README.md, fan-out)."""
+"""A request slower than this over a window counts as hung: it is aborted and retried. Sixteen nodes on a narrow link
+got all their files with this floor (bench/README.md, fan-out).
+"""
 WINDOW_SECONDS = 15.0
 
 GETS_MAX = 1 << 20
-"""More than anybody asks for."""
+"""No caller needs more."""
 
 AMPLE = 2.0
 """The limit grows if each GET moves this multiple of the minimum rate."""
 
 CROWDED_MAX = 8
-"""So many halvings lead from 256 GETs, more than any caller has, to one."""
+"""Halvings from 256 GETs, more than any caller has, to one."""
 
 
 class GetConcurrency:
-    """The GETs of one store under way. Of one event loop."""
-
     def __init__(self, name: str, least_bytes_per_second: int) -> None:
         self.name = name
         self._ample_bytes_per_second = AMPLE * least_bytes_per_second
         self.gets_max: float = GETS_MAX
-        """No limit until a GET has been too slow."""
+        """Unlimited until a GET has been too slow."""
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reduced_at = -math.inf
@@ -53,10 +51,10 @@ class GetConcurrency:
     async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
         """Run one GET and return its result. First come, first served.
 
-        A GET that was slow among others, or got no data while others did, is repeated once there are fewer: not counted
-        as a retry, at most ``CROWDED_MAX`` times. A GET that was slow alone, or got no data while none did, has failed.
-        Its error has the seconds that it waited for its turn (``crowded_seconds``), which do not count against its
-        deadline.
+        A GET slow among others, or without data while others had some, is repeated once fewer run: not counted
+        as a retry, at most ``CROWDED_MAX`` times. A GET slow alone, or without data while none had any, has
+        failed. Its error has the seconds spent in the queue (``crowded_seconds``), which do not count against
+        its deadline.
         """
         asked_at = time.monotonic()
         for crept in range(CROWDED_MAX + 1):
@@ -108,7 +106,7 @@ class GetConcurrency:
             self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
 
     def reduce(self, begun: float) -> None:
-        """Halve it, once for all that were under way at the same time."""
+        """Halve it, once for all GETs that ran at the same time."""
         if begun < self._reduced_at:
             return
         self._reduced_at = time.monotonic()

@@ -1,9 +1,9 @@
-"""HTTP/1.1 requests with the body received straight in the caller's memory: from S3, and from peers.
+"""HTTP/1.1 requests that receive the body in the caller's memory: from S3, and from peers.
 
-The object-store library hands out new memory for every answer: that, and copying out of it, costs more processor time
-than all the rest of a GET (GiB for GiB, from a local S3 server: a bare socket 0.25 s, this 0.30 s, the library 0.71 s
-and with the copy 0.88 s, boto3 1.28 s). A request takes a thread, which waits without the interpreter lock: TLS is
-deciphered on as many cores as there are requests.
+The object-store library allocates memory for every response: with the copy out of it, that costs more CPU time than
+the rest of a GET (per GiB from a local S3 server: a bare socket 0.25 s, this 0.30 s, the library 0.71 s and with the
+copy 0.88 s, boto3 1.28 s). A request takes a thread, which waits without the interpreter lock: TLS is decrypted on one
+core per request.
 
 Every wait has a deadline (``Call``), a response is never longer than announced and allowed, and a connection with an
 unexpected byte is not reused.
@@ -32,29 +32,30 @@ from ..resources import ThreadPool
 from .common import ended
 
 IDLE_SECONDS_MAX: Final = 15.0
-"""A connection that was not used for so long may be closed at the other end by now: peers do so after twice that."""
+"""An older idle connection may be closed at the other end: peers do so after twice that."""
 IDLE_MAX: Final = 256
 """Idle connections to all hosts together."""
 HEAD_BYTES_MAX: Final = 16 << 10
-"""A longer head of an answer ends the connection."""
+"""Longer response heads end the connection."""
 WAKE_BYTES: Final = 256 * 1024
 """Measured, a GiB in GETs of 8 MiB from one server on this machine: unlimited, 0.42 to 0.34 CPU-s (a bare socket,
-without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum per
-window (``most_bytes``) is 240 KiB by default."""
+without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum
+per window (``most_bytes``) is 240 KiB by default.
+"""
 
 _END: Final = b"\r\n\r\n"
 
 
 class HttpError(Exception):
-    """There is no connection, or no whole answer on it. Says so without the URL, which may hold a signature."""
+    """No connection, or no complete response. The text omits the URL, which may hold a signature."""
 
 
 class Stale(HttpError):
-    """The connection was closed before a byte of an answer came."""
+    """The connection was closed before the first response byte."""
 
 
 class TooSlow(HttpError):
-    """Too little came in time: ``moved_bytes`` of the body in the last window."""
+    """Too few bytes in time: ``moved_bytes`` of the body in the last window."""
 
     def __init__(self, reason: str, moved_bytes: int = 0) -> None:
         super().__init__(reason)
@@ -62,7 +63,7 @@ class TooSlow(HttpError):
 
 
 class TlsError(HttpError):
-    """The other end cannot be believed, or does not believe us."""
+    """The TLS handshake failed on either side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +79,14 @@ class Response:
 
 
 class Call(ABC):
-    """One request under way. ``abort`` from another thread ends it at once."""
+    """One running request. ``abort`` from another thread ends it at once."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None = None
     connect_seconds: float
     head_seconds: float
-    """How long the head may take. Then the body has windows."""
+    """Time limit of the head. The body has windows."""
     window_seconds: float
     enough_bytes: int
     """Minimum bytes per window; a slower connection counts as hung."""
@@ -99,15 +100,15 @@ class Call(ABC):
 
     @abstractmethod
     def head(self) -> bytes:
-        """The request, made for each connection that it is tried on."""
+        """The request, made for each connection tried."""
 
     @abstractmethod
     def parse(self, head: bytes) -> Response:
-        """Decode the head of an answer, blank line included."""
+        """Decode a response head, with its blank line."""
 
     @abstractmethod
     def judge(self, answer: Response) -> memoryview:
-        """Return memory for the body, of its exact size. Raises before a byte is received if the head is wrong."""
+        """Return memory of the body's exact size. Raises before the first body byte if the head is wrong."""
 
     @abstractmethod
     def check(self, answer: Response, body: memoryview) -> None:
@@ -115,15 +116,15 @@ class Call(ABC):
 
     @abstractmethod
     def failure(self, error: HttpError) -> Exception:
-        """Return ``error`` as the typed error that the caller gets."""
+        """Return ``error`` as the caller's typed error."""
 
     def abort(self) -> bool:
-        """Return True if a thread may still be receiving; False if no byte will be received any more."""
+        """Return False if no byte will be received any more."""
         with self._lock:
             self._is_aborted = True
             if self._socket is None:
                 return False
-            with contextlib.suppress(OSError):  # it is closed already
+            with contextlib.suppress(OSError):  # closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
             return True
 
@@ -135,18 +136,19 @@ class Call(ABC):
 
 
 class Connections:
-    """Connections, by where they lead. Any thread may use it."""
+    """Connections by address. Thread-safe."""
 
     def __init__(self, threads: str, threads_max: int, idle_max: int) -> None:
-        """``threads``: name of the thread pool, with at most ``threads_max`` threads and so many requests at a time.
-        ``idle_max``: idle connections per host."""
+        """``threads``: name of the thread pool, with at most ``threads_max`` concurrent requests.
+        ``idle_max``: idle connections per host.
+        """
         self._name, self._threads_max, self._idle_max = threads, threads_max, idle_max
         self._idle: dict[tuple[str, int], list[tuple[float, socket.socket]]] = {}
         self._lock = threading.Lock()
         self._calls: set[Call] = set()
 
     async def run(self, call: Call) -> memoryview:
-        """Run ``exchange`` on a thread. If cancelled, returns when no thread writes to memory of ``call`` any more."""
+        """Run ``exchange`` on a thread. If cancelled, returns after the last write to memory of ``call``."""
         executor = _executor(self._name, self._threads_max)
         future = asyncio.get_running_loop().run_in_executor(executor, self.exchange, call)
         try:
@@ -158,10 +160,10 @@ class Connections:
                 future.add_done_callback(_look_at)
             raise
         finally:
-            del future  # breaks the reference cycle of its error, traceback and this frame
+            del future  # breaks the reference cycle with its error's traceback
 
     def exchange(self, call: Call) -> memoryview:
-        """Make a request; return the body of its answer. Blocking. Raises what ``call`` makes of it."""
+        """Make a request; return the body. Blocking. Raises the error that ``call`` makes."""
         idle = self._take(call)
         while True:
             try:
@@ -174,10 +176,9 @@ class Connections:
             except HttpError as error:
                 if idle is None or not isinstance(error, Stale):
                     raise call.failure(error) from None
-                idle = None  # it had been closed before we asked: that is no failure
+                idle = None  # closed before the request: not a failure
 
     def close(self) -> None:
-        """Close idle connections. Idempotent; the object stays usable."""
         with self._lock:
             left = [sock for idle in self._idle.values() for _, sock in idle]
             self._idle.clear()
@@ -204,7 +205,7 @@ class Connections:
 
     @contextlib.contextmanager
     def _lent(self, sock: socket.socket, call: Call) -> Iterator[Reply]:
-        """Context for a request on ``sock``: the connection is kept after a complete response, and closed otherwise."""
+        """Context for a request on ``sock``: the connection is kept only after a complete response."""
         reply = Reply(call, sock)
         with self._lock:
             self._calls.add(call)
@@ -212,7 +213,7 @@ class Connections:
             call.use(sock)
             yield reply
         except TierckptError:
-            raise  # some are an OSError, too
+            raise  # some are an OSError
         except TimeoutError:
             raise reply.too_slow(_waiting_bytes(sock)) from None
         except OSError as error:
@@ -230,7 +231,7 @@ class Connections:
 
 
 class Reply:
-    """An answer that is being received: ``room`` says where, ``came`` takes it in. It sets how long may be waited."""
+    """A response being received: ``room`` is its memory, ``came`` adds bytes. Sets the deadlines."""
 
     def __init__(self, call: Call, sock: socket.socket) -> None:
         self._call, self._sock = call, sock
@@ -242,7 +243,7 @@ class Reply:
         self._began = time.monotonic()
         self._watermark = Watermark(sock, call.enough_bytes)
         self.is_good = False
-        """Whole, and nothing says that the connection is of no more use."""
+        """True if complete and the connection is reusable."""
         sock.settimeout(call.head_seconds)
 
     def room(self) -> memoryview:
@@ -258,7 +259,7 @@ class Reply:
         return self._body[self._done :]
 
     def came(self, count: int) -> None:
-        """``count`` bytes have been received in ``room``; 0: the end."""
+        """Add ``count`` bytes received in ``room``; 0: the end."""
         if not count:
             raise self.broken("end of stream")
         if not self._has_answer:
@@ -291,7 +292,7 @@ class Reply:
         self._sock.settimeout(self._call.window_seconds)
 
     def result(self) -> memoryview:
-        """The body, when there is no more ``room``."""
+        """The complete body."""
         answer = self._call.answer
         self._watermark.expect(1)
         self._call.check(answer, self._body)
@@ -311,12 +312,11 @@ class Reply:
 
 
 class Watermark:
-    """Sets when a socket becomes readable: once ``expect`` bytes have arrived; at once at its end or an error.
+    """Sets when a socket becomes readable: after ``expect`` bytes; at once at its end or an error.
 
-    A sender that is slower than this process wakes it for each packet. SO_RCVLOWAT (socket(7)) is honoured by poll and
-    epoll on Linux. Under TLS the lengths differ, so it is not set.
-
-    Safe, since never more is waited for than must still come, nor more than must come for the link not to be too slow.
+    A slow sender wakes this process for each packet. Linux poll and epoll honour SO_RCVLOWAT (socket(7)). Not set
+    under TLS, where the lengths differ. Safe: never more than the missing bytes, nor more than the slow-link check
+    requires.
     """
 
     __slots__ = ("_at", "_most", "_sock")
@@ -328,7 +328,7 @@ class Watermark:
         self._at = 1
 
     def expect(self, missing_bytes: int) -> None:
-        """``missing_bytes``: bytes still to come; 1 if the length is unknown."""
+        """``missing_bytes``: 1 if the length is unknown."""
         at = max(1, min(missing_bytes, self._most))
         if self._sock is not None and at != self._at:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
@@ -336,7 +336,6 @@ class Watermark:
 
 
 def _open(call: Call) -> socket.socket:
-    """Connect. Raises TlsError, HttpError."""
     sock: socket.socket | None = None
     try:
         sock = socket.create_connection((call.host, call.port), timeout=call.connect_seconds)
@@ -356,7 +355,7 @@ def _close(sock: socket.socket | None) -> None:
 
 
 def _is_readable(sock: socket.socket) -> bool:
-    """Return True for an idle connection that the peer closed, or that has unexpected data."""
+    """Return True for an idle connection that the peer closed, or with unexpected data."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
@@ -371,7 +370,7 @@ def _waiting_bytes(sock: socket.socket) -> int:
 
 
 def said(error: BaseException) -> str:
-    """What to say of ``error``: never its own words, which may hold the URL."""
+    """Describe ``error`` without its own text, which may hold the URL."""
     strerror = getattr(error, "strerror", None)
     return f"{type(error).__name__}{f' ({strerror})' if strerror else ''}"
 

@@ -1,7 +1,7 @@
-"""Reads objects by URL: ranges on connections of our own, and whole objects of servers that ignore ranges.
+"""Reads objects by URL: ranges on our own connections, and whole objects of servers that ignore ranges.
 
-A Hub and a plain HTTP server use it. Many mirrors and CDNs answer a request for a range with 200 and the whole object:
-one request then streams the object, with a floor under its rate, and one connection.
+Used by the Hub and plain HTTP stores. Many mirrors and CDNs answer a range with 200 and the whole object: one request
+then streams it, with a minimum rate and one connection.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from .retry import Probe, Retries
 from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
 
 ANSWER_SECONDS_MAX: Final = 30.0
-"""For an answer, and more for each byte of it (``BYTES_PER_SECOND_MIN``)."""
+"""Timeout of a response, plus time per byte (``BYTES_PER_SECOND_MIN``)."""
 REDIRECTS_MAX: Final = 5
 
 Headers: TypeAlias = Mapping[str, str]
 IsVersion: TypeAlias = Callable[[Headers], bool]
-"""Returns True if the headers of a response, by names in lower case, belong to the wanted version."""
+"""Returns True if the response headers (names in lower case) belong to the requested version."""
 
 
 class HttpReader:
-    """Reads URLs for one store, with the retries and the breakers of its mover."""
+    """Reads URLs for one store, with its mover's retries and breakers."""
 
     def __init__(self, uri: str, settings: Settings, retries: Retries, probe: Probe) -> None:
-        """``uri``: of the store, for messages. ``probe``: asks whether a host that was down is up again."""
+        """``uri``: of the store, for messages. ``probe``: checks whether a host is up again."""
         self.uri, self._settings, self._retries, self._probe = uri, settings, retries, probe
         self._ranges = Ranges()
         self._learning = asyncio.Lock()
         self._gives_ranges: set[str] = set()
-        """Hosts that have answered a request for a part of an object with this part."""
+        """Hosts that have honoured a range."""
         self._ignores_ranges: set[str] = set()
         self._whole: dict[str, Any] = {}
-        """By URL, answers with whole objects to requests for ranges: ``reading`` goes on with them."""
+        """By URL, responses with whole objects, which ``reading`` continues."""
 
     async def receive(
         self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None = None
@@ -66,15 +66,15 @@ class HttpReader:
         """Fill ``into`` with a range of an object of ``size_bytes``.
 
         Raises:
-            RangesIgnoredError: the server sends the whole object: ``reading`` of the same URL receives it.
+            RangesIgnoredError: the server sends the whole object: use ``reading`` of the same URL.
             PreconditionFailedError: it is another version.
-            NotThisWay: another answer: the URL is not good for it, or not any more.
-            StoreUnavailableError: no answer, after retries.
+            NotThisWay: another response: the URL is unsuitable or expired.
+            StoreUnavailableError: no response, after retries.
         """
         host = urlsplit(url).netloc
         by_itself = partial(self._receive_or_keep, url, byte_range, into, size_bytes, is_version)
         if byte_range.size_bytes < size_bytes and host not in self._gives_ranges:
-            async with self._learning:  # else each of several requests would begin to receive the whole object
+            async with self._learning:  # else several requests would each begin to receive the whole object
                 if host in self._ignores_ranges:
                     raise _ranges_ignored(self.uri, host)
                 if host not in self._gives_ranges:
@@ -108,7 +108,7 @@ class HttpReader:
     async def _receive_or_keep(
         self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None
     ) -> None:
-        """Receive a range by a request of its own, and keep an answer that is the whole object."""
+        """Receive a range by its own request, and keep a response with the whole object."""
         host = urlsplit(url).netloc
         reply = await to_completion(asyncio.to_thread(_open, self.uri, url, lambda _: range_header(byte_range)))
         is_kept = False
@@ -147,8 +147,8 @@ class HttpReader:
         """Yield a function that fills a view with the next bytes of a whole object.
 
         Args:
-            headers_for: headers of a request to a URL; redirects are followed, and not all hosts get a token.
-            received_at: the URL that ``receive`` had, where it is another.
+            headers_for: headers by URL; redirects are followed, and not all hosts get a token.
+            received_at: the URL of ``receive``, if different.
 
         Raises, here and in the function:
             PreconditionFailedError, ObjectNotFoundError, PermissionDeniedError, StoreError.
@@ -176,7 +176,6 @@ class HttpReader:
             reply.close()
 
     def renew(self) -> None:
-        """Use new connections from here on."""
         self._ranges.connections.close()
         for reply in self._whole.values():
             reply.close()
@@ -200,7 +199,7 @@ def _ranges_ignored(uri: str, host: str) -> RangesIgnoredError:
 
 
 def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
-    """Open a URL and follow where it leads; return the reply. Blocking. Raises NotThisWay, StoreUnavailableError."""
+    """Open a URL with redirects; return the reply. Blocking. Raises NotThisWay, StoreUnavailableError."""
     for _ in range(REDIRECTS_MAX):
         host = urlsplit(url).netloc
         headers = {"User-Agent": "tierckpt", "Accept-Encoding": "identity", **headers_for(url)}
@@ -224,7 +223,7 @@ def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
 
 
 def _refused(uri: str, host: str, refusal: NotThisWay) -> StoreError:
-    """The error for an answer to a request for a whole object."""
+    """Return the error for a refused request for a whole object."""
     said = f"{uri}: {host} refuses an object: {refusal}"
     if str(refusal) in ("HTTP 401", "HTTP 403"):
         return PermissionDeniedError(said, hint="Check the credentials", tier=Tier.SHARED)
@@ -259,7 +258,7 @@ def _unavailable(uri: str, host: str, reason: str, **context: object) -> StoreUn
 
 
 class _Paced(io.RawIOBase):
-    """Yield data from a socket until it is slower than ``BYTES_PER_SECOND_MIN``. Raises TimeoutError."""
+    """Reads a socket until it is slower than ``BYTES_PER_SECOND_MIN``. Raises TimeoutError."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw, self._sock = raw, sock
@@ -308,8 +307,8 @@ class _Https(urllib.request.HTTPSHandler):
 
 class _Unfollowed(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Return nothing: the caller follows, and knows which host may see a token."""
+        """Return nothing: the caller follows redirects, and knows which hosts may get a token."""
 
 
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, _Unfollowed)
-"""Follows no redirect, reads no variable of a proxy, and breaks off an answer that drips."""
+"""Follows no redirect, reads no proxy variable, and aborts a dripping response."""

@@ -1,12 +1,11 @@
-"""``http://`` and ``https://``: the files that a server shows on index pages, read only.
+"""``http://`` and ``https://``: read-only files from a server's index pages.
 
-fsspec finds the links of a page and the sizes; ranges and whole files are received here (``HttpReader``). A link
-is a file or, with a ``/`` at its end, a directory; links with a query (to sort the page) and links to other
-sites are ignored.
+fsspec finds links and sizes; ranges and whole files are received by ``HttpReader``. A link is a file or, with a
+trailing ``/``, a directory; links with a query (sorting) and to other sites are ignored.
 
-The version is the etag, else the time of the last change. Servers behind one address may disagree
-about etags. So no condition is sent, and a response with another etag is still of the listed version if its
-``Last-Modified`` is the same, and was a minute old when the file was listed (RFC 9110, 8.8.2.2: a strong validator).
+The version is the etag, else the modification time. Servers at one address may disagree about etags. So no condition
+is sent, and a response with another etag is still the listed version if its ``Last-Modified`` is the same, and was a
+minute old when listed (RFC 9110, 8.8.2.2: a strong validator).
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from .signed_requests import NotThisWay
 
 HEADS_AT_ONCE: Final = 16
 STRONG_SECONDS: Final = 60.0
-"""Age, in seconds, from which a ``Last-Modified`` with a resolution of one second identifies one version."""
+"""Minimum age of a ``Last-Modified`` (1 s resolution) that identifies one version."""
 
 
 @dataclass(frozen=True)
 class _FileVersion:
-    """The result of a ``HEAD``: ``changed`` is ``Last-Modified``. ``is_strong``: it identifies one version."""
+    """Result of a ``HEAD``. ``changed``: ``Last-Modified``; ``is_strong``: it identifies one version."""
 
     url: str
     size_bytes: int
@@ -48,7 +47,7 @@ class _FileVersion:
     is_strong: bool
 
     def is_that_of(self, headers: Mapping[str, str]) -> bool:
-        """Return True if the headers belong to this version, or name none."""
+        """Return True if the headers match this version, or name none."""
         etag, changed = headers.get("etag", ""), headers.get("last-modified", "")
         if etag and self.etag:
             return _weak(etag) == _weak(self.etag) or (self.is_strong and changed == self.changed)
@@ -56,7 +55,7 @@ class _FileVersion:
 
 
 class HttpStore(UniversalStore):
-    """Files below a URL. A key is the path with its percent-encoding resolved."""
+    """Files below a URL. A key is the percent-decoded path."""
 
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
         super().__init__(*open_filesystem(location), location.uri)
@@ -71,7 +70,7 @@ class HttpStore(UniversalStore):
         return f"{self.root}/{quote(prefix)}" if prefix else self.root
 
     async def _probe(self) -> bool:
-        """Ask once whether the server answers, whatever it says."""
+        """True if the server sends any response."""
         try:
             await self._call(self.fs.exists, self.root)
         except TierckptError:
@@ -93,7 +92,7 @@ class HttpStore(UniversalStore):
         return ObjectInfo(key, info["size"], etag)
 
     async def _version(self, key: str, if_match: str | None) -> _FileVersion:
-        """The version that was listed with etag ``if_match``. Raises PreconditionFailedError: it is another now."""
+        """The version listed with etag ``if_match``. Raises PreconditionFailedError if it has changed."""
         known = self._versions.get((key, if_match))
         if known is not None and if_match is not None:
             return known
@@ -125,7 +124,7 @@ class HttpStore(UniversalStore):
     async def _receive_by_library(
         self, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None, answer: NotThisWay
     ) -> None:
-        """Read a range by fsspec, which raises the error of an answer that is none."""
+        """Read a range through fsspec, for its errors."""
         data = await super().get_range(key, byte_range, if_match=if_match)
         if len(data) != byte_range.size_bytes:
             raise IntegrityError(f"{self.uri}: {key} is answered with {answer}", tier=Tier.SHARED, file=key)
@@ -143,11 +142,11 @@ class HttpStore(UniversalStore):
 
     def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
         keys = list(self._keys(prefix))
-        with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:  # an index page has no sizes that a program could read
+        with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:  # an index page has no machine-readable sizes
             return list(pool.map(partial(_named, self.uri, self._head), keys))
 
     def _keys(self, prefix: str) -> Iterator[str]:
-        """The keys below a directory, one page after another: each once, though pages may lead in a circle."""
+        """Yield the keys below a directory once each, although pages may link in a circle."""
         left, known = [prefix], {prefix}
         while left:
             directory = left.pop()
@@ -158,7 +157,7 @@ class HttpStore(UniversalStore):
             known.update(below)
 
     def _page(self, prefix: str) -> tuple[builtins.list[str], builtins.list[str]]:
-        """The keys of files and the names of directories that an index page shows. Raises ObjectNotFoundError."""
+        """Return an index page's file keys and directory names. Raises ObjectNotFoundError."""
         directory = f"{self._directory(prefix).rstrip('/')}/"
         files, names = set(), set()
         try:
@@ -205,14 +204,14 @@ class HttpStore(UniversalStore):
         return False
 
     def hasten(self) -> None:
-        """Wait for the turn of a server that is down."""
+        """Wait for a probe of a server that is down."""
 
     async def close(self) -> None:
         self._reader.close()
 
 
 def _named(uri: str, head: Callable[[str], ObjectInfo], key: str) -> ObjectInfo:
-    """``head`` of a file that a page shows; the error names the file."""
+    """``head`` of a listed file; the error names the file."""
     try:
         with errors_of(uri):
             return head(key)

@@ -39,19 +39,19 @@ from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
 MARK = f".{'0' * 8}.tmp"
-"""Ends the name of a mark: digits that no random name has with this length."""
+"""Suffix of a mark's name: its digit count matches no random name."""
 LOCK_SECONDS = 10.0
-"""A holder without another mark for this long has ended: each change takes milliseconds."""
+"""The holder of a mark this old has ended: each change takes milliseconds."""
 TICK_NS = 2_000_000_000
-"""The coarsest clock of a file system: vfat."""
+"""The coarsest file-system clock: vfat."""
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock ``path`` against other changes, also from other hosts, by a mark file, made by an exclusive create.
+    """Lock ``path`` against changes, also by other hosts, by a mark file, made by an exclusive create.
 
-    No flock: on NFS with ``nolock``, Lustre with ``localflock`` and most FUSE servers it holds within one host only.
-    The mark of an ended process of this machine is removed at once, another after ``LOCK_SECONDS`` by this
+    No flock: on NFS with ``nolock``, Lustre with ``localflock`` and most FUSE servers it holds within one host
+    only. The mark of an ended process of this machine is removed at once, another after ``LOCK_SECONDS`` by this
     host's clock. Two processes can hold ``path`` only if both remove a stale mark in the same instant.
 
     Raises StoreUnavailableError: others hold it all the time.
@@ -73,7 +73,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         if _mark_of(mark) != own:
             raise StoreUnavailableError(f"{path} is locked by another process", hint="Try again later", path=path)
-        for left in matching(path.parent, f".*{MARK}.*.tmp"):  # a process was killed while it made its mark
+        for left in matching(path.parent, f".*{MARK}.*.tmp"):  # left by a process killed while making its mark
             if is_abandoned(left.name):
                 left.unlink(missing_ok=True)
         yield
@@ -88,12 +88,12 @@ def _mark_on(path: Path) -> Path:
 
 
 def _has_ended(holder: str) -> bool:
-    """Return True for a mark whose process, of this machine, has ended."""
+    """True for a mark of an ended process of this machine."""
     return holder.startswith(f"{boot_id()} ") and is_abandoned(holder)
 
 
 def _put_mark(mark: Path, own: str) -> None:
-    """Make the mark, whole where the file system can. Raises FileExistsError."""
+    """Make the mark, atomically if possible. Raises FileExistsError."""
     if mark.exists():
         raise FileExistsError(mark)
     with temporary_beside(mark, is_owned=True) as temporary:
@@ -117,10 +117,10 @@ def _mark_of(mark: Path) -> str:
 
 
 def young_seconds(etags: Iterable[str | None]) -> float:
-    """Return the seconds until none of these etags of a ``LocalStore`` can recur for a later write: mostly 0.
+    """Return the seconds until no later write can reuse one of these ``LocalStore`` etags: mostly 0.
 
-    On a file system whose clock ticks in seconds (vfat, some NFS servers) a write within the tick of the one before,
-    and of the same size, gives the file the same etag.
+    With a clock in whole seconds (vfat, some NFS servers), two writes of the same size within one tick have the
+    same etag.
     """
     times = (int(etag.partition("-")[0], 16) for etag in etags if etag)
     left = (time_ns + TICK_NS - time.time_ns() for time_ns in times if time_ns % 1_000_000_000 == 0)
@@ -152,8 +152,9 @@ class LocalStore:
         return ObjectInfo(key, status.st_size, stat_version(status), status.st_mtime)
 
     def _stat(self, path: Path) -> os.stat_result:
-        """Raises ObjectNotFoundError. A mark without its file belongs to a process that was killed in ``remove``:
-        the process that finishes that removal comes here first."""
+        """Raises ObjectNotFoundError. A mark without its file is from a process killed in ``remove``: the
+        process that completes that removal calls this first.
+        """
         try:
             with translated(path, self.tier):
                 status = path.stat()
@@ -187,7 +188,7 @@ class LocalStore:
                 data = pread_all(file, byte_range, path, self.tier)
                 if len(data) < byte_range.size_bytes:
                     raise short_answer(self.uri, key, byte_range, len(data))
-                # After the read: an etag that still matches now was the file's etag while it was read.
+                # Checked after the read: an etag that still matches was the etag during the read.
                 if if_match is not None and stat_version(os.fstat(file)) != if_match:
                     raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
             finally:
@@ -203,8 +204,9 @@ class LocalStore:
         self._write(path, data)
 
     def _write(self, path: Path, data: Buffer) -> None:
-        """Replace ``path`` with a later time than the old file's, also within one tick of a coarse clock: each version
-        has its own etag."""
+        """Replace ``path`` with a later time than the old file's, even within one tick of a coarse clock: each
+        version has its own etag.
+        """
         before = _modified_ns(path)
         durable_write(path, data, tier=self.tier)
         with contextlib.suppress(OSError):  # a mount without times is no vfat; a removed file has no version
@@ -219,18 +221,18 @@ class LocalStore:
             fsync_dir(path.parent)
 
     def _claim(self, temporary: Path, path: Path) -> None:
-        """Publish ``temporary`` as ``path`` unless it exists: by the lock where no system call decides that."""
+        """Publish ``temporary`` as ``path`` unless it exists: by the lock if no system call can."""
         exists = PreconditionFailedError(f"{path} exists", path=path, tier=self.tier)
         try:
             name_new(temporary, path)
         except FileExistsError:
-            # An NFS server that answered twice says "exists" about our own link: then the file has two names.
+            # An NFS server that answered twice reports our own link as existing: then the file has two names.
             if temporary.stat().st_nlink != 2:
                 raise exists from None
         except OSError as error:
             if error.errno not in CANNOT_LINK:
                 raise
-            self.has_put_if_absent = False  # check, then put, and say so
+            self.has_put_if_absent = False  # check, then put
             with _locked(path):
                 if path.exists():
                     raise exists from None
@@ -252,12 +254,12 @@ class LocalStore:
             pass
 
     def _change(self, path: Path, etag: str, change: Callable[[], None]) -> None:
-        """Do ``change`` while ``path`` is the file of ``etag``, and nobody else can ``replace`` or ``remove`` it.
+        """Do ``change`` if ``path`` is the file of ``etag``, locked against ``replace`` and ``remove``.
 
         Raises ObjectNotFoundError, PreconditionFailedError.
         """
         with translated(path, self.tier):
-            path.stat()  # a directory that is not there has no lock either
+            path.stat()  # a missing directory has no lock either
             with _locked(path):
                 if stat_version(path.stat()) != etag:
                     raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
@@ -313,7 +315,7 @@ class LocalStore:
                 yield info
 
     def _scan(self, prefix: str, *, follow: bool = False) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        """Return the files and the directories of one directory. What vanishes meanwhile is not there."""
+        """Return one directory's files and directories, without vanished ones."""
         infos, directories = [], []
         for entry in self._entries(prefix):
             key = f"{prefix}/{entry.name}" if prefix else entry.name
@@ -326,7 +328,7 @@ class LocalStore:
         return infos, directories
 
     def files(self) -> tuple[builtins.list[ObjectInfo], dict[str, str]]:
-        """Return all files, those in linked directories too, and what other entries are, by key. Blocking.
+        """Return all files, also in linked directories, and the kinds of other entries, by key. Blocking.
 
         ``list`` does not follow links, because its results may be removed.
         """
@@ -351,7 +353,7 @@ class LocalStore:
                     else:
                         others[key] = _what_else(Path(entry.path))
                 except FileNotFoundError:
-                    continue  # it has vanished meanwhile
+                    continue  # vanished
                 except OSError as error:
                     if error.errno != errno.ELOOP:
                         raise translate_os_error(error, Path(entry.path), self.tier) from error
@@ -402,7 +404,7 @@ class LocalStore:
             pass
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """No open resources."""
 
 
 def _what_else(path: Path) -> str:

@@ -1,15 +1,11 @@
-"""Maps obstore's errors (HTTP status, error code) to ours: a 408, 429 or 5xx is ``StoreUnavailableError`` (retry.py).
+"""Maps obstore's errors (HTTP status, error code) to tierckpt's: 408, 429 and 5xx are ``StoreUnavailableError``.
 
-It raises one wide type for most failures and keeps the status in its text.
+obstore raises one wide type for most failures, with the status in its text. Only this module reads that text, and only
+machine-written parts: HTTP status, error code, and error names of the TLS and HTTP clients.
 
-Only this module reads that text, and only its machine-written parts: the HTTP status, the error code of
-the server's response, and the names of errors of the TLS and HTTP clients.
-
-A failure that no retry can fix (a certificate, a name, a proxy's refusal) is ``EndpointError``. If the
-store has answered this process before (``was_proven``), a name that does not resolve is an outage.
-docs/guide/errors.md lists causes, exit codes and hints.
-
-``what_answers`` probes an endpoint after a failed request, for the message only.
+A failure that no retry can fix (a certificate, a name, a proxy's refusal) is ``EndpointError``. If the store has
+answered this process before (``was_proven``), an unresolved name is an outage. docs/guide/errors.md lists causes, exit
+codes and hints. ``what_answers`` probes an endpoint after a failed request, for the message only.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ else:
 
 
 PROBE_SECONDS_MAX: Final = 3.0
-"""Of each of the few steps of a probe."""
+"""Per step of a probe."""
 SHOWN_MAX: Final = 60
 _TITLE = re.compile(r"<title[^>]*>\s*([^<]{1,200}?)\s*</title>", re.IGNORECASE)
 _HTML = re.compile(r"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)", re.IGNORECASE | re.DOTALL)
@@ -56,7 +52,7 @@ _HTML = re.compile(r"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)", re.I
 def what_answers(endpoint: str) -> str:
     """Return what ``endpoint`` serves instead of a store ("it sends an HTML page"), '' if unknown. Blocking.
 
-    Nothing secret is sent: the requests are not signed.
+    The requests are not signed and send no secret.
     """
     parts = urlsplit(endpoint)
     host, is_tls = parts.hostname or "", parts.scheme == "https"
@@ -122,7 +118,7 @@ def _exchange(host: str, port: int, request: bytes) -> bytes:
     with socket.create_connection((host, port), PROBE_SECONDS_MAX) as connection:
         connection.sendall(request)
         found = b""
-        with contextlib.suppress(OSError):  # what came before is enough
+        with contextlib.suppress(OSError):  # the bytes received so far are enough
             while len(found) < 4096 and (more := connection.recv(4096)):
                 found += more
                 if not found.startswith(b"HTTP/"):
@@ -146,7 +142,7 @@ def _speaks_tls(host: str, port: int) -> bool:
 ENDPOINT_VARIABLES = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL"}
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-"""Error codes of S3, with status 400, for expired credentials."""
+"""S3 error codes, with status 400, for expired credentials."""
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
@@ -160,7 +156,7 @@ _NO_SUCH_NAME = re.compile(
 )
 _REASON = re.compile(r'(?:message: "|address information: )([\w ]{1,60})"')
 _FOREIGN = ("UnexpectedMessage", "InvalidMessage", "IncompleteMessage", "ConnectionReset", "Parse(")
-"""Ends of a request to a server that speaks another protocol. Some of them an ill store causes, too."""
+"""Errors from a server with another protocol. A failing store causes some of them, too."""
 _AWS_REGION_CODES = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
@@ -179,11 +175,9 @@ AUTHORITY_VARIABLES = {"s3": "AWS_CA_BUNDLE, or SSL_CERT_FILE,", "az": "SSL_CERT
 def translate(
     error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool = False
 ) -> TierckptError:
-    """Return the error of ours for ``error``.
+    """Return the tierckpt error for ``error``.
 
-    Args:
-        key: None: the request was about the bucket itself.
-        was_proven: the store has answered this process before.
+    ``key`` None: a request about the bucket itself. ``was_proven``: the store has answered this process before.
     """
     target = location.uri if key is None else f"{location.uri}/{key}"
     status, code = http_status(error), error_code(error)
@@ -194,7 +188,7 @@ def translate(
         return ObjectNotFoundError(f"{target} does not exist", **context)
     if isinstance(error, obstore_errors.AlreadyExistsError):
         if status == 409 and location.scheme == "s3":
-            # Not "exists" but "another write to it is under way", which may fail yet. (For Azure 409 is "exists".)
+            # Not "exists" but "another write is running", which may still fail. (For Azure 409 is "exists".)
             return StoreUnavailableError(
                 f"{target} is being written by somebody else", hint="Try again", status=409, **context
             )
@@ -256,7 +250,7 @@ def translate(
 def wrong_endpoint(
     error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool
 ) -> EndpointError | None:
-    """The error for a request that failed before it had an answer, where a later one fails as well; None: unknown."""
+    """Return the error for a request without response if a retry would fail as well; None: unknown."""
     failure = _client_failure(error)
     server = endpoint or CLOUD_URLS.get(location.scheme, location.scheme)
     target = location.uri if key is None else f"{location.uri}/{key}"
@@ -286,11 +280,9 @@ def wrong_endpoint(
 def untrusted(
     message: str, server: str, kind: str, detail: str, variables: str, variable: str, **context: Any
 ) -> EndpointError:
-    """The error for a TLS handshake that failed.
+    """Return the error for a failed TLS handshake.
 
-    Args:
-        variables: they name the file of authorities that are trusted.
-        variable: it names the endpoint.
+    ``variables`` name the file of trusted authorities; ``variable`` the endpoint.
     """
     if kind != "InvalidCertificate":
         return EndpointError(
@@ -312,7 +304,7 @@ def untrusted(
 
 
 def another_language(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
-    """``what``: what answers (obstore_errors.py)."""
+    """``what``: the kind of server that answered (obstore_errors.py)."""
     names = {"s3": "S3", "az": "Azure Blob Storage", "gs": "Google Cloud Storage"}
     target = location.uri if key is None else f"{location.uri}/{key}"
     return EndpointError(
@@ -327,12 +319,12 @@ def another_language(location: Location, key: str | None, endpoint: str, what: s
 
 
 def proxy_refused(location: Location, key: str | None, endpoint: str, status: int) -> TierckptError:
-    """The error for a proxy that answers ``status`` instead of passing a request on."""
+    """Return the error for a proxy that answers ``status`` instead of forwarding."""
     proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
     name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
     target = location.uri if key is None else f"{location.uri}/{key}"
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
-    if status >= 500:  # it does not reach the store
+    if status >= 500:  # it cannot reach the store
         return StoreUnavailableError(
             f"{target} cannot be reached by {name}: HTTP {status}", hint="Try again later", status=status, **context
         )
@@ -348,7 +340,7 @@ def proxy_refused(location: Location, key: str | None, endpoint: str, status: in
 
 
 def tunnel_refused(location: Location, key: str | None, endpoint: str) -> TierckptError:
-    """Return the error for a proxy that refuses a tunnel; sends one request to learn why. Blocking."""
+    """Return the error for a proxy that refuses a tunnel; sends one request for the reason. Blocking."""
     url = endpoint or CLOUD_URLS.get(location.scheme, "")
     proxy = proxy_for(url)
     status = None
@@ -359,13 +351,13 @@ def tunnel_refused(location: Location, key: str | None, endpoint: str) -> Tierck
 
 
 def is_foreign(error: Exception) -> bool:
-    """True when something else than a store may have answered: ``endpoint_probe`` can tell what."""
+    """True if the server may not be a store: ``endpoint_probe`` can tell."""
     failure = _client_failure(error)
     return is_no_xml(error) or any(name in failure for name in _FOREIGN)
 
 
 def is_no_xml(error: Exception) -> bool:
-    """True when a listing was answered with something that is none."""
+    """True for a listing answered without XML."""
     return isinstance(error, obstore_errors.GenericError) and "Got invalid" in first_line(error)
 
 
@@ -387,13 +379,13 @@ def foreign_body(error: Exception, endpoint: str) -> str:
 
 
 def _client_failure(error: Exception) -> str:
-    """The client's own account of a request that got no answer; it does not hold the URL, nor words of the server."""
+    """Return the client's reason for a request without response; no URL or server text."""
     debug = str(error).partition("\n\nDebug source")[2]
     return debug.partition("inner: Http(")[2] if http_status(error) is None else ""
 
 
 def _words(error: Exception, code: str) -> str:
-    """Return the server's own words about a refusal."""
+    """Return the server's text about a refusal."""
     found = _MESSAGE.search(str(error).partition("\n\nDebug source")[0])
     said = ": ".join(word for word in (code, redact(found[1].strip()) if found else "") if word)
     return f" ({said})" if said else ""
@@ -408,7 +400,7 @@ def _client_reason(error: Exception) -> str:
 
 
 def _where_set(location: Location, endpoint: str) -> str:
-    """Which variable names the endpoint that does not answer: more often it is wrong than the store is down."""
+    """Name the endpoint's variable: a wrong endpoint is likelier than an outage."""
     variable = ENDPOINT_VARIABLES.get(location.scheme)
     return f"Is {variable}={endpoint} right, and does it answer from this node? " if variable and endpoint else ""
 
@@ -462,7 +454,7 @@ def refused(location: Location, key: str | None, endpoint: str, code: str) -> Pe
 
 
 def is_expiry(refusal: PermissionDeniedError) -> bool:
-    """True unless the server said that it knows us and does not let us."""
+    """True unless the server knows these credentials and denies access."""
     return refusal.context.get("code") != "AccessDenied"
 
 
@@ -476,7 +468,7 @@ def still_refused(refusal: PermissionDeniedError) -> PermissionDeniedError:
 
 
 def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
-    """The transfer is broken off, but it is worth beginning it again: there are newer credentials."""
+    """The aborted transfer may be restarted with newer credentials."""
     return StoreUnavailableError(
         f"{refusal.message}: the credentials expired during the transfer",
         hint="They have been renewed; try again",
@@ -485,7 +477,7 @@ def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
 
 
 def in_another_region(location: Location, key: str | None) -> StoreUnavailableError:
-    """A failed request that may succeed on retry: the bucket is now known to be in another region."""
+    """A failed request that may succeed on retry: the bucket's region is now known."""
     context: dict[str, Any] = {"uri": location.uri, "key": key, "status": 409, "tier": Tier.SHARED}
     return StoreUnavailableError(f"{location.uri} is in another region", hint="Try again", **context)
 
@@ -495,15 +487,15 @@ def is_missing(error: Exception) -> bool:
 
 
 def ignores_ranges(error: Exception) -> bool:
-    """True when the server answered a request for a range with the whole object: the client has a name for it."""
+    """True if the server answered a range with the whole object."""
     return isinstance(error, obstore_errors.GenericError) and "source: NotPartial" in str(error)
 
 
 def http_status(error: Exception) -> int | None:
     """Return the HTTP status of ``error``, None without a response (refused, timeout, disconnected).
 
-    Reads the first line only: the others repeat the server's words. The client's own name for a range past the end
-    counts as the 416 that Azurite does not send.
+    Reads the first line only: others repeat the server's text. The client's error for a range past the end counts
+    as the 416 that Azurite does not send.
     """
     if isinstance(error, obstore_errors.GenericError) and "source: InvalidRangeRequest" in str(error):
         return 416
@@ -512,10 +504,10 @@ def http_status(error: Exception) -> int | None:
 
 
 def error_code(error: Exception) -> str:
-    """Return the code in the server's answer ("ExpiredToken"), '' when there is none (a HEAD has no body)."""
+    """Return the error code of the response ("ExpiredToken"), '' without one (a HEAD has no body)."""
     match = _CODE.search(str(error).partition("\n\nDebug source")[0])
     return match[1] if match else ""
 
 
 def first_line(error: Exception) -> str:
-    return redact(str(error).partition("\n")[0])[:300]  # in this order: half a secret does not look like one
+    return redact(str(error).partition("\n")[0])[:300]  # redact first: half a secret would not be recognized

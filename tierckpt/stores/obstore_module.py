@@ -1,9 +1,8 @@
 """Imports obstore; a forked child gets a second copy of the library.
 
-Its threads start with the first request and form one pool for the lifetime of the library. A forked child has the
-memory but not the threads: a request there would hang, and the pool cannot be made again. So a child, and a
-process whose obstore was used before by other code, loads a copy of the library with its own data and
-threads: 0.1 s and 7 MiB at the first request of each such child.
+obstore's thread pool starts with the first request and lives as long as the library. A forked child lacks the threads:
+a request there would hang. So a child, and a process whose obstore was used before by other code, loads a copy of the
+library with its own data and threads: 0.1 s and 7 MiB at the first request of each such child.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _library: ModuleType | None = None
 _parents: list[ModuleType | None] = []
 """Never freed: native code may wait for threads that do not exist here."""
 _needs_copy = _NAME in sys.modules
-"""True where the threads of the library that is loaded may be another process's."""
+"""True if the loaded library's threads may belong to another process."""
 
 
 class Module:
-    """What obstore has under ``path``, of the library that this process may use. Loads it on first use.
+    """Loads obstore's ``path`` on first use, from the library that this process may use.
 
-    Raises StoreError when a forked child cannot have a copy.
+    Raises StoreError if a forked child cannot have a copy.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -53,15 +52,14 @@ def _load() -> ModuleType:
             from obstore import _obstore
 
             _library = _copy_of(_obstore) if _needs_copy else _obstore
-            # Its threads release Python objects a moment after a request has been answered, and need the interpreter
-            # for it. One that is shutting down aborts the process then, after everything was done. So the exit leaves
-            # them that moment.
+            # Its threads release Python objects shortly after a response, which needs the interpreter. During shutdown
+            # that would abort the process, so the exit waits a moment.
             atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
         return _library
 
 
 def _copy_of(module: ModuleType) -> ModuleType:
-    """Load ``module`` once more. The linker tells libraries apart by their files: a copy of the file is another one."""
+    """Load ``module`` again from a copy of its file, which the linker treats as another library."""
     known = {name: found for name, found in sys.modules.items() if name.partition(".")[0] == "obstore"}
     try:
         with os.fdopen(os.memfd_create("obstore"), "wb", buffering=0) as copy:
@@ -76,7 +74,7 @@ def _copy_of(module: ModuleType) -> ModuleType:
             hint='Start it with the "spawn" or "forkserver" method (multiprocessing_context of a DataLoader)',
         ) from error
     finally:
-        sys.modules.update(known)  # it has put its own parts there, and other users of obstore keep theirs
+        sys.modules.update(known)  # it added its own modules; other users of obstore keep theirs
     return fresh
 
 

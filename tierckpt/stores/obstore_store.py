@@ -1,18 +1,17 @@
 """S3, Azure Blob and GCS through obstore (obstore_module.py).
 
 Four properties of obstore shape this file:
-    - It sends buffers without a copy, even after ``write`` has returned: a piece that its producer may still
-      change is copied first.
-    - A cancelled request leaves a multipart transfer on the server: requests are always awaited to their
-      end, then aborted (``to_completion``).
-    - It raises one broad type for most failures: obstore_errors.py reads the text.
-    - Its retries have no budget: they are off, and stores/retry.py retries. Except for the parts of a large object,
-      whose bytes are gone by then: each has ``PART_RETRIES_MAX`` inside, because the alternative is to send the
-      whole object again. No transfer begins while the store is down, so an outage causes them once.
+- It sends buffers without a copy, even after ``write`` has returned: a piece that its producer may still change is
+  copied first.
+- A cancelled request leaves a multipart transfer on the server: requests are awaited to their end, then aborted
+  (``to_completion``).
+- It raises one broad type for most failures: obstore_errors.py reads the text.
+- Its retries have no budget: they are off, and stores/retry.py retries. Except for the parts of a large object,
+  whose bytes are gone by then: each has ``PART_RETRIES_MAX`` inside, as the alternative is to send the whole object
+  again. No transfer begins while the store is down, so an outage causes them once.
 
 obstore ends a listing at a key that is no path (``a//b``, ``../a``, control characters), and cannot name it.
-``OddKeys`` lists and reads such keys through fsspec. Only listed keys are read or deleted that way: a key from outside
-is refused (S5 of ``base``).
+``OddKeys`` lists and reads such keys through fsspec, if listed: such a key from outside is refused (S5 of ``base``).
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ else:
 
 
 class OddKeys:
-    """The listed keys of one store that are no paths. Makes no request before a listing."""
+    """The listed keys of one store that are no paths. No request before a listing."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -104,14 +103,18 @@ class OddKeys:
 
     @cached_property
     def store(self) -> UniversalStore:
-        """Reads and deletes them. fsspec would give a cached client, which may have another environment's endpoint."""
-        from .fsspec_store import UniversalStore, open_filesystem  # only a bucket with such keys pays for it
+        """Reads and deletes them. fsspec would return a cached client, perhaps with another environment's
+        endpoint.
+        """
+        from .fsspec_store import UniversalStore, open_filesystem  # only for buckets with such keys
 
         filesystem, root = open_filesystem(self._location, skip_instance_cache=True)
         return UniversalStore(filesystem, root, self._location.uri, any_key=True)
 
     async def list(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
-        """Return all objects under ``prefix`` after its listing failed with ``error``. Raises it if fsspec has none."""
+        """Return all objects under ``prefix`` after a listing failed with ``error``. Raises it if fsspec has
+        none.
+        """
         try:
             found = [info async for info in self.store.list(prefix) if info.key]
         except TierckptError as reason:
@@ -124,9 +127,9 @@ class OddKeys:
         return found
 
     async def level(self, directory: str, error: OddKeyError) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        """Return the objects, and the names of the folders, in a folder, without the odd ones.
+        """Return a folder's objects and folder names, without the odd ones.
 
-        Cost: a listing of all that is below it.
+        Cost: a listing of everything below it.
         """
         start = len(directory) + 1 if directory else 0
         rest = [(info, info.key[start:]) for info in await self.list(directory, error)]
@@ -145,20 +148,20 @@ T = TypeVar("T")
 
 DELETE_BATCH = 1000
 BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
-"""Also of a bucket that existed before: a deleted bucket is not an empty one."""
+"""Also for a bucket that existed before: a deleted bucket is not an empty one."""
 AZURE_MARKER = "hdi_isfolder"
 PART_RETRIES_MAX = 3
 DIRECT_BYTES_MIN = 256 << 10
-"""Smaller ranges are not worth a request of our own."""
+"""Smaller ranges are not worth our own request."""
 SIGNED_FOR = timedelta(minutes=15)
 
 
 class RemoteStore:
     """Objects of a bucket or container below a key prefix.
 
-    Clients and credentials are the bucket's, one set for all stores of one ``retries``. Requests that fail in a way
-    that may pass are tried again as ``retries`` allows. Memory: one ``put_stream`` holds at most
-    ``settings.concurrency + 1`` parts of 8 MiB (larger only above 78 GiB per object).
+    All stores of one ``retries`` share the bucket's clients and credentials. Transient failures are retried as
+    ``retries`` allows. Memory: one ``put_stream`` holds at most ``settings.concurrency + 1`` parts of 8 MiB
+    (larger only above 78 GiB per object).
     """
 
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
@@ -177,21 +180,22 @@ class RemoteStore:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Return the client's configuration and its sources, once there is a client. No secret."""
+        """Return the client's settings and their sources, once a client exists. No secret."""
         return self._bucket.sources
 
     async def _client(self, part_retries: int = 0) -> Client:
-        # A part is not watched while it is sent, so its whole time is limited.
+        # A part is not watched while it is sent, so its total time is limited.
         limit = self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
         return await self._bucket.client(part_retries, limit)
 
     # --- one request ---------------------------------------------------------------------------------------------
 
     async def _request(self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False) -> T:
-        """Make one idempotent request by ``call``, again while it fails in a way that may pass; when it is refused
-        because the credentials have expired, once more with newer ones. ``key`` None: it is about the bucket.
+        """Make one idempotent request by ``call``, with retries after transient failures and after renewing
+        expired credentials. ``key`` None: about the bucket.
 
-        Raises StoreUnavailableError: tries, time (``store_timeout_seconds``) or budget are spent, or the store is down.
+        Raises StoreUnavailableError: retries, time (``store_timeout_seconds``) or budget exhausted, or the
+        store is down.
         """
         is_renewed = False
 
@@ -217,7 +221,7 @@ class RemoteStore:
         return await self.retries.again(request, timeout_seconds=self.settings.store_timeout_seconds)
 
     async def _probe(self) -> bool:
-        """Ask for something cheap, once. True when the store answered, if only to refuse or to say "not found"."""
+        """Send one cheap request. True if the store answered, even "denied" or "not found"."""
         try:
             client = await self._client()
             async with asyncio.timeout(min(PROBE_SECONDS_MAX, self._limit_seconds(0))):
@@ -229,18 +233,18 @@ class RemoteStore:
         return True
 
     def _limit_seconds(self, size_bytes: int) -> float:
-        """Longest that a request of ``size_bytes`` may take, from the least throughput that counts as moving."""
+        """Maximum seconds for a request of ``size_bytes`` at the minimum throughput."""
         moving = get_concurrency.WINDOW_SECONDS + size_bytes / get_concurrency.BYTES_PER_SECOND_MIN
         return min(moving, self.settings.store_timeout_seconds)
 
     def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        """Do ``work``, made of verbs of this store, again while it fails in a way that may pass (within the budget)."""
+        """Retry ``work``, made of this store's verbs, after transient failures (within the budget)."""
         return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        """Give up the connections after a damaged answer, so that the next request takes another way.
+        """Drop the connections after a damaged response, so that the next request uses another path.
 
-        Raises ``damage`` when the budget has nothing left to ask again with.
+        Raises ``damage`` when the budget is exhausted.
         """
         if not await self.retries.pay():
             raise damage
@@ -309,8 +313,7 @@ class RemoteStore:
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
-        """``get_range`` into memory of the caller's. From S3, large ranges on connections of our own
-        (stores/signed_requests.py)."""
+        """``get_range`` into the caller's memory. From S3, large ranges use signed_requests.py."""
         is_odd = key in self._odd
         if not is_odd:
             check_key(key)
@@ -329,7 +332,7 @@ class RemoteStore:
     async def reading(
         self, key: str, *, if_match: str | None = None
     ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
-        """Open a whole object, for servers that ignore ranges. Each piece has to come within a window."""
+        """Open a whole object, for servers that ignore ranges. Each piece must arrive within a window."""
         check_key(key)
         options: GetOptions = {"if_match": if_match} if if_match is not None else {}
         window = self._limit_seconds(MiB)
@@ -386,9 +389,8 @@ class RemoteStore:
     async def _watch(self, client: Client, key: str, options: GetOptions) -> Buffer:
         """Receive the body.
 
-        A body that arrives within one window is taken in one piece, for half of the CPU. The first body that does not
-        may have been slow or hung: from then on bodies are read piece by piece, until they are
-        fast again.
+        A body within one window is received in one piece, at half the CPU time. After the first that takes
+        longer (slow or hung), bodies are read by pieces until they are fast again.
         """
         window, begun = self._limit_seconds(0), time.monotonic()
         enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
@@ -434,14 +436,14 @@ class RemoteStore:
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Write a small object in one request.
 
-        With ``if_absent``, a retry after a lost response may find its own object: the object is read, and equals
-        success if it is ``data`` byte for byte.
+        With ``if_absent``, a retry after a lost response may find its own object: it is read, and equality
+        with ``data`` is success.
         """
         await self._put(key, data, "create" if if_absent else "overwrite")
 
     async def _put(self, key: str, data: Buffer, mode: Any) -> None:
         check_key(key)
-        body = frozen_piece(data)  # a request that is broken off may hold it a moment longer than we do
+        body = frozen_piece(data)  # an aborted request may hold it a moment longer
         size_bytes, tries = memoryview(body).nbytes, 0
 
         async def call(client: Client) -> None:
@@ -462,7 +464,7 @@ class RemoteStore:
                 raise
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
-        """``put`` on the condition that ``etag`` is there. On GCS a HEAD more: its condition is on another number."""
+        """Conditional ``put`` over ``etag``. GCS needs one more HEAD: its condition is on another number."""
         mode = {"e_tag": etag}
         try:
             if self.location.scheme == "gs":
@@ -470,7 +472,7 @@ class RemoteStore:
             try:
                 await self._put(key, data, mode)
             except PreconditionFailedError:
-                # Ceph RGW compares the header of a PUT with the etag as it stores it, without the quotes.
+                # Ceph RGW compares a PUT's header with its stored, unquoted etag.
                 if self.location.scheme != "s3" or (await self.head(key)).etag != etag:
                     raise
                 await self._put(key, data, {"e_tag": etag.strip('"')})
@@ -480,8 +482,9 @@ class RemoteStore:
             raise PreconditionFailedError(f"{self.uri}/{key} is gone", uri=self.uri, key=key) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """``delete`` on that condition. A HEAD comes first, because servers without a conditional DELETE ignore the
-        condition (Ceph RGW 16); on GCS, and without signed DELETEs, the HEAD is the only check."""
+        """Conditional ``delete``. After a HEAD, because servers without conditional DELETE ignore the
+        condition (Ceph RGW 16); on GCS, and without signed DELETEs, the HEAD is the only check.
+        """
         check_key(key)
 
         async def call(client: Client) -> None:
@@ -507,7 +510,7 @@ class RemoteStore:
         await self.delete(key)
 
     async def _generation_of(self, key: str, etag: str) -> str | None:
-        """What GCS calls the version that ``etag`` names. Raises PreconditionFailedError when another one is there."""
+        """GCS's number of the version ``etag``. Raises PreconditionFailedError if it has changed."""
 
         async def call(client: Client) -> Any:
             async with asyncio.timeout(self._limit_seconds(0)):
@@ -526,11 +529,11 @@ class RemoteStore:
             return False
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        """Write a large object in parts. Aborted on any error: no object and, on S3 and GCS, no parts remain.
+        """Write a large object in parts. After any error no object and, on S3 and GCS, no parts remain.
 
-        An object of one part is one request, retried here. A larger object cannot be retried: its pieces are gone.
-        Callers that still have them use ``again``. Azure has no abort; uncommitted parts are invisible and deleted
-        by the service after a week.
+        An object of one part is one request, retried here. A larger one cannot be retried, as its pieces are
+        gone: callers that have them use ``again``. Azure has no abort; it deletes uncommitted parts, which are
+        invisible, after a week.
         """
         check_key(key)
         async with closing(pieces):
@@ -568,16 +571,14 @@ class RemoteStore:
         try:
             await to_completion(writer.__aexit__(type(cause), cause, cause.__traceback__))
         except (obstore_errors.BaseError, OSError, ValueError) as error:
-            # The caller must see the cause. Remaining parts are invisible; a lifecycle rule removes them.
+            # Raise the cause. Remaining parts are invisible; a lifecycle rule removes them.
             log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, first_line(error))
 
     async def link(self, key: str, source: Path) -> bool:
-        """False: a bucket shares no filesystem with anyone."""
         return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Additional cost: a request for each folder with empty objects and no others; on Azure one for
-        each of these objects."""
+        """Extra cost: a request per folder with only empty objects; on Azure one per such object."""
         markers = FolderMarkers()
         async for info in self._listed(check_prefix(prefix)):
             if markers.take(info):
@@ -585,7 +586,7 @@ class RemoteStore:
         folders: dict[str, builtins.list[str]] = {}
         for info in markers.empty():
             parent, _, name = info.key.rpartition("/")
-            # A listing gives ``x/`` as ``x``. That of one level tells them apart.
+            # A listing returns ``x/`` as ``x``; one of a single level tells them apart.
             if parent not in folders:
                 folders[parent] = await self.list_dirs(parent)
             if name not in folders[parent] and not await self._is_azure_folder(info.key):
@@ -605,7 +606,7 @@ class RemoteStore:
         return str(attributes.get(AZURE_MARKER, "")).lower() == "true"
 
     async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yield the server's listing, each key once. After a failed page the listing starts again."""
+        """Yield the server's listing, each key once. After a failed page it restarts."""
         seen: set[str] = set()
         stream: Any = None
 
@@ -647,7 +648,6 @@ class RemoteStore:
         return (infos, names) if infos or names or not directory else None
 
     async def _level(self, directory: str) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        """Return the objects, and the names of the folders, in a folder."""
         try:
             answer = await self._list_level(directory)
         except OddKeyError as error:
@@ -672,7 +672,7 @@ class RemoteStore:
 
     async def delete_dir(self, prefix: str) -> None:
         batch: builtins.list[str] = []
-        async for info in self._listed(check_prefix(prefix)):  # markers of folders, too
+        async for info in self._listed(check_prefix(prefix)):  # with folder markers
             if info.key in self._odd:
                 await self._odd.store.delete(info.key)
                 continue
@@ -684,23 +684,22 @@ class RemoteStore:
             await self._delete_all(batch)
 
     async def _delete_all(self, keys: builtins.list[str]) -> None:
-        """Delete ``keys``; a missing key does not stop the others."""
         try:
             names = [self._prefix + key for key in keys]
             await self._request(keys[0], lambda client: to_completion(obstore.delete_async(client, names)))
         except BucketNotFoundError:
             raise
-        except ObjectNotFoundError:  # Azure says so and may stop there; S3 never does
+        except ObjectNotFoundError:  # Azure may stop there; S3 never reports it
             for key in keys if len(keys) > 1 else []:
                 await self._delete_all([key])
 
     async def close(self) -> None:
-        """Close the bucket's connections: other stores of it open others."""
+        """Close the bucket's connections; its other stores open new ones."""
         self._bucket.close()
 
     @contextlib.asynccontextmanager
     async def _errors(self, key: str | None, *, writing: bool = False) -> AsyncIterator[None]:
-        """Translate what obstore raises. ``key`` None means that the request was about the bucket itself."""
+        """Translate obstore's exceptions. ``key`` None: a request about the bucket itself."""
         bucket = self._bucket
         generation, was_proven = bucket.generation, bucket.is_proven  # others may renew the credentials meanwhile
         try:
@@ -708,8 +707,8 @@ class RemoteStore:
         except (TierckptError, asyncio.CancelledError):
             raise
         except (obstore_errors.BaseError, OSError, ValueError) as error:
-            # No name for it here: an error that a frame of its own traceback names is garbage only a collector finds,
-            # with all that these frames hold, and a training loop may have switched that off.
+            # Bind no name: an error named by a frame of its own traceback is a cycle, which keeps these frames until a
+            # garbage collection, and a training loop may have disabled that.
             raise await self._ours(error, key, writing, (generation, was_proven)) from printable(error)
         else:
             bucket.exists = True
@@ -718,7 +717,7 @@ class RemoteStore:
     async def _ours(
         self, error: Exception, key: str | None, writing: bool, credentials: tuple[int, bool]
     ) -> TierckptError:
-        """The error of ours for ``error``, of a request made with ``credentials`` (generation, whether proven)."""
+        """Return the tierckpt error, for a request with ``credentials`` (generation, whether proven)."""
         generation, was_proven = credentials
         if await self._bucket.followed(generation, error):
             return in_another_region(self.location, key)
@@ -732,7 +731,7 @@ class RemoteStore:
         return ours
 
     async def _strange(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
-        """Return the error if the endpoint is not a store, or a proxy refuses; None if neither is known."""
+        """Return the error if the endpoint is no store, or a proxy refuses; None if unknown."""
         endpoint = self._bucket.endpoint
         if is_tunnel_refused(error):
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
@@ -744,13 +743,13 @@ class RemoteStore:
         return another_language(self.location, key, endpoint, what) if what else None
 
     async def _check_language(self, etag: str | None, key: str | None) -> None:
-        """Raise EndpointError when a first answer has no ETag: a store sends one with every object."""
+        """Raise EndpointError if a first response has no ETag, which stores always send."""
         if etag is None and not self._bucket.exists and self._bucket.endpoint:
             what = await asyncio.to_thread(what_answers, self._bucket.endpoint)
             raise another_language(self.location, key, self._bucket.endpoint, what or "its answer has no ETag")
 
     async def _check_empty(self, client: Client) -> None:
-        """Raise EndpointError when a first listing is empty because no store has made it: an HTML page is one, too."""
+        """Raise EndpointError if a first, empty listing is no store's, but for example an HTML page."""
         if not self._bucket.exists and self._bucket.endpoint:
             try:
                 answer = await obstore.get_async(client, self._prefix + CLAIM)
@@ -761,8 +760,8 @@ class RemoteStore:
             await self._check_language(answer.meta["e_tag"], None)
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
-        """Tell a missing bucket from a missing key, which answer alike. One listing, once per bucket."""
-        if key is None or writing:  # neither a listing nor a put can miss anything but the bucket
+        """Tell a missing bucket from a missing key, whose responses are alike. One listing per bucket."""
+        if key is None or writing:  # only the bucket can be missing here
             return True
         if self._bucket.exists:
             return False
@@ -786,27 +785,27 @@ class RemoteStore:
         )
 
     def _directory(self, prefix: str = "") -> str | None:
-        """The key prefix of the directory ``prefix`` in the bucket; None: all of it."""
+        """The bucket's key prefix of the directory ``prefix``; None: all of it."""
         return (self._prefix + prefix).rstrip("/") or None
 
     def _info(self, meta: Any) -> ObjectInfo:
         etag = meta["e_tag"]
-        if etag and not etag.endswith('"'):  # Azure's listings leave out the quotes that every other answer has
+        if etag and not etag.endswith('"'):  # Azure's listings omit the quotes of other responses
             etag = f'"{etag}"'
         return ObjectInfo(meta["path"][len(self._prefix) :], meta["size"], etag, meta["last_modified"].timestamp())
 
     def _translate(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError:
         if http_status(error) == 400 and not error_code(error) and was_proven:
-            # S3 says "expired" with status 400, and to a HEAD without a word more.
+            # S3 reports expiry with status 400, and for a HEAD only with that.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint, was_proven)
 
 
 def _names(answer: Any) -> list[str]:
-    """Return the directories of one level, without the nameless one of keys that begin with a slash."""
+    """Return one level's directories, without the nameless one of keys that begin with a slash."""
     return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]} - {""})
 
 
 def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:
-    """Return True for an empty object that stands for a "directory": this one, or one of ``names`` in it."""
+    """True for an empty object that marks this directory or one of ``names`` in it."""
     return not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)

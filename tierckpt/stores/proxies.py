@@ -1,13 +1,13 @@
 """The proxy of a request: ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, read once for all clients.
 
-The variables mean what curl takes them for, in lower case before upper case; a variable that is set and empty is not
-set. Of a CGI script, ``HTTP_PROXY`` is a header of its client, and is not read (RFC 3875, 4.1.18).
+The variables work as in curl, lower case before upper case; an empty variable is unset. In a CGI script,
+``HTTP_PROXY`` is a header of its client, and is not read (RFC 3875, 4.1.18).
 
-``NO_PROXY`` holds, separated by commas or spaces: names, which include the names below them, with or without a leading
-dot or ``*.``; addresses and networks (``10.0.0.0/8``, ``fd00::/8``); each but a network with a port, or without; and
-``*`` for every host. Link-local addresses, where clouds answer for instance metadata, are never reached by a proxy.
+``NO_PROXY`` holds, separated by commas or spaces: names, including subdomains, with or without a leading dot or
+``*.``; addresses and networks (``10.0.0.0/8``, ``fd00::/8``); ports, except for networks; and ``*`` for every host.
+Link-local addresses, the clouds' metadata services, are never reached by a proxy.
 
-Peers, the agent's socket and preemption notices do not use this module: they are always connected to directly.
+Peers, the agent's socket and preemption notices always connect directly.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from ..errors import ConfigError
 
 METADATA: Final = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "metadata.google.internal")
-"""Instance metadata and container credentials."""
 NOWHERE: Final = "http://127.0.0.1:0"
-"""No port of TCP: to connect to it fails at once."""
+"""Not a TCP port: connecting fails at once."""
 EVERYTHING: Final = "*,0.0.0.0/0,::/0"
-"""``NO_PROXY=*`` for obstore, whose ``*`` matches names and no addresses."""
+"""``NO_PROXY=*`` for obstore, whose ``*`` matches names but no addresses."""
 _PORTS: Final = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """A proxy and the variable that names it."""
+    """A proxy and its variable."""
 
     url: str
     """With user and password."""
@@ -52,7 +51,7 @@ class Proxy:
 
     @property
     def authorization(self) -> str:
-        """The value of ``Proxy-Authorization``; '' where the URL has no user."""
+        """The value of ``Proxy-Authorization``; '' without a user."""
         parts = urlsplit(self.url)
         if not parts.username:
             return ""
@@ -61,7 +60,7 @@ class Proxy:
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """Return the proxy of requests to ``url``; None: they go to its host. Raises ConfigError: no proxy for HTTP."""
+    """Return the proxy for ``url``; None: a direct connection. Raises ConfigError: not an HTTP proxy."""
     parts = urlsplit(url)
     found = _configured(parts.scheme)
     if found is None or is_direct(parts.hostname or "", _port(parts)):
@@ -70,15 +69,14 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def is_direct(host: str, port: int | None) -> bool:
-    """Return True if ``NO_PROXY`` names the host, or it is one of ``METADATA``."""
+    """True for a host in ``NO_PROXY`` or ``METADATA``."""
     return any(_matches(entry, host, port) for entry in (*METADATA, *_excluded()))
 
 
 def client_options(endpoint: str) -> dict[str, str]:
-    """Options that have an obstore client use the proxies of this module, and read no variable itself.
+    """Options that make an obstore client use these proxies, and read no variable itself.
 
-    Args:
-        endpoint: '' for the cloud's own. The client also reaches the hosts that issue credentials.
+    ``endpoint``: '' for the cloud's own. The client also reaches the hosts that issue credentials.
     """
     scheme = endpoint.partition("://")[0] or "https"
     found = _configured(scheme) or _configured("https")
@@ -101,7 +99,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def routed(request: urllib.request.Request) -> urllib.request.Request:
-    """Send a request of urllib by its proxy. It must be opened by a ``direct_opener``."""
+    """Send a urllib request by its proxy. Open it by a ``direct_opener``."""
     proxy = proxy_for(request.full_url)
     if proxy is None:
         return request
@@ -118,7 +116,7 @@ def routed(request: urllib.request.Request) -> urllib.request.Request:
 
 @lru_cache(maxsize=8)
 def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
-    """Return an opener that reads no variables of proxies, one for each context.
+    """Return an opener that reads no proxy variables, one per context.
 
     An opener and its handlers form a reference cycle: one per request would need the garbage collector.
     """
@@ -127,7 +125,7 @@ def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandle
 
 
 def _configured(scheme: str) -> tuple[str, str] | None:
-    """The variable that names the proxy for a scheme, and its value."""
+    """Return the proxy variable for a scheme, and its value."""
     for name in (f"{scheme}_proxy", "all_proxy"):
         for variable in (name, name.upper()):
             value = os.environ.get(variable, "").strip()
@@ -158,7 +156,7 @@ def _excluded() -> list[str]:
 
 
 def _entry(text: str) -> tuple[str, int | None]:
-    """The name, address or network of an entry of ``NO_PROXY``, and its port."""
+    """Parse a ``NO_PROXY`` entry: name, address or network, and port."""
     name, port = text.lower(), ""
     if name.startswith("["):
         name, _, port = name[1:].partition("]")

@@ -1,28 +1,27 @@
-"""Retries of store requests: what becomes of a 503 SlowDown, a 429, a timeout or a connection that was lost.
+"""Retries of store requests after a 503 SlowDown, a 429, a timeout or a lost connection.
 
-Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). ``Retries.again`` repeats the request after a
-random wait of up to 0.2, 0.4, ... 3.2 s, as long as the budget pays for it; a ``Retry-After`` is not read. It does not
-change how many requests run at a time: get_concurrency.py does, for slow GETs.
+Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). ``Retries.again`` repeats the request after
+a random wait of up to 0.2, 0.4, ... 3.2 s, if the budget allows; a ``Retry-After`` is not read. It does not limit
+concurrency: get_concurrency.py does, for slow GETs.
 
 One ``Retries`` belongs to one mover and spans all its stores. It guarantees to the servers:
     R1  Retries are at most a share of the successful requests, plus a small floor (``RetryBudget``). A store that
         fails half of the time does not get twice the requests.
     R2  A store that does not answer at all gets one probe at a time, with growing pauses (``StoreBreaker``).
 
-Each layer has one owner of retries. The retries of the store clients are off, except for the parts of a large
-object (obstore_store.py): the counts here are the servers' counts.
+Each layer has one owner of retries. The retries of the store clients are off, except for the parts of a large object
+(obstore_store.py): the counts here are the servers' counts.
     stores  ``Retries.again``, for requests and for whole streams, which cannot be rewound (drain/file_transfer.py,
             save/direct_put.py). verified_read.py pays here for a new connection after a damaged answer.
     drain   drain/drainer.py: until the store is back. Not paid from the budget.
     agent   agent/agent_server.py: a schedule of journal entries whose drain failed, and no loop.
 
-Sources: Brooker, "Exponential Backoff And Jitter" and "Fixing retries with token buckets and circuit breakers".
+``StoreBreaker`` (R2): other requests wait for the probe, up to a limit. The breaker logs an outage once per process:
+one WARNING at the begin and one INFO at the end. The breaker of the node's agent is ``ipc/agent_breaker.py``: it opens
+after one timeout, on threads.
 
-``StoreBreaker`` (R2): other requests wait for the probe, for a while, and continue when it is answered. The breaker
-also logs the outage for its process: one WARNING at the begin and one INFO at the end. The breaker of the node's agent
-is ``ipc/agent_breaker.py``: it decides after one silence, on threads.
-
-Source: Nygard, "Release It!".
+Sources: Brooker, "Exponential Backoff And Jitter" and "Fixing retries with token buckets and circuit breakers";
+Nygard, "Release It!".
 """
 
 from __future__ import annotations
@@ -50,19 +49,20 @@ if TYPE_CHECKING:
 
 
 Probe = Callable[[], Awaitable[bool]]
-"""Ask a store for something cheap. True when it answered, whatever it said."""
+"""Sends one cheap request. True for any response."""
 
 FAILURES_TO_OPEN = 5
-"""Failures in a row, of any requests to one store, after which it counts as down."""
+"""Consecutive failures of any requests to one store after which it counts as down."""
 PROBE_PAUSE_SECONDS_MIN = 0.5
 PROBE_SECONDS_MAX = 10.0
 PATIENCE_SECONDS = 5.0
-"""How long after a store went down its callers still wait for it. Later ones get the error at once: a save must not
-wait for a shared tier that is away."""
+"""Seconds from an outage's start during which callers wait. Later ones fail at once: a save must not wait for a shared
+tier that is down.
+"""
 
 
 class StoreBreaker:
-    """Whether one store is up, and the one place where its callers wait while it is not (R2)."""
+    """State of one store; its callers wait here during an outage (R2)."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class StoreBreaker:
         patience_seconds: float = PATIENCE_SECONDS,
         waiting_bytes: Mapping[str, int] | None = None,
     ) -> None:
-        """``waiting_bytes``: by store, the size of what drains of this process send there."""
+        """``waiting_bytes``: by store, bytes of this process's drains."""
         self.name = name
         self._waiting_bytes = waiting_bytes if waiting_bytes is not None else {}
         self._reported_at = 0.0
-        """When (Unix seconds) the outage that was logged began; 0 without one."""
+        """Start (Unix seconds) of the logged outage; 0 without one."""
         self._ends_with_drain = False
         self.ended_at = -math.inf
-        """The end of the last outage that was logged, in monotonic seconds: requests of it may still be under way."""
+        """End of the last logged outage, in monotonic seconds: its requests may still be running."""
         self.patience_seconds = patience_seconds
         self.is_open = False
         self._pause_seconds_max = pause_seconds_max
@@ -91,7 +91,7 @@ class StoreBreaker:
         self._turn = asyncio.Lock()
 
     def succeeded(self) -> None:
-        """Record a response, to any request. Closes the breaker."""
+        """Record any response. Closes the breaker."""
         if not self._ends_with_drain:
             self._end()
         self.is_open = False
@@ -100,7 +100,6 @@ class StoreBreaker:
         self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
 
     def drained(self) -> None:
-        """Record the end of a drain to the store."""
         self._end()
 
     def _end(self) -> None:
@@ -110,7 +109,7 @@ class StoreBreaker:
 
     @property
     def trouble(self) -> Json | None:
-        """Return the reason why the store has not served requests since its last response; None while it answers."""
+        """Return why the store has not served requests since its last response; None while it answers."""
         if not self._failing_since_unix_seconds:
             return None
         return {
@@ -122,7 +121,7 @@ class StoreBreaker:
         }
 
     def failed(self, error: TierckptError) -> None:
-        """A request was not answered, or by a server that cannot serve."""
+        """Record a request without response, or with one of a failing server."""
         self._last_error, self._last_hint = error.message, error.hint
         self._failing_since_unix_seconds = self._failing_since_unix_seconds or time.time()
         self._failures += 1
@@ -136,7 +135,7 @@ class StoreBreaker:
 
     @property
     def is_reported(self) -> bool:
-        """Return True from the log record of an outage to the record of its end."""
+        """True from the log record of an outage to the record of its end."""
         return self._reported_at > 0
 
     def report(self, cause: str, remedy: str, since_unix_seconds: float, *, ends_with_drain: bool = False) -> None:
@@ -167,7 +166,7 @@ class StoreBreaker:
         )
 
     def hasten(self) -> None:
-        """Let the next caller send a probe at once, for a waiter that asks about once a second (R2)."""
+        """Let the next caller send a probe at once, for a waiter that polls about once a second (R2)."""
         self._next_probe_at = 0.0
 
     def _plan_probe(self) -> None:
@@ -177,14 +176,10 @@ class StoreBreaker:
     async def passed(self, probe: Probe, *, patient: bool = False) -> None:
         """Return when a request may be sent: at once while the store is up.
 
-        While it is down the callers form a line. The first of them sends the probe when one is due; when that is
-        answered, all go on at once.
+        Otherwise callers queue. The first sends the probe when one is due; its response releases all.
+        ``patient``: wait without limit, not only ``patience_seconds`` from the start of the outage.
 
-        Args:
-            patient: wait without limit, not only ``patience_seconds`` from the beginning of the outage.
-
-        Raises:
-            StoreUnavailableError: it is down, and has been for longer than that.
+        Raises StoreUnavailableError: down for longer than that.
         """
         while self.is_open:
             left = self._down_since + self.patience_seconds - time.monotonic()
@@ -204,10 +199,10 @@ class StoreBreaker:
         while self.is_open:
             await asyncio.sleep(max(0.0, self._next_probe_at - time.monotonic()))
             if not self.is_open:
-                return  # a request that was under way has been answered meanwhile
-            self._plan_probe()  # before the probe: one that is cancelled counts as well
+                return  # an earlier request has been answered meanwhile
+            self._plan_probe()  # before the probe: a cancelled one counts as well
             if await probe():
-                # Half closed: the first failure opens it again, and the pauses keep their length.
+                # Half open: the first failure opens it again, with the same pauses.
                 self.is_open = False
                 self._failures = FAILURES_TO_OPEN - 1
             elif time.monotonic() > self._down_since + self.patience_seconds:
@@ -232,23 +227,22 @@ FLOOR_RETRIES = 10.0
 FLOOR_RETRIES_PER_SECOND = 1.0
 """Floor of the budget: retries of a mover with few requests so far."""
 BUDGET_RETRIES_MAX = 100.0
-"""Maximum savings of the budget."""
+"""Maximum balance of the budget."""
 
 RETRY_SHARE_MAX = 0.15
-"""Share of the successful requests that may be retried. An outage does not cause a flood (R1)."""
+"""Maximum retries per successful request. An outage causes no flood (R1)."""
 
 RETRIES_MAX = 5
-"""Retries of one request."""
 BACKOFF_SECONDS_MIN = 0.2
 BACKOFF_SECONDS_MAX = BACKOFF_SECONDS_MIN * 2 ** (RETRIES_MAX - 1)
-"""Before the last one."""
+"""Before the last retry."""
 
 PAUSE_SECONDS_MAX = 30.0
-"""Longest pause between two probes of a store that is down, and between two tries of a drain to it."""
+"""Longest pause between two probes of a store that is down, and between two drain attempts."""
 
 
 class RetryBudget:
-    """A token bucket: each good request earns a share of a retry, each retry costs one (R1)."""
+    """A token bucket: a successful request earns a share of a retry, each retry costs one (R1)."""
 
     def __init__(self, share_max: float) -> None:
         self.share_max = share_max
@@ -259,7 +253,7 @@ class RetryBudget:
         self._retries = min(BUDGET_RETRIES_MAX, self._retries + self.share_max)
 
     def take(self) -> bool:
-        """Pay for one retry; False when there is nothing to pay with."""
+        """Pay for one retry; False if the balance is too low."""
         now = time.monotonic()
         if self._retries < FLOOR_RETRIES:
             refill = (now - self._refilled_at) * FLOOR_RETRIES_PER_SECOND
@@ -271,7 +265,7 @@ class RetryBudget:
         return True
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """Pay for one retry once the budget allows it; False if it does not in time."""
+        """Pay for one retry once the budget allows; False if not in time."""
         async for _ in Poll(timeout_seconds):
             if self.take():
                 return True
@@ -279,42 +273,42 @@ class RetryBudget:
 
 
 class Retries:
-    """The policy of one mover. ``counts`` tells what happened: requests, failures, retries, and why."""
+    """The policy of one mover. ``counts``: requests, failures, retries, and reasons."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.budget = RetryBudget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
         self.waiting_bytes: Counter[str] = Counter()
-        """By store, the size of what drains of this process send there."""
+        """By store, bytes of this process's drains."""
         self._breakers: dict[str, StoreBreaker] = {}
         self._refusals: dict[str, tuple[str, float]] = {}
-        """By run, the operation that its store refuses and when (Unix seconds) that was logged."""
+        """By run, the refused operation and the time (Unix seconds) of its log record."""
         self._get_concurrency: dict[str, GetConcurrency] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.hub: Any = None
-        """The Hub of this mover, which ``stores.hub`` makes: it imports this module, and may not be imported here."""
+        """The mover's Hub, made by ``stores.hub``, which imports this module."""
 
     def breaker(self, name: str) -> StoreBreaker:
-        """The breaker of the store ``name`` (a bucket): one for all checkpoints in it."""
+        """Return the breaker of the store ``name`` (a bucket), for all its checkpoints."""
         if name not in self._breakers:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
             self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience, self.waiting_bytes)
         return self._breakers[name]
 
     def refused(self, run: str, operation: str, error: TierckptError) -> None:
-        """Log that the store of ``run`` refuses requests: one ERROR, until ``accepted`` for the same operation."""
+        """Log refusals of the store of ``run``: one ERROR, until ``accepted`` for the same operation."""
         if run not in self._refusals:
             self._refusals[run] = operation, time.time()
             log.error("%s is refused by its store; saves stay on this node until they can be drained: %s", run, error)
         error.is_logged = True
 
     def is_refused(self, run: str) -> bool:
-        """Return True from the log record of a refusal to the record of its end."""
+        """True from the log record of a refusal to the record of its end."""
         return run in self._refusals
 
     def accepted(self, run: str, operation: str) -> None:
-        """The store took a request of ``operation``."""
+        """Note that the store took a request of ``operation``."""
         if (refusal := self._refusals.get(run)) is not None and refusal[0] == operation:
             del self._refusals[run]
             log.info("%s is accepted by its store again after %.1f s", run, time.time() - refusal[1])
@@ -325,25 +319,25 @@ class Retries:
         return [trouble for breaker in self._breakers.values() if (trouble := breaker.trouble) is not None]
 
     def get_concurrency(self, name: str) -> GetConcurrency:
-        """Return the limit of concurrent GETs of the store ``name``: one for all checkpoints in it."""
+        """Return the limit of concurrent GETs of the store ``name``, for all its checkpoints."""
         return self._get_concurrency.setdefault(name, GetConcurrency(name, get_concurrency.BYTES_PER_SECOND_MIN))
 
     def bucket(self, scheme: str, authority: str) -> Bucket:
-        """Return the shared connection state of a bucket or container: one for all checkpoints in it."""
-        from .bucket import Bucket  # late: not needed for directories
+        """Return the shared connections of a bucket or container, for all its checkpoints."""
+        from .bucket import Bucket  # not needed for directories
 
         if (scheme, authority) not in self._buckets:
             self._buckets[scheme, authority] = Bucket(scheme, authority, self.counts)
         return self._buckets[scheme, authority]
 
     def close(self) -> None:
-        """Close the connections to every bucket. Idempotent."""
         for bucket in self._buckets.values():
             bucket.close()
 
     @contextlib.asynccontextmanager
     async def asking(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
-        """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
+        """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the
+        budget.
 
         Raises StoreUnavailableError, without a request, while the store is known to be down.
         """
@@ -368,11 +362,11 @@ class Retries:
         breaker.succeeded()
 
     async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
-        """Do ``work``, which makes its requests by ``asking``, again while it fails in a way that may pass.
+        """Retry ``work``, which makes its requests by ``asking``, after transient failures.
 
-        At most ``RETRIES_MAX`` retries, within a time, each paid from the budget after its pause. The time that a GET
-        waited for its turn (``crowded_seconds``, get_concurrency.py) does not count. A failure that a nested call
-        has retried already is not retried again: retries do not multiply.
+        At most ``RETRIES_MAX`` retries, within a time, each paid from the budget after its pause. A GET's
+        queueing time (``crowded_seconds``, get_concurrency.py) does not count. Failures that a nested call has
+        retried are not retried again: retries do not multiply.
         """
         from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential  # late, as in ``bucket``
 
@@ -391,7 +385,7 @@ class Retries:
         )
         try:
             async for one in tries:
-                # The first try is the one above. A retry that the budget refuses is a try without a request.
+                # The first attempt is above. A retry refused by the budget is an attempt without a request.
                 if one.retry_state.attempt_number > 1 and await self.pay(deadline):
                     attempts += 1
                     try:
@@ -399,7 +393,7 @@ class Retries:
                     except StoreUnavailableError as error:
                         failure = error
                         deadline += error.context.get("crowded_seconds", 0.0)
-                # Not the error itself: its traceback would hold frames of tenacity, and those the error.
+                # Not the error itself: with tenacity's frames it would form a cycle.
                 one.retry_state.set_result(not failure.context.keys() & {"down_seconds", "attempts"})
             failure.context.setdefault("attempts", attempts)
             raise failure
@@ -407,7 +401,7 @@ class Retries:
             del failure  # its traceback holds this frame
 
     async def pay(self, deadline: float = math.inf) -> bool:
-        """Take one retry from the budget; False when there is none before ``deadline`` (monotonic)."""
+        """Take one retry from the budget; False if none is available before ``deadline`` (monotonic)."""
         left = min(deadline - time.monotonic(), self.settings.store_timeout_seconds)
         if not await self.budget.wait(left):
             self.counts["retries_refused"] += 1
@@ -418,7 +412,8 @@ class Retries:
 
 
 def _is_answer(error: StoreUnavailableError) -> bool:
-    """True when a server that works said "not now": a conflict of two writes, a credential just renewed. Or when its
-    answer was on its way, and crept."""
+    """True for "not now" of a working server (conflicting writes, a new credential), or a response that was too
+    slow.
+    """
     status = error.context.get("status")
     return bool(error.context.get("moved_bytes")) or (isinstance(status, int) and status in {401, 403, 404, 409})

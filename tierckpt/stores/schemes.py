@@ -1,4 +1,4 @@
-"""Which URIs some store can open, judged by spelling alone: no request, no package imported."""
+"""Checks of URIs by spelling alone: no request, no package imported."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from ..format.uris import UNPRINTABLE
 
 OWN_SCHEMES = ("file", "s3", "az", "gs", "hf")
 KEY_SIZE_MAX = 1024
-"""Of a key of a bucket: bytes for S3 and GCS, characters for Azure."""
+"""Of a bucket key: bytes for S3 and GCS, characters for Azure."""
 
 
 def check_location(location: Location) -> Location:
-    """Return ``location`` when a store exists for its scheme.
-
-    Raises:
-        ConfigError: unknown scheme; the message lists the known ones.
-    """
+    """Return ``location`` if its scheme has a store. Raises ConfigError, listing known schemes."""
     if location.scheme in OWN_SCHEMES or location.scheme in fsspec_schemes():
         return location
     raise ConfigError(
@@ -30,7 +26,7 @@ def check_location(location: Location) -> Location:
 
 
 def check_object_name(location: Location) -> None:
-    """Raise ConfigError when the store of ``location``, a bucket, takes no such name: too long, or not printable."""
+    """Raise ConfigError for a name that the bucket store of ``location`` rejects: too long, or not printable."""
     if location.scheme not in ("s3", "gs", "az"):
         return
     if found := UNPRINTABLE.search(location.path):
@@ -48,8 +44,9 @@ def check_object_name(location: Location) -> None:
 
 
 def check_target(location: Location, local_root: Path) -> None:
-    """Raise ConfigError for a location that cannot be saved to: HTTP and a Hub are read-only, names must be UTF-8 and
-    not too long, and inside the local root the local tier would shadow it."""
+    """Raise ConfigError for a location that cannot be saved to: HTTP and Hubs are read-only, names must be UTF-8
+    and not too long, and inside the local root the local tier would shadow it.
+    """
     if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
             f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "
@@ -79,7 +76,7 @@ def check_mirrored_target(location: Location, local_root: Path) -> None:
 
 
 def check_read_as(location: Location, path: str) -> None:
-    """Raise ConfigError unless ``path``, which fsspec makes of the URI, still has the whole name."""
+    """Raise ConfigError unless fsspec's ``path`` for the URI still has the whole name."""
     if not path.rstrip("/").endswith(location.path):
         raise ConfigError(
             f"{location.uri}: fsspec takes it apart, and reads the path {path}",
@@ -94,7 +91,7 @@ def _check_fsspec_name(location: Location) -> None:
     try:
         kind = get_filesystem_class(location.scheme)
     except (ImportError, ValueError):
-        return  # the store says which package it needs
+        return  # the store names the missing package
     check_read_as(location, str(kind._strip_protocol(location.uri)))
 
 

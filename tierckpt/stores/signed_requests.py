@@ -1,10 +1,9 @@
-"""Requests to S3 by URLs that the object-store library has signed: ranges over plain HTTP, and the conditional DELETE.
+"""Requests to S3 by URLs signed by the object-store library: ranges over plain HTTP, and conditional DELETEs.
 
-``delete_if`` is here because obstore has conditions for puts and gets, and none for deletes. ``Get`` receives a large
-range in place (http_client.py). It handles only the good case: 206 with exactly the requested range
-and version. A failure that may pass is ``StoreUnavailableError``, for the caller's retries;
-any other response is ``NotThisWay``, and the caller repeats the request through the library, which can interpret
-it.
+``delete_if`` exists because obstore has conditions for puts and gets only. ``Get`` receives a large range in place
+(http_client.py), and handles only the good case: 206 with exactly the requested range and version. A transient failure
+is ``StoreUnavailableError``, for the caller's retries; any other response is ``NotThisWay``, and the caller repeats
+the request through the library, which can interpret it.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [^\r\n]*)?\r\n")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
-class NotThisWay(Exception):  # it is no error: it says which way to go
-    """The server answered something that is not for us to judge. ``for_good``: do not try this way again."""
+class NotThisWay(Exception):  # no error, but control flow
+    """A response that this client does not interpret. ``for_good``: do not try again."""
 
     def __init__(self, reason: str, *, for_good: bool = False) -> None:
         super().__init__(reason)
@@ -48,14 +47,12 @@ class NotThisWay(Exception):  # it is no error: it says which way to go
 
 
 def is_range(headers: Mapping[str, str], byte_range: ByteRange) -> bool:
-    """True for the headers of an answer with exactly this range."""
+    """True for the response headers of exactly this range."""
     match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
     return match is not None and (int(match[1]), int(match[2])) == (byte_range.start, byte_range.stop - 1)
 
 
 class Get(Call):
-    """One range of one object."""
-
     def __init__(
         self,
         uri: str,
@@ -73,8 +70,8 @@ class Get(Call):
         """``uri``: the object's name for messages; the URL itself holds a signature.
 
         Args:
-            size_bytes: of the object, where the server may answer with 200 and all of it.
-            is_version: True for the headers of the version that is wanted, where ``if_match`` is not sent.
+            size_bytes: of the object, if the server may answer with 200 and all of it.
+            is_version: True for the headers of the requested version, used without ``if_match``.
         """
         super().__init__()
         parts = urlsplit(url)
@@ -133,7 +130,7 @@ class Get(Call):
         return self.into[: at.size_bytes]
 
     def check(self, answer: Response, body: memoryview) -> None:
-        """Whose bytes they are, and which, the digests of the caller tell."""
+        """The caller's digests verify content and version."""
 
     def failure(self, error: HttpError) -> Exception:
         if isinstance(error, TlsError):
@@ -154,9 +151,8 @@ class Get(Call):
 class Ranges:
     """The connections to one bucket, and whether its ranges can be read over them.
 
-    ``connections.run(Get(...))`` fills memory and returns it. It raises PreconditionFailedError when the object is of
-    another version than ``if_match``, StoreUnavailableError when there is no answer, a broken one or one that came too
-    slowly, NotThisWay for any other.
+    ``connections.run(Get(...))`` fills memory and returns it. Raises PreconditionFailedError for another version
+    than ``if_match``, StoreUnavailableError for a missing, broken or slow response, NotThisWay for any other.
     """
 
     def __init__(self) -> None:
@@ -165,7 +161,7 @@ class Ranges:
         self._tls: ssl.SSLContext | None = None
         self._trusted = ""
         self.is_usable = True
-        """False once it is clear that this way does not work here."""
+        """False once this path is known not to work."""
 
     @property
     def tls(self) -> ssl.SSLContext:
@@ -175,17 +171,17 @@ class Ranges:
         return self._tls
 
     def trust(self, pem: str) -> None:
-        """Trust the certificates in ``pem`` too. Forgets that ranges did not work, as the server may be another."""
+        """Also trust the certificates in ``pem``. Resets ``is_usable``, as the server may be another."""
         if pem != self._trusted:
             self._trusted, self._tls = pem, None
         self._misses, self.is_usable = 0, True
 
     def hit(self) -> None:
-        """Note that a request went this way."""
+        """Count a request that used this path."""
         self._misses = 0
 
     def miss(self, reason: NotThisWay) -> None:
-        """Note that a request had to go the other way."""
+        """Count a request that had to use the library."""
         self._misses += 1
         if self.is_usable and (reason.for_good or self._misses >= MISSES_MAX):
             self.is_usable = False
@@ -196,19 +192,15 @@ class Ranges:
 
 
 def is_behind_proxy(url: str) -> bool:
-    """True when the environment wants requests to ``url`` to go through a proxy: the library does that, we do not."""
+    """True if the environment sets a proxy for ``url``: only the library supports that."""
     return proxy_for(url) is not None
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
     """Delete the object at ``url`` if its version is ``etag``; no error if it is gone. Blocking.
 
-    Args:
-        target: its name for messages; the URL holds a signature.
-
-    Raises:
-        PreconditionFailedError: another version is there.
-        PermissionDeniedError, StoreUnavailableError, StoreError.
+    ``target``: its name for messages, as the URL holds a signature. Raises PreconditionFailedError: another
+    version. PermissionDeniedError, StoreUnavailableError, StoreError.
     """
     request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})  # signed by us
     try:
@@ -217,7 +209,7 @@ def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl
     except urllib.error.HTTPError as error:
         with error:
             status = error.code
-    except OSError as error:  # URLError, timeouts and resets are
+    except OSError as error:  # URLError, timeouts and resets
         raise StoreUnavailableError(
             f"{target} cannot be reached: {type(error).__name__}", hint="Try again later", tier=Tier.SHARED
         ) from None

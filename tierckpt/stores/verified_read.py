@@ -1,9 +1,7 @@
-"""Verified reads: a chunk with the wrong digest is requested again, on a new connection where it has one.
+"""Verified reads: a chunk with a wrong digest is requested again, on a new connection if the store has any.
 
-Stores that have a network below them help.
-
-stores/retry.py counts, pays and waits for retries. A store without these verbs (a directory) is read once:
-a second read of a disk returns the same bytes.
+stores/retry.py counts, pays and waits for retries. A store without these verbs (a directory) is read once: a second
+read of a disk returns the same bytes.
 """
 
 from __future__ import annotations
@@ -26,20 +24,19 @@ log = logger("retry")
 T = TypeVar("T")
 
 READS_MAX = 3
-"""Reads of damaged bytes before the object itself counts as damaged."""
+"""Damaged reads before the object itself counts as damaged."""
 
 
 def again(store: Store, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-    """Do ``work``, made of verbs of ``store``, again while it fails in a way that may pass. It must be idempotent."""
+    """Retry ``work``, made of verbs of ``store``, after transient failures. It must be idempotent."""
     return store.again(work) if isinstance(store, Recoverable) else work()
 
 
 async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
-    """Return what ``read`` gives, which asks ``store`` for bytes and checks them. Damaged: again, on a new connection.
+    """Return the result of ``read``, which reads from ``store`` and checks. Damaged: again, on a new connection.
 
-    Raises:
-        IntegrityError: damaged in every read, so the object itself is damaged; or the retry budget is spent.
-    Cost: nothing for good bytes; up to ``READS_MAX`` reads of a damaged object.
+    Raises IntegrityError: damaged in every read, so the object itself is, or the retry budget is spent. Cost:
+    nothing for good bytes; up to ``READS_MAX`` reads of a damaged object.
     """
     reads = 0
     while True:
@@ -52,7 +49,7 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
 
 
 async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool:
-    """Take a new connection to ``store`` after ``reads`` damaged responses. False if no read is left."""
+    """Reconnect to ``store`` after ``reads`` damaged responses. False if no read is left."""
     if reads >= READS_MAX or not isinstance(store, Recoverable):
         return False
     log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
@@ -66,11 +63,7 @@ async def available(store: Store) -> bool:
 
 
 async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
-    """Return one chunk of ``entry`` that has ``digest``. A damaged response is requested again on a new connection.
-
-    Raises:
-        IntegrityError: the object is damaged.
-    """
+    """Return one chunk of ``entry`` with ``digest``; damaged responses are requested again. Raises IntegrityError."""
 
     async def read() -> Buffer:
         chunk = await store.get_range(entry.key, byte_range)
@@ -81,7 +74,7 @@ async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRang
 
 
 class LocalFiles:
-    """The files of a directory of this node, as they lie there: a ``RangeSource``."""
+    """A directory of this node as a ``RangeSource``."""
 
     tier = Tier.LOCAL
 
@@ -102,7 +95,7 @@ class LocalFiles:
 
 
 async def get_whole(source: RangeSource, entry: FileEntry, chunk_size_bytes: int) -> bytes:
-    """Return the whole of a small file, verified as ``get_checked`` does."""
+    """Return a whole small file, verified as by ``get_checked``."""
     chunks = entry.chunks(chunk_size_bytes)
     return b"".join([bytes(await get_checked(source, entry, at, digest)) for at, digest in chunks])
 
@@ -110,7 +103,7 @@ async def get_whole(source: RangeSource, entry: FileEntry, chunk_size_bytes: int
 async def check_file(
     source: RangeSource, entry: FileEntry, chunk_size_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Read all of ``entry`` and compare every digest. Raises IntegrityError at the first chunk that is damaged."""
+    """Read all of ``entry`` and compare every digest. Raises IntegrityError at the first damaged chunk."""
     for byte_range, digest in entry.chunks(chunk_size_bytes):
         chunk = await source.get_range(entry.key, byte_range)
         await check(chunk, digest, entry, byte_range, getattr(source, "tier", Tier.SHARED), source.uri)
@@ -118,7 +111,6 @@ async def check_file(
 
 
 async def check(chunk: Buffer, digest: str, entry: FileEntry, byte_range: ByteRange, tier: Tier, where: str) -> None:
-    """Raise IntegrityError unless ``chunk`` has ``digest``."""
     expect(await asyncio.to_thread(is_good, chunk, digest, byte_range), entry, byte_range, tier, where)
 
 
@@ -143,7 +135,6 @@ def corrupt(path: str, byte_range: ByteRange, tier: Tier, where: str) -> Integri
 
 
 def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:
-    """Raise IntegrityError unless ``data`` is the whole of ``entry``."""
     view = memoryview(data)
     good = len(data) == entry.size_bytes and all(
         has_digest(view[chunk.start : chunk.stop], digest) for chunk, digest in entry.chunks(chunk_size_bytes)

@@ -77,11 +77,11 @@ from .saves import (
 log = logger("checkpointer")
 
 LATEST = 64
-"""Latest saves from which decisions are made."""
+"""Number of latest saves used for decisions."""
 STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
-"""Maximum wait of a committed save for retention: superseded checkpoints are gone before its future resolves."""
+"""Maximum wait of a committed save for retention, so that superseded checkpoints are gone when its future resolves."""
 
 
 class Checkpointer:
@@ -171,7 +171,7 @@ class Checkpointer:
         self._errands = Errands(self.settings.local_root)
         self._saves, self._closed = 0, False
         self._is_blind = False
-        """The last listing failed. Existing checkpoints are unknown, so saves replace none."""
+        """True after a failed listing: saves replace no existing checkpoint."""
         self._is_first_rank = not is_distributed() or dist.get_rank() == 0
         self._ledger = RunLog(
             self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=self._step_log.is_on
@@ -201,7 +201,7 @@ class Checkpointer:
         With an ``interval``, leaving the ``with`` block without an error saves an unsaved last step, unless an
         optimizer of ``state`` has stepped since. ``state`` is referenced until then, or until a save.
 
-        Raises what ``save`` raises. Costs microseconds without a save.
+        Raises as ``save``. Costs microseconds without a save.
         """
         self._check_open()
         step, begun = states.check_step(step), time.monotonic()
@@ -226,16 +226,16 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """True once the job is preempted and its final save is made or ruled out: leave the loop."""
+        """True once a preempted job's final save is made or ruled out: leave the loop."""
         return self._last.is_done
 
     def _on_notice(self, seconds: float, reason: str) -> None:
-        """Save once more, after a cloud's notice. The process continues until it is ended."""
+        """Save once more after a cloud's notice. The process continues until it is ended."""
         log.warning("%s: the next step is saved", reason)
         self._last.ask(time.monotonic() + seconds, reason)
 
     def request_final_save(self, deadline: float, reason: str) -> None:
-        """Save at the loop's next step, after a signal, if there is such a step and the save fits."""
+        """Save at the loop's next step, after a signal, if there is one and the save fits."""
         if self._steps_seen:
             self._last.ask(deadline, reason)
 
@@ -283,7 +283,7 @@ class Checkpointer:
         is_sync = self._is_sync or self._step_log.has_gone_back
         future = self._save(step, state, is_asked=is_asked)
         is_left_out = future.done() and isinstance(future.exception(), CheckpointSkippedError)
-        if is_sync and not is_left_out:  # a save is left out if an earlier one hangs, which was waited for already
+        if is_sync and not is_left_out:  # an earlier hanging save was waited for already
             self._running.finish()
             self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
         return future
@@ -301,7 +301,6 @@ class Checkpointer:
         is_asked: bool,
         is_retry: bool = False,
     ) -> Future[None]:
-        """Save ``state``, or ``collected``, a copy from an earlier step that only this save uses."""
         begun, step = time.monotonic(), record.step
         if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
@@ -343,8 +342,7 @@ class Checkpointer:
             self._note(record)
             return left_out(record, error, is_retry=is_retry)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
-        # torch releases the interpreter lock for each tensor it frees. While the save's threads work, freeing 13,000
-        # tensors took 0.5 s.
+        # torch releases the interpreter lock per freed tensor: beside the save's threads, 13,000 tensors took 0.5 s.
         planner.state_dict = {}
         if collected is None:
             self._unsaved.saved()
@@ -377,14 +375,14 @@ class Checkpointer:
 
     def _write(self, save: StagedSave) -> None:
         record = save.record
-        # No other node can restore a direct put before it is committed on the shared tier.
+        # Other nodes can restore a direct put only after its shared commit.
         save.write(lambda: self._wait_shared(record, self.timeout_seconds))
         record.local_commit_seconds = record.age_seconds
         self._ledger.durable(
             record.step, record.local_commit_seconds, record.size_bytes, is_direct_put=record.is_direct_put
         )
         self._step_log.committed(record.step, record.size_bytes)
-        # Neither this save's future nor later saves may wait for a store that hangs.
+        # No save may wait for a hanging store.
         self._pruning.start()
         self._pruning.wait(RETENTION_SECONDS)
 
@@ -392,7 +390,7 @@ class Checkpointer:
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
         """Wait until every save of this object that retention keeps is committed on ``tier``.
 
-        ``tier="shared"`` covers the saves that are drained. Raises the error of a failed save or drain, and
+        ``tier="shared"`` covers drained saves. Raises the error of a failed save or drain, and
         OperationTimeoutError after ``timeout_seconds``.
         """
         self._window.conclude()
@@ -426,7 +424,7 @@ class Checkpointer:
         self._branch.look()
 
     def _raise_failures(self, ill: CheckpointSkippedError | None) -> None:
-        """Raise the first error of finished saves and drains since the last call; else ``ill``."""
+        """Raise the first new error of finished saves and drains; else ``ill``."""
         self._running.raise_ended()
         if ill is not None:
             raise ill
@@ -516,7 +514,7 @@ class Checkpointer:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Replace no existing checkpoint after a failed listing, if the caller continues."""
+        """Replace no existing checkpoint after a failed listing."""
         try:
             yield
         except (StoreUnavailableError, PermissionDeniedError, EndpointError):
@@ -581,7 +579,7 @@ class Checkpointer:
             finally:
                 self.close()
             return
-        # The loop failed: let a running save reach the SSD, but do not hide the loop's own error.
+        # The loop failed: finish a running save, without hiding the loop's error.
         try:
             self._running.finish(time.monotonic() + self.settings.exit_timeout_seconds)
         except TierckptError as failure:
@@ -593,8 +591,8 @@ class Checkpointer:
     def _save_last(self) -> None:
         """Save the last step if the interval left it out. Alike on all ranks, which counted the same steps.
 
-        Not after an error, which other ranks may not have: a save is collective. Not after a preemption notice:
-        its final save is already decided.
+        Not after an error, which other ranks may lack: a save is collective. Not after a preemption notice,
+        whose final save is already decided.
         """
         if self._closed or self._last.is_done:
             return
@@ -604,7 +602,7 @@ class Checkpointer:
             tried_again(partial(self._save, *last, is_asked=True), self.stats)
 
     def flush_before_exit(self, deadline: float) -> list[str]:
-        """Wait until ``deadline`` for running saves and drains, after SIGTERM. Returns a line for each unsafe save.
+        """Wait until ``deadline`` for running saves and drains, after SIGTERM. Returns a line per unsafe save.
 
         Does not raise errors of saves. The agent continues its drains after this process ends.
         """

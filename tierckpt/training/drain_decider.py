@@ -1,10 +1,11 @@
-"""Decides at each save whether it is drained, its route, and its rate (by ``planning/drain_policy.py``).
+"""Decides whether, by which route and at what rate each save is drained (by ``planning/drain_policy.py``).
 
-A checkpoint is on shared storage only when every rank's part is, so the nodes cannot decide separately. Rank 0 decides
-at the save, from measurements of all ranks, and broadcasts the directive. The journal carries it to each node's mover:
-an entry is ``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints are on shared storage
+A checkpoint on shared storage needs every rank's part, so nodes cannot decide separately. Rank 0 decides at the save,
+from measurements of all ranks, and broadcasts the directive. The journal passes it to each node's mover: an entry is
+``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints are on shared storage
 (``checkpoint/local_only.py``). With ``exposure_seconds_max`` the policy decides (D1 to D7): ``dcp/shard_delivery.py``
-writes directly to shared storage, ``drain/rate_limiter.py`` throttles."""
+writes directly to shared storage, ``drain/rate_limiter.py`` throttles.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +28,17 @@ log = logger("policy")
 
 VERSIONS_MAX = 64
 SLOWDOWN_WEIGHT = 0.5
-"""Weight of the newest measurement of the slowdown of training by drains."""
+"""Weight of the newest measured slowdown by drains."""
 THROTTLED_SHARE = 0.8
-"""A drain that reached this share of its throttle was limited by it, and says nothing about shared storage."""
+"""From this share of its throttle, a drain was limited by it and does not measure shared storage."""
 THROTTLE_SECONDS_MIN = 60.0
 THROTTLE_INTERVALS = 4.0
-"""Intervals after which a throttle that is not renewed expires, because the job has probably ended."""
+"""Intervals until an unrenewed throttle expires, as the job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDirective:
-    """Directive for one save. ``bytes_per_second`` limits the drains of the whole job; None: unlimited."""
+    """Directive for one save. ``bytes_per_second`` limits the job's drains; None: unlimited."""
 
     is_sent: bool = True
     is_direct_put: bool = False
@@ -45,7 +46,7 @@ class SaveDirective:
     throttle_seconds: float = 0.0
 
     def throttle_of_node(self) -> int | None:
-        """Return the rate limit of this node's drains, if all nodes hold the same share."""
+        """Rate limit of this node's drains, with equal shares for all nodes."""
         if self.bytes_per_second is None:
             return None
         return max(1, int(self.bytes_per_second * _share_of_node()))
@@ -53,21 +54,22 @@ class SaveDirective:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """A rank's measurements. ``room``: further checkpoints that fit on its SSD, if all nodes hold the same share of
-    each; ``drain_slowdown``: share by which drains slow its steps down, None if no drain was measured."""
+    """A rank's measurements. ``room``: further checkpoints that fit on its SSD, with equal shares on all nodes;
+    ``drain_slowdown``: share by which drains slow its steps, None if unmeasured.
+    """
 
     room: float = math.inf
     drain_slowdown: float | None = None
 
     @classmethod
     def of_all(cls, seen: Sequence[RankView]) -> RankView:
-        """Return the view of the job: the fullest SSD, the slowest step."""
+        """Return the job's view: the fullest SSD, the slowest step."""
         slow = [one.drain_slowdown for one in seen if one.drain_slowdown is not None]
         return cls(min(one.room for one in seen), max(slow) if slow else None)
 
 
 class DrainDecider:
-    """The state of the drain decisions on rank 0."""
+    """State of the drain decisions on rank 0."""
 
     def __init__(self, settings: Settings) -> None:
         self.drains = settings.drain
@@ -105,9 +107,8 @@ class DrainDecider:
         is_asked: bool = False,
         sight: RankView | None = None,
     ) -> SaveDirective:
-        """Return the directive for the next save. On rank 0 only.
-
-        An explicit save is drained, unless the policy decides.
+        """Return the directive for the next save, on rank 0. Explicit saves are drained, unless the policy
+        decides.
         """
         if not self.drains:
             return SaveDirective()
@@ -121,7 +122,7 @@ class DrainDecider:
     def _ask(
         self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: RankView
     ) -> SaveDirective:
-        """Ask the policy twice: for the save's tier, and for an SSD save, whether it is drained."""
+        """Query the policy twice: for the save's tier, and whether an SSD save is drained."""
         good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
         for number, one in good:
             self._observe(number, one)
@@ -228,7 +229,7 @@ class DrainDecider:
             self._observed = {seen for seen in self._observed if seen[1] > number - VERSIONS_MAX}
 
     def _learn_slowdown(self, measured: float | None) -> None:
-        """Update the slowdown. It grows with the drain's rate, so a throttled drain's is scaled up to full rate."""
+        """Update the slowdown, scaled up from a throttled drain to full rate."""
         if measured is None:
             return
         rate = self._state.shared_rate
@@ -241,5 +242,5 @@ def _usual_bytes(records: Sequence[SaveRecord]) -> int:
 
 
 def _share_of_node() -> float:
-    """Return this node's share of a checkpoint, if all ranks hold equally much. Reads torchrun's variables."""
+    """This node's share of a checkpoint if all ranks hold equally much, by torchrun's variables."""
     return ranks_of_node() / max(1, int(os.environ.get("WORLD_SIZE", 1)))

@@ -1,11 +1,12 @@
 """The final save of a job: of an unsaved last step (``LastStep``), or of a preempted job (``FinalSave``).
 
-For a preempted job, the ranks agree on a step and on whether there is time (preemption.py). They see a signal at
+The ranks of a preempted job agree on a step and on whether there is time (preemption.py). They see a signal at
 different moments, and a cloud's notice on one node only; but a save is collective. They agree through the rendezvous
-store alone, without a collective, on a step that no rank has passed. On each rank a thread
-    1. posts a note when its rank is preempted, and polls for the notes of others,
-    2. promises a step, two after the current one, which the rank will not pass before the decision,
-    3. waits for the decision of rank 0: the latest promised step, if a save fits by the measured times.
+store, without a collective, on a step that no rank has passed. On each rank a thread
+    1.  posts a note when its rank is preempted, and polls for notes of others,
+    2.  promises a step, two after the current one, which the rank will not pass before the decision,
+    3.  waits for the decision of rank 0: the latest promised step, if a save fits by the measured times.
+
 Training waits for the decision at the promised step only, and the decision does not depend on training.
 """
 
@@ -38,18 +39,17 @@ log = logger("checkpointer")
 
 LOOK_SECONDS = 0.25
 STORE_SECONDS = 10.0
-"""Timeout of one write to the rendezvous store, on the agreeing thread."""
+"""Timeout of a write to the rendezvous store, on the agreeing thread."""
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
 """Maximum wait of a preempted process for its loop to end a step."""
 SAVES_JUDGED = 5
 AHEAD_STEPS = 2
-"""The current step of a rank, and one that it may begin while the promise is in transit."""
+"""A rank's current step, and one that it may begin while the promise is in transit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Measured cost of one more save: bytes of this rank's job, seconds to the SSD, seconds to shared storage.
-    None: unknown."""
+    """Cost of one more save: bytes of this rank's job, seconds to the SSD and to shared storage. None: unknown."""
 
     size_bytes: int = 0
     local_seconds: float | None = None
@@ -57,7 +57,7 @@ class Cost:
 
 
 def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
-    """Return the cost of one more save: the slowest recent one, queued after ``unfinished`` others."""
+    """Return the cost of one more save: the slowest recent one, after ``unfinished`` queued ones."""
     known = [record for record in records if record.local_commit_seconds is not None][-SAVES_JUDGED:]
     if not known:
         return Cost()
@@ -67,7 +67,7 @@ def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
 
 
 class FinalSave:
-    """One for each Checkpointer. Call ``look`` and ``done`` on the caller's thread; ``ask`` on any."""
+    """One per Checkpointer. ``look`` and ``done`` run on the caller's thread; ``ask`` on any."""
 
     def __init__(self, job: str, cost: Callable[[], Cost]) -> None:
         self._key, self._cost = f"tierckpt/{job}/last", cost
@@ -78,7 +78,7 @@ class FinalSave:
         self._decision: dict[str, Any] | None = None
         self._decided = threading.Event()
         self._wants = False
-        """A final save was requested since the last decision."""
+        """True if requested since the last decision."""
         self._deadline = 0.0
         self._reason = ""
         self._thread: threading.Thread | None = None
@@ -88,7 +88,7 @@ class FinalSave:
         """Set when the request is decided and the save, if it fits, runs."""
 
     def ask(self, deadline: float, reason: str) -> None:
-        """Request a save of the job at one of the next steps, before ``deadline`` (monotonic)."""
+        """Request a save at one of the next steps, before ``deadline`` (monotonic)."""
         if self._wants:
             self._deadline = min(self._deadline, deadline)
             return
@@ -99,17 +99,17 @@ class FinalSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether a save was requested and the request is decided."""
+        """Whether a request was made and decided."""
         return self.asked.is_set() and self.settled.is_set()
 
     def wait(self, deadline: float, step_seconds: float | None) -> None:
-        """Wait for the decision: until ``deadline``, or until the loop ends no step for a while."""
+        """Wait for the decision until ``deadline``, or until the loop stalls."""
         patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
         if self.asked.is_set() and not self.settled.wait(max(0.0, min(deadline - time.monotonic(), patience))):
             log.warning("no step ended within %.3g s: exiting with the saves made so far", patience)
 
     def look(self, step: int) -> bool:
-        """At the end of ``step``, return whether to save it as the final step. The same on every rank."""
+        """At the end of ``step``, return whether it is the final step to save. The same on every rank."""
         if not is_distributed():
             return self._wants and self._settle(*judge(step, self._cost(), self._deadline - time.monotonic()))
         if self._thread is None:
@@ -134,7 +134,7 @@ class FinalSave:
         return fits
 
     def done(self) -> None:
-        """Record that the save began, or that there is none."""
+        """Record that the save began or was ruled out."""
         with self._lock:
             self._wants, self._promise, self._decision = False, None, None
             self._decided.clear()
@@ -219,7 +219,7 @@ def _largest(values: list[float | None]) -> float | None:
 
 
 class LastStep:
-    """The last ended step and its state, until a save of it begins: leaving the ``with`` block saves it.
+    """The last ended step and its state, until a save begins: leaving the ``with`` block saves it.
 
     Only with an interval. The state is referenced, not copied. A loop that exits between ``optimizer.step()`` and
     ``Checkpointer.step()`` has changed the state, so it is not saved under the wrong step.
@@ -232,17 +232,16 @@ class LastStep:
         self._hook = register_optimizer_step_post_hook(lambda one, *_: updated.add(one)) if is_on else None
 
     def ended(self, step: int, state: Mapping[str, Any]) -> None:
-        """Record the end of ``step``."""
         if self._hook is not None:
             self._last = (step, state)
             self._updated.clear()
 
     def saved(self) -> None:
-        """Record that a save of the current state began."""
+        """A save of the current state began."""
         self._last = None
 
     def take(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Return the unsaved step and state; None if there is none, or if it has changed on some rank. Collective."""
+        """Return the unsaved step and state; None without any, or if changed on some rank. Collective."""
         last, self._last = self._last, None
         if last is None or not any(all_gather(self._has_changed(last[1]))):
             return last
@@ -254,7 +253,6 @@ class LastStep:
         return None
 
     def close(self) -> None:
-        """Release the state and the optimizers."""
         self._last = None
         if self._hook is not None:
             self._hook.remove()
@@ -265,6 +263,6 @@ class LastStep:
             return False
         try:
             found = tree_leaves(job_state.collect(state))
-        except Exception:  # the save raises it, on all ranks together
+        except Exception:  # raised by the save, on all ranks
             return False
         return any(isinstance(one, torch.Tensor) and storage_id(one) in updated for one in found)

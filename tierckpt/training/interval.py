@@ -1,8 +1,9 @@
 """The interval of ``Checkpointer(interval=...)``: when to save, and which saves are drained, alike on all ranks.
 
-Every rank counts the same steps and so knows when the next save is due. Decisions change only at a save: the ranks
-gather their measurements, rank 0 decides by pure functions (``planning/optimal_interval.py``,
-``planning/drain_policy.py``) and broadcasts the result. These are two small collectives on the caller's thread (P8)."""
+Every rank counts the same steps, so knows when the next save is due. Decisions change only at a save: the ranks gather
+measurements, rank 0 decides by pure functions (``planning/optimal_interval.py``, ``planning/drain_policy.py``) and
+broadcasts the result: two small collectives on the caller's thread (P8).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Interval: TypeAlias = "int | Literal['auto'] | AutoInterval | None"
 Phase: TypeAlias = Literal["plain", "draining", "flushing"]
 
 PROFILE_STEPS = 10
-"""Steps before the first save, and between two saves until the first one's outcome is known."""
+"""Steps before the first save, and between saves until the first one's outcome is known."""
 WARM_UP_STEPS = 2
 """First steps, excluded from measurements: compilation, caches, connections."""
 SAMPLES_MAX = 2048
@@ -63,8 +64,6 @@ class AutoInterval:
 
 @dataclass
 class _Kind:
-    """Steps of one kind in the current window."""
-
     count: int = 0
     seconds: float = 0.0
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
@@ -85,8 +84,7 @@ class IntervalController:
         interval: "auto" or an AutoInterval, a number of steps, or None: only explicit saves.
         sending: decides which saves are drained.
 
-    Raises:
-        ConfigError: any other interval.
+    Raises ConfigError: any other interval.
     """
 
     def __init__(self, interval: Interval, sending: DrainDecider) -> None:
@@ -110,7 +108,7 @@ class IntervalController:
     # --- measuring ---------------------------------------------------------------------------------------------
 
     def stepped(self, phase: Phase, now: float | None = None) -> None:
-        """Record the end of a training step; ``phase`` is the background activity during it."""
+        """Record a training step's end; ``phase``: the background activity during it."""
         now = time.monotonic() if now is None else now
         self._since += 1
         self._seen += 1
@@ -153,9 +151,8 @@ class IntervalController:
         return step % self.interval == 0
 
     def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> SaveDirective:
-        """Decide at a save: the next interval, and the directive for this save (returned).
-
-        ``is_asked``: the user called ``save``.
+        """Decide the next interval, and return the directive for this save. ``is_asked``: the user called
+        ``save``.
 
         Collective, unless the interval is fixed and all saves are drained.
         """
@@ -238,7 +235,7 @@ class IntervalController:
         good = [record for record in records if not record.error]
         if not good or not self.step_seconds:
             return None
-        # The first save of a process also pays for memory and plans that later saves reuse.
+        # The first save also pays for memory and plans that later saves reuse.
         usual = good[1:] or good
         blocked = statistics.median(one.blocked_seconds for one in usual[-SAVES_REMEMBERED:])
         durable = _lately([(one.local_commit_seconds, one.age_seconds) for one in usual])
@@ -251,7 +248,7 @@ class IntervalController:
 
 
 def _lately(times: Sequence[tuple[float | None, float]]) -> float | None:
-    """Return the median of the last known times, or the age of a pending save if that is longer."""
+    """Return the median of the last known times, or the age of a pending save if longer."""
     known = [seconds for seconds, _ in times if seconds is not None][-SAVES_REMEMBERED:]
     pending = [age for seconds, age in times[-SAVES_REMEMBERED:] if seconds is None]
     if not known:

@@ -1,14 +1,13 @@
-"""SIGTERM: flush staged saves to the SSD, and drain what fits into ``grace_seconds``. Then the process ends.
+"""SIGTERM: flush staged saves to the SSD, drain what fits into ``grace_seconds``, then end the process.
 
 final_save.py decides whether all ranks save once more; ``Checkpointer.flush_before_exit`` finishes the saves.
 
-A scheduler that takes a node back sends SIGTERM (or the signal of Slurm's ``--signal``) and, after a grace period,
-SIGKILL. The first Checkpointer in the main thread installs the handlers, only for signals without another handler.
-Python runs handlers between two bytecodes of the main thread, which may be asleep or inside a collective that waits
-for a dead rank. So the signal's number also arrives at once in a pipe, read by a thread of tierckpt
-(``signal.set_wakeup_fd``). The first of the two starts the thread that does the work, while training continues; the
-interrupted thread may hold any lock and does none of it. Then the process ends by the same signal, so its parent sees
-the expected status. A second signal has no effect.
+A scheduler reclaims a node by SIGTERM (or the signal of Slurm's ``--signal``) and, after a grace period, SIGKILL. The
+first Checkpointer in the main thread installs handlers, only for signals without another one. Python runs handlers
+between bytecodes of the main thread, which may be asleep or in a collective that waits for a dead rank. So the
+signal's number also arrives in a pipe, read by a thread (``signal.set_wakeup_fd``). The first of the two starts a
+worker thread while training continues; the interrupted thread may hold any lock and does no work. Then the process
+ends by the same signal, so its parent sees the expected status. A second signal has no effect.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logger("checkpointer")
 
 
 class Saver(Protocol):
-    """An object with saves to flush before the process ends."""
+    """Has saves to flush before the process ends."""
 
     grace_seconds: float
 
@@ -36,7 +35,7 @@ class Saver(Protocol):
         """Request a last save from the training loop; the process ends by ``deadline`` (monotonic)."""
 
     def flush_before_exit(self, deadline: float) -> list[str]:
-        """Finish running saves until ``deadline`` (monotonic). Returns a line for each unfinished one."""
+        """Finish running saves until ``deadline`` (monotonic). Returns a line per unfinished one."""
 
 
 _savers: WeakSet[Any] = WeakSet()
@@ -46,7 +45,7 @@ _ending_by = signal.SIGTERM
 _ender: threading.Thread | None = None
 _watched: set[signal.Signals] = set()
 _pipe: list[int] = []
-"""The wakeup descriptor's pipe: read end, write end. Empty while no signal is handled."""
+"""The wakeup pipe: read end, write end. Empty while no signal is handled."""
 
 
 def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
@@ -65,7 +64,7 @@ def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
 
 
 def forget(saver: Saver) -> None:
-    """Remove a closed ``saver``. With the last one, restore the previous signal handlers."""
+    """Remove a closed ``saver``. With the last one, restore the previous handlers."""
     _savers.discard(saver)
     if not _savers and not _begun.locked() and threading.current_thread() is threading.main_thread():
         _let_go()
@@ -122,12 +121,11 @@ def _begin(number: int) -> None:
 
 
 def is_ending() -> bool:
-    """Return True once a signal has arrived."""
     return _begun.locked()
 
 
 def await_end(timeout_seconds: float) -> None:
-    """Wait, after a signal, until it ends the process, so that the exit status is the signal's."""
+    """After a signal, wait for it to end the process, so that the exit status is the signal's."""
     if _ender is not None and _ender is not threading.current_thread():
         _ender.join(timeout_seconds)
 

@@ -1,7 +1,7 @@
 """Polls a cloud's metadata address for the notice of preemption.
 
-A thread polls every few seconds and calls back once. Off unless ``preempt_notices`` names the cloud. Requests bypass
-any proxy; an answer can only trigger a checkpoint.
+A thread polls every few seconds and calls back once, if ``preempt_notices`` names the cloud. Requests bypass proxies;
+an answer can only trigger a checkpoint.
 
 Sources: the providers' documentation of EC2 spot interruption notices (IMDSv2), Compute Engine preemption and Azure
 Scheduled Events.
@@ -29,14 +29,14 @@ ANSWER_SECONDS = 2.0
 ANSWER_BYTES_MAX = 1 << 20
 TOKEN_SECONDS = 21600
 GRACE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
-"""Minimum notice of each provider, used if a notice states none."""
+"""Each provider's minimum notice, used if a notice states none."""
 ADDRESSES = {
     "aws": "http://169.254.169.254",
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
 POLL_SECONDS = 5.0
-"""Seconds between two polls, as AWS recommends; its notice comes 120 s ahead."""
+"""As AWS recommends; its notice comes 120 s ahead."""
 ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Azure's events that lose the machine's memory; a freeze does not."""
 
@@ -44,7 +44,7 @@ Told = Callable[[float, str], None]
 
 
 class Notices:
-    """Polls until there is a notice, or until ``close``. Calls ``told(seconds, why)`` on its own thread."""
+    """Polls until a notice or ``close``. Calls ``told(seconds, why)`` on its own thread."""
 
     def __init__(self, settings: Settings, told: Told) -> None:
         self._cloud = settings.preempt_notices
@@ -102,7 +102,7 @@ class Notices:
         return min(self._until(str(one.get("NotBefore", ""))) for one in ending)
 
     def _until(self, when: str) -> float:
-        """Return seconds from now to ``when``, in the cloud's format; the provider's minimum if empty."""
+        """Return seconds until ``when``, in the cloud's format; the provider's minimum if empty."""
         try:
             at = datetime.fromisoformat(when) if when[:1].isdigit() else parsedate_to_datetime(when)
         except (ValueError, TypeError):
@@ -111,7 +111,7 @@ class Notices:
         return max(0.0, at.timestamp() - time.time())
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
-        """Return the body of the answer, None for 404. Raises OSError."""
+        """Return the response body, None for 404. Raises OSError."""
         request = urllib.request.Request(self._address + path, headers=dict(headers), method=method)
         try:
             with self._opener.open(request, timeout=ANSWER_SECONDS) as answer:

@@ -28,7 +28,7 @@ log = logger("checkpointer")
 
 
 class BackgroundPruning:
-    """Removes the checkpoints of a run that ``policy`` does not keep. Never fails a save: errors are logged.
+    """Removes checkpoints that ``policy`` does not keep. Never fails a save: errors are logged.
 
     The coordinator prunes the shared tier, and one rank of each node its local tier.
     """
@@ -43,7 +43,7 @@ class BackgroundPruning:
         self._last.set_result(None)
 
     def note(self) -> dict[str, str]:
-        """Return the note in manifests that lets movers prune after this process (N9). Does not block."""
+        """The note in manifests that lets movers prune after this process (N9). Does not block."""
         return {NOTE: self._policy.encode()} if self._policy and self._run_log.is_alone(0.0) else {}
 
     def start(self) -> None:
@@ -56,14 +56,14 @@ class BackgroundPruning:
         futures.wait([self._last], seconds)
 
     def prune(self, deadline: float | None = None) -> None:
-        """Prune now, until ``deadline`` (monotonic) at most; not if another job saves to the run too."""
+        """Prune until ``deadline`` (monotonic) at most; not if another job saves to the run."""
         policy = self._policy
         if dist.is_initialized() and dist.get_rank() != 0:
             policy = replace(policy, shared=Rule())
         if not policy or int(os.environ.get("LOCAL_RANK", 0)) != 0:
             return
         if not self._run_log.is_alone():
-            return  # this job's old checkpoints may be the newest of another job
+            return  # this job's old checkpoints may be another job's newest
 
         own = [one.step for one in list(self._saves) if one.local_commit_seconds is not None and not one.error]
 
@@ -74,7 +74,7 @@ class BackgroundPruning:
         client = get_client(self._settings)
         try:
             client.run(within(client.mover))
-        except Exception as error:  # the save is committed, whatever failed
+        except Exception as error:  # the save is committed anyway
             is_known = getattr(error, "is_logged", False) or client.mover.drainer.is_away(self._location)
             is_known |= isinstance(error, futures.CancelledError)  # the process ends
             level, name = logging.DEBUG if is_known else logging.WARNING, type(error).__name__

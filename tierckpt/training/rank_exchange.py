@@ -1,4 +1,4 @@
-"""Messages between the ranks of a job: results of a save through the rendezvous store, small values by all_gather.
+"""Messages between ranks: results of a save through the rendezvous store, small values by all_gather.
 
 The store needs no collective, so any thread may use it (P8). ``all_gather`` is a collective, for the caller's thread.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 RANKS_SHOWN = 4
 
 VERDICT_SECONDS = 10.0
-"""Extra wait of the other ranks: rank 0 reports its own timeout to them."""
+"""Extra wait of the other ranks for rank 0's own timeout report."""
 
 _HINT = "A rank died or hangs; the previous checkpoint is intact"
 
@@ -29,7 +29,7 @@ def _same(value: Any) -> Any:
 
 
 class Exchange:
-    """One gather and one broadcast through the rendezvous store (``RankStore``), for any thread.
+    """One gather and one broadcast through the rendezvous store (``RankStore``), on any thread.
 
     An error of one rank becomes an error of all.
 
@@ -43,7 +43,7 @@ class Exchange:
         self.previous_key = previous_key
         self.timeout_seconds = timeout_seconds
         self.may_be_done = False
-        """Rank 0 may have used this rank's value. False once it reports that it has not."""
+        """Rank 0 may have used this rank's value. False once it reports otherwise."""
 
     def gather_then(
         self,
@@ -52,10 +52,10 @@ class Exchange:
         encode: Callable[[Any], Any] = _same,
         decode: Callable[[Any], Any] = _same,
     ) -> Any:
-        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on all ranks.
+        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on
+        all ranks.
 
-        Args:
-            encode: converts a result to JSON, ``decode`` back. Not called without ranks.
+        ``encode`` converts a result to JSON, ``decode`` back; unused without ranks.
         """
         if not is_distributed():
             value = then([work()])
@@ -86,7 +86,7 @@ class Exchange:
         try:
             ranks = [str(rank) for rank in range(store.world_size)]
             outcomes = store.wait(ranks, "some ranks did not write their shards", _HINT)
-            if self.previous_key:  # every rank has written this value, so all have read the previous verdict
+            if self.previous_key:  # every rank wrote this value, so all have read the previous verdict
                 store.delete("verdict", self.previous_key)
             _raise_if_failed(outcomes)
             return then([decode(outcome) for outcome in outcomes])
@@ -129,7 +129,7 @@ def agree_on_name(uri: str) -> str:
 
 
 def same_outcome(work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank. Raises the error of the first failed rank on all of them."""
+    """Run ``work`` on every rank. Raises the first failed rank's error on all."""
     try:
         value, error = work(), None
     except Exception as failure:
@@ -144,7 +144,7 @@ def same_outcome(work: Callable[[], T]) -> T:
 
 
 def broadcast(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 and return its value, or raise its error, on every rank."""
+    """Run ``work`` on rank 0; return its value or raise its error on every rank."""
     if not is_distributed():
         return work()
     told: list[Any] = [None]

@@ -76,8 +76,6 @@ class LoadedModel(dict[str, Any]):
 
 @dataclass
 class Restoring:
-    """Options of a restore, and the keys it skipped."""
-
     only: Collection[str] | None = None
     strict: bool = True
     trust_pickle: bool = False
@@ -86,10 +84,10 @@ class Restoring:
 
 
 def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Restoring) -> str:
-    """Load the checkpoint of ``reader`` into ``state``, reading only ``options.only`` if set. Returns the name that
-    gradient logs use for it as their base, on all ranks.
+    """Load the checkpoint of ``reader`` into ``state``, reading only ``options.only`` if set.
 
-    An error of any rank is raised on all of them, so that they stay at one step.
+    Returns its base name in gradient logs, on all ranks. Raises an error of any rank on all, so that they stay at
+    one step.
     """
     base = ""
 
@@ -116,7 +114,7 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
 
 
 def _seen_by_none(unexpected: list[str]) -> list[str]:
-    """Return the keys that are unexpected on every rank; others belong to another pipeline stage."""
+    """Return keys unexpected on every rank; others belong to another pipeline stage."""
     every = [set(keys) for keys in all_gather(unexpected)]
     return sorted(set.intersection(*every))
 
@@ -137,14 +135,14 @@ def restore_newest(
     fold: Callable[[TierStorageReader, Mapping[str, Any]], str],
     step: int | None,
 ) -> tuple[str, str] | None:
-    """Restore ``step``, else the newest checkpoint of the run with a good copy of every file. Returns its URI, and the
-    name of its save; None if there is no checkpoint.
+    """Restore ``step``, else the newest checkpoint with a good copy of every file.
 
-    If a redo log is newer than all checkpoints, ``fold`` makes a checkpoint of it and returns its URI. A redo log that
-    cannot be replayed is skipped like a damaged checkpoint.
+    Returns its URI, and the name of its save; None without a checkpoint. If a redo log is newer than all
+    checkpoints, ``fold`` makes a checkpoint of it and returns its URI. An unreplayable redo log is skipped like a
+    damaged checkpoint.
 
-    Raises the newest checkpoint's error if no older one can be restored either, and the errors of ``agreed_latest``:
-    an unlisted shared tier is never taken for an empty one.
+    Raises the newest checkpoint's error if no older one can be restored either, and the errors of
+    ``agreed_latest``: an unlisted shared tier is never taken for an empty one.
     """
 
     def open_checkpoint(uri: str) -> TierStorageReader:
@@ -169,7 +167,7 @@ def restore_newest(
             walk.end()
             raise
         if newest is None:
-            walk.end()  # raises the newest checkpoint's error, which is more specific
+            walk.end()  # raises the newest checkpoint's more specific error
             return None
         found = newest
         try:
@@ -180,7 +178,7 @@ def restore_newest(
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
                 raise  # the caller must handle a mismatch of a checkpoint
             if is_newer(agreed_latest(client, location, walk.step_max, windows=True), found):
-                walk.note_removed()  # removed during the read, by a job that has committed a newer one
+                walk.note_removed()  # by a job that has committed a newer one
             else:
                 walk.note_lost(parse_uri(found), error)
             continue
@@ -197,7 +195,7 @@ def restore_newest(
 def newest_base(client: Client, location: Location) -> tuple[int, Branch | None, str, int] | None:
     """Return step and branch of the newest checkpoint, and name and step of the newest base of gradient logs.
 
-    None if there is none. Collective. Cost: a manifest of each checkpoint from that base to the newest.
+    None without any. Collective. Cost: a manifest of each checkpoint from that base to the newest.
     """
     newest: tuple[int, Branch | None] | None = None
     limit: int | None = None
@@ -223,8 +221,9 @@ def newest_base(client: Client, location: Location) -> tuple[int, Branch | None,
 
 
 def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, str] | None]) -> tuple[str, str] | None:
-    """Restore the checkpoint ``base``, from which the gradient log reaches furthest. Without one, or if it is
-    unreadable, restore the newest."""
+    """Restore the checkpoint ``base``, from which the gradient log reaches furthest; without one, or if
+    unreadable, the newest.
+    """
     if base is not None:
         try:
             return restore(base)
@@ -246,12 +245,11 @@ class _Sight:
 def agreed_latest(
     client: Client, location: Location, step_max: int | None = None, *, windows: bool = False
 ) -> str | None:
-    """Return the newest checkpoint that all ranks can load: lower the newest step until all agree, never mix steps.
+    """Return the newest checkpoint that all ranks can load: lower the step until all agree, never mix steps.
 
-    With ``windows``, a redo log newer than every checkpoint counts as one.
-
-    None if all ranks could list and none sees a checkpoint. A rank that could not list neither resets the job nor sets
-    it back: if others could, it waits for the shared tier; its error is raised on all ranks, and names the rank.
+    With ``windows``, a redo log newer than every checkpoint counts as one. None if all ranks could list and see no
+    checkpoint. A rank that could not list neither resets the job nor sets it back: if others could, it waits for
+    the shared tier; its error is raised on all ranks, and names the rank.
 
     Raises:
         StoreUnavailableError, PermissionDeniedError: a rank could not list the checkpoints.
@@ -263,7 +261,7 @@ def agreed_latest(
         try:
             return _agreed_once(client, location, step_max, windows)
         except CheckpointNotFoundError as error:
-            if error.message == told:  # else a job has saved and removed steps between the listings of two ranks
+            if error.message == told:  # else a job has saved and removed steps between two ranks' listings
                 raise
             told = error.message
     raise changing(location)
@@ -274,7 +272,7 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
     while True:
         mine, found = _look(client, location, limit, windows)
         seen = _agree(mine)
-        if len({sight.is_blind for sight in seen}) > 1:  # other ranks may see newer checkpoints than this node has
+        if len({sight.is_blind for sight in seen}) > 1:  # other ranks may see newer checkpoints
             if mine.is_blind:
                 mine, found = _look(client, location, limit, windows, may_be_own=False)
             seen = _agree(mine)
@@ -290,7 +288,7 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
             return found.location.uri if found is not None else None
         if len(steps) == 0:
             raise _nothing_common(location, newest)
-        # Ranks that see different saves under one step must not mix them: continue with older steps.
+        # Different saves under one step must not mix: continue with older steps.
         limit = min(steps) if len(steps) > 1 else min(steps) - 1
 
 
@@ -307,7 +305,7 @@ def _look(
 
 
 def _agree(mine: _Sight) -> list[_Sight]:
-    """Gather the views of all ranks. Raises the first rank's error on all of them."""
+    """Gather the views of all ranks. Raises the first rank's error on all."""
     seen: list[_Sight] = all_gather(mine)
     for rank, sight in enumerate(seen):
         if sight.error is None:
@@ -420,7 +418,7 @@ def _load_model(
 def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is valid
-        # ShardedTensor, of FSDP's first version, may hold others that only DCP's planner unpacks.
+        # FSDP1's ShardedTensor may hold others, which only DCP's planner unpacks.
         odd = (one for one in target.values() if type(one) not in (torch.Tensor, str))
         is_nested = any(hasattr(one, "local_shards") for one in odd)
         state, planner = (target, DefaultLoadPlanner()) if is_nested else ({}, TargetPlanner(target))
@@ -448,9 +446,9 @@ def _placeholder(metadata: Metadata, name: str, device: str | torch.device) -> A
 
 
 class unwrapped:
-    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank) as itself.
+    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank).
 
-    Also an interrupt of this rank (Ctrl-C, ``sys.exit`` in a signal handler), which DCP wraps like any failure.
+    Also an interrupt of this rank (Ctrl-C, ``sys.exit`` in a signal handler), which DCP wraps as well.
     """
 
     def __enter__(self) -> None: ...

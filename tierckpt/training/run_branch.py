@@ -15,7 +15,7 @@ from .rank_exchange import all_gather, is_distributed
 
 
 class RunBranch:
-    """The branch that this process continues: of the restored checkpoint, or a new one that starts there.
+    """The branch that this process continues: the restored checkpoint's, or a new one from there.
 
     ``job``: the same on all ranks, and unique to this job.
     """
@@ -28,10 +28,8 @@ class RunBranch:
     def restored(self, uri: str, *, is_asked_for: bool) -> Branch:
         """Return the branch of later saves, after a restore of ``uri``. Collective; rank 0 decides.
 
-        Args:
-            is_asked_for: the caller named the step; newer checkpoints are abandoned with the next save.
-
-        Raises on all ranks if rank 0 cannot read the run.
+        ``is_asked_for``: the caller named the step; the next save abandons newer checkpoints. Raises on all
+        ranks if rank 0 cannot read the run.
         """
         self._restored += 1
         mine: Branch | BaseException | None = None
@@ -51,13 +49,12 @@ class RunBranch:
         return decided
 
     def look(self) -> None:
-        """Read this node's branch from the disk. A process that has restored nothing continues it."""
+        """Read this node's branch from the disk, for a process that has restored nothing."""
         if self.now is None:
             noted = branches.read_local(local_dir(self._settings.local_root, self.location))
             order = branches.next_order(noted)
             self.now = Branch(noted.id, order, noted.base, noted.ends) if noted else Branch(self._job, order)
 
     def of_save(self) -> Branch:
-        """Return the branch of the next save; a new one if ``look`` could not read the disk, an error that fails the
-        save."""
+        """Return the next save's branch; a new one if ``look`` could not read the disk, which fails the save."""
         return self.now or Branch(self._job)

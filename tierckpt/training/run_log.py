@@ -1,18 +1,17 @@
 """The records of a run: how its processes spend their time, for ``tierckpt report``.
 
-At each start, rank 0 opens one small file in the run's directory on the local tier (``layout.HISTORY_DIR``) and appends
-lines to it. At intervals and at the end, the file is copied to shared storage, next to the checkpoints. No checkpoint
-needs it. Every line carries totals, so a torn or missing line loses only its own increment.
+At each start, rank 0 opens one small file in the run's directory on the local tier (``layout.HISTORY_DIR``) and
+appends lines to it. At intervals and at the end, it is copied to shared storage, next to the checkpoints. No
+checkpoint needs it. Every line carries totals, so a torn or missing line loses only its own increment.
 
     L1  The records never fail or delay training: a thread writes the file; an error ends the records, logged once.
     L2  A file has at most ``LINES_MAX`` lines: at the limit, every second line of progress is removed. Totals stay.
 
 The records also show whether another job saves to the run (``OtherJobs``), by mistake or from a node that returns. The
-commit lets neither job replace a checkpoint that it has not seen. But the run then has the steps of both, and retention
-counts them all.
+commit lets neither job replace a checkpoint that it has not seen, but retention counts the steps of both.
 
-    O1  Another job is one with records that change, or appear, after this process began. A process that has ended, on
-        this host or with a last line, does not count: a restarted job is alone.
+    O1  Another job has records that change, or appear, after this process began. A process that has ended, on this
+        host or with a last line, does not count: a restarted job is alone.
     O2  The search never fails or delays a save: a store that does not answer yields no information.
 """
 
@@ -51,14 +50,14 @@ LINES_MAX = 4000
 LINE_SECONDS = 1.0
 """Seconds between two permanent lines of progress. The last step is always present."""
 SEND_SECONDS = 5.0
-"""Time between two copies on shared storage."""
+"""Seconds between two copies to shared storage."""
 KEEP_SECONDS = 0.05
-"""Maximum wait of a step for the write to the file. On a healthy disk the thread takes 0.1 ms."""
+"""Maximum wait of a step for the file write. On a healthy disk the thread takes 0.1 ms."""
 LAST_SEND_SECONDS = 5.0
 LOOK_SECONDS = 5.0
 """Maximum seconds of one check of other jobs' records."""
 _own: set[str] = set()
-"""The names of the records of this process."""
+"""Names of this process's records."""
 PROGRESS = ("step", "save", "durable")
 
 
@@ -82,7 +81,7 @@ class RunLog:
         self._sending: Future[None] | None = None
         self._lines: list[str] = []
         self._tail = ""
-        """The line of the last step, while it is newer than the last permanent line."""
+        """The last step's line, while newer than the last permanent line."""
         self._changes = self._kept = self._thinned = 0
         """Count of changes, of changes in the file, and of removals of lines."""
         self._left_seconds = 0.0
@@ -101,7 +100,7 @@ class RunLog:
     # --- what happens ------------------------------------------------------------------------------------------
 
     def restored(self, step: int | None, seconds: float, replayed_steps: int = 0) -> None:
-        """Record a restore that took ``seconds``. ``replayed_steps`` of its steps came from a log, not a checkpoint."""
+        """Record a restore. ``replayed_steps`` of its steps came from a log, not a checkpoint."""
         with self._lock:
             self._begin(seconds)
             self._totals["loading"] += seconds
@@ -135,7 +134,7 @@ class RunLog:
             self._mark = time.monotonic()
 
     def saved(self, step: int, age_seconds: float, *, is_sent: bool = True) -> None:
-        """Record that the save of ``step``, called ``age_seconds`` ago, is staged. ``is_sent``: it will be drained."""
+        """Record that the save of ``step``, called ``age_seconds`` ago, is staged. ``is_sent``: to be drained."""
         with self._lock:
             self._begin(0.0)
             self._trains = True
@@ -144,8 +143,7 @@ class RunLog:
             self._write("save", save_at=round(time.time() - age_seconds, 3), is_sent=is_sent)
 
     def durable(self, step: int, seconds: float, size_bytes: int, *, is_direct_put: bool = False) -> None:
-        """Record the commit of ``step`` after ``seconds``, on the local tier, or with ``is_direct_put`` only on the
-        shared one."""
+        """Record the commit of ``step`` after ``seconds``, local, or with ``is_direct_put`` only shared."""
         with self._lock:
             if self._has_begun:
                 self._write(
@@ -154,15 +152,15 @@ class RunLog:
                     durable_seconds=round(seconds, 6),
                     size_bytes=size_bytes,
                     is_direct_put=is_direct_put,
-                    reached_step=self._step,  # this line replaces the tail, which had it
+                    reached_step=self._step,  # this line replaces the tail
                 )
         if self._flush(LAST_SEND_SECONDS):
-            _make_durable(self._path)  # here, because no step waits for this thread
+            _make_durable(self._path)  # no step waits for this thread
         self.send()
         self._look()
 
     def _look(self) -> None:
-        """Check in the background whether another job saves here too, and let it see this one."""
+        """Check in the background whether another job saves here, and show it this one."""
         if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
             return
 
@@ -176,22 +174,22 @@ class RunLog:
             if has_news:
                 self.send(at_once=True)
 
-        with contextlib.suppress(Exception):  # L1: a client that is closing
+        with contextlib.suppress(Exception):  # L1: a closing client
             self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
     def is_alone(self, wait_seconds: float = LOOK_SECONDS) -> bool:
-        """Return False if another job was seen to save to this run. Waits for a running check."""
+        """Return False if another job saves to this run. Waits for a running check."""
         if self._looking is not None:
             with contextlib.suppress(Exception):
                 self._looking.result(wait_seconds)
         return self._others.is_alone
 
     def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:
-        """Record that the job closed its Checkpointer (``closed``), or ended for another reason."""
+        """Record the end of the job: its Checkpointer was ``closed``, or another reason."""
         with self._lock:
             if not self._trains:
                 return
-            self._mark = None  # the time since is no step: the job waited for its drains, or failed
+            self._mark = None  # not a step: the job waited for its drains, or failed
             self._write("end", reason=reason)
         self._flush(ILL_SECONDS)
         if wait_seconds > 0:
@@ -203,13 +201,13 @@ class RunLog:
     # --- keeping it --------------------------------------------------------------------------------------------
 
     def _begin(self, loading_seconds: float, begins_with: str = "restore") -> None:
-        """Record the first event. The time until then was the start of the process."""
+        """Record the first event. The time until then was the process's start."""
         if self._has_begun:
             return
         self._has_begun = True
         if self._mark is None:
             before = time.monotonic() - self._begun_at
-            if loading_seconds:  # all time but the restore itself
+            if loading_seconds:  # all time except the restore
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - loading_seconds)
             else:
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - before)
@@ -226,7 +224,7 @@ class RunLog:
         )
 
     def _count(self, seconds: float) -> None:
-        """Count a step. The part of the first step that exceeds the second counts as warm-up (compilation)."""
+        """Count a step. The first step's excess over the second counts as warm-up (compilation)."""
         if self._first_seconds is not None:
             extra = max(0.0, self._first_seconds - seconds)
             self._totals["warming"] += extra
@@ -259,7 +257,7 @@ class RunLog:
         ``KEEP_SECONDS``.
         """
         if self._is_on and self._thread is not None:
-            # Never shorter than the previous tail, which must be overwritten completely.
+            # Never shorter than the previous tail, to overwrite it completely.
             self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
             self._tell()
 
@@ -282,7 +280,7 @@ class RunLog:
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
         self._lock.notify_all()
-        if self._left_seconds > 0:  # a kill hides no step, and a disk that hangs costs at most this budget, once
+        if self._left_seconds > 0:  # a kill hides no step, and a hanging disk costs at most this budget, once
             begun = time.monotonic()
             self._lock.wait_for(lambda: self._kept == self._changes, self._left_seconds)
             self._left_seconds -= time.monotonic() - begun
@@ -293,7 +291,6 @@ class RunLog:
             return self._thread is not None and self._lock.wait_for(lambda: self._kept == self._changes, seconds)
 
     def _keep(self) -> None:
-        """Keep the file up to date, on its own thread, until ``close``."""
         file, size_bytes, shown, thinned = -1, 0, 0, -1
         beside = self._path.with_suffix(".new")
         try:
@@ -311,7 +308,7 @@ class RunLog:
                     use_local_root(self._settings)  # first: it creates directories that other users cannot read
                     make_dirs(beside.parent)
                     file, size_bytes = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 0
-                if data:  # replaces the tail, and truncates the file if the tail was longer
+                if data:  # replaces a perhaps longer tail
                     os.pwrite(file, data, size_bytes)
                     size_bytes += len(data)
                     os.ftruncate(file, size_bytes)
@@ -331,7 +328,9 @@ class RunLog:
                 os.close(file)
 
     def send(self, *, at_once: bool = False) -> None:
-        """Copy the file to shared storage in the background, one copy at a time, at most every ``SEND_SECONDS``."""
+        """Copy the file to shared storage in the background, one copy at a time, at most every
+        ``SEND_SECONDS``.
+        """
         with self._lock:
             is_early = time.monotonic() - self._sent_at < SEND_SECONDS and self._sent_at > 0
             is_busy = self._sending is not None and not self._sending.done()
@@ -343,7 +342,7 @@ class RunLog:
             self._sending = get_client(self._settings).start(
                 _put(get_client(self._settings).mover, self._location, self._key, data)
             )
-        except Exception as error:  # L1: a client that is closing
+        except Exception as error:  # L1: a closing client
             log.debug("the records of %s stay on this node: %s", self._location.uri, error)
 
     def close(self) -> None:
@@ -355,7 +354,7 @@ class RunLog:
 
 
 def _make_durable(path: Path) -> None:
-    """Sync the file. After a power cut, only lines newer than the last checkpoint may be missing."""
+    """Sync the file: a power cut loses at most the lines newer than the last checkpoint."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -374,7 +373,7 @@ async def _put(mover: Mover, location: Location, key: str, data: bytes) -> None:
 
 
 def process_started_at() -> float:
-    """Return the start of this process in Unix seconds. Source: proc(5), field 22 of stat, in ticks since boot."""
+    """The process's start in Unix seconds. Source: proc(5), field 22 of stat, in ticks since boot."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -386,7 +385,7 @@ def process_started_at() -> float:
 LOOKED_AT_MAX = 4
 """Maximum records read in one check, newest first."""
 REMEMBERED_SECONDS = 3600.0
-"""Seconds after the last sign of another job during which this job does not count as alone."""
+"""Seconds after another job's last sign during which this job does not count as alone."""
 
 
 class OtherJobs:
@@ -400,13 +399,13 @@ class OtherJobs:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this job is alone, as of the last listing."""
+        """Whether this job was alone at the last listing."""
         return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
 
     async def look(self, mover: Mover, own: frozenset[str]) -> bool:
-        """Check the run. Returns True if another job made progress. ``own``: names of the records of this process.
+        """Check the run. Returns True if another job made progress. ``own``: this process's records.
 
-        Cost: one listing, and a GET for each record that changed since the last check.
+        Cost: one listing, and a GET per record changed since the last check.
         """
         store, found = mover.store(self._location), {}
         async for info in store.list(HISTORY_DIR):

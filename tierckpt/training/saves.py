@@ -42,7 +42,7 @@ from .rank_exchange import Exchange, all_gather, is_distributed
 log = logger("checkpointer")
 
 EXTRA_SECONDS = 60.0
-"""Maximum seconds of a save beyond its own deadline for the other ranks."""
+"""Maximum seconds of a save beyond its deadline for the other ranks."""
 PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
 """Interval at which ranks that wait for their oldest saves exchange their state."""
@@ -51,7 +51,7 @@ LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
 
 Notes = dict[str, str | int | bool]
-"""Notes in a checkpoint's manifest, next to files and sizes."""
+"""Notes in a checkpoint's manifest."""
 
 
 @dataclass
@@ -70,13 +70,13 @@ class SaveRecord:
     is_direct_put: bool = False
     """True: all or part of it bypasses the SSD; its local and shared commits are one."""
     window_steps: int = 0
-    """Number of steps over which a multi-step save was copied."""
+    """Steps over which a multi-step save was copied."""
     moved_bytes: int = 0
-    """Bytes that this rank copied to host memory for a multi-step save, parts and gradients."""
+    """Bytes copied to host memory for a multi-step save, parts and gradients."""
     waited_bytes: int = 0
-    """Bytes of ``moved_bytes`` for which training waited, because they did not fit into the steps."""
+    """Part of ``moved_bytes`` for which training waited, because it did not fit into the steps."""
     fallback: str = ""
-    """Why a multi-step save was copied whole. '' for all others."""
+    """Why a multi-step save was copied whole; else ''."""
     notes: Notes = field(default_factory=dict)
     """Notes in its manifest: whether its steps were replayed, and bit for bit."""
     base: str = ""
@@ -84,7 +84,6 @@ class SaveRecord:
     begun_at: float = field(default_factory=time.monotonic, repr=False)
 
     def name(self, run: Location, step: int) -> None:
-        """Change the record to ``step`` of ``run``."""
         self.step, self.uri = step, run.child(step_name(step)).uri
 
     @property
@@ -115,16 +114,18 @@ class StagedSave:
     record: SaveRecord
     exchange: Exchange
     prepared: Future[None] | None = None
-    """Future of ``prepare``, on another thread."""
+    """``prepare``, on another thread."""
 
     def prepare(self) -> None:
-        """Have the agent finish this save if this process ends before it is on the SSD."""
+        """Have the agent finish this save if this process ends first."""
         self.staged.wait(slots.SLOT_SECONDS)
         self.session.prepare(self.plan, self.staged, self.metadata)
 
     @short_traceback
     def write(self, wait_shared: Callable[[], None]) -> None:
-        """Write this rank's shards and have the coordinator commit. Sets the record's size and route, or its error."""
+        """Write this rank's shards and have the coordinator commit. Sets the record's size and route, or its
+        error.
+        """
         record, session = self.record, self.session
 
         def write() -> tuple[list[Any], bool]:
@@ -162,8 +163,8 @@ class StagedSave:
                 session.abort()
             raise error from (caught if error is not caught else caught.__cause__)
         finally:
-            # Free the staged copies for the next checkpoint, even if the caller keeps the future of this save.
-            with contextlib.suppress(TierckptError):  # already raised by the save
+            # Free the staged copies, even if the caller keeps the future of this save.
+            with contextlib.suppress(TierckptError):  # raised by the save
                 self.staged.release()
             self.staged = StagedItems()
             self.metadata = None
@@ -189,8 +190,9 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool 
 
 
 def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
-    """Call ``save``, the final save of a job. If a hanging disk skips it, retry up to ``LAST_TRIES`` times, alike on
-    all ranks: no training is held up. ``records`` gets one record, of the last try."""
+    """Call ``save``, a job's final save. If a hanging disk skips it, retry up to ``LAST_TRIES`` times, alike on
+    all ranks: no training is held up. ``records`` gets only the last try's record.
+    """
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
     for number in range(LAST_TRIES - 1):
         future = save(is_retry=number > 0)
@@ -202,7 +204,7 @@ def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) ->
 
 
 def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
-    """Return the newest save of each step, without those that retention removes."""
+    """Return the newest save of each step that retention keeps."""
     sent = [record for record in records if not record.error and record.is_sent]
     newest = {record.step: record for record in sent}
     kept = {*rule.kept(newest), *rule.kept_of([record.step for record in sent])}
@@ -210,7 +212,7 @@ def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
 
 
 def note_commits(records: Sequence[SaveRecord], settings: Settings, committed_at: Mapping[str, float]) -> None:
-    """Record which saves are on the shared tier, from ``committed_at`` of this process or from the SSD."""
+    """Record shared commits, from ``committed_at`` of this process or from the SSD."""
     for record in records:
         if record.shared_commit_seconds is None and record.is_sent and not record.error:
             seconds = _drained_after(record, settings, committed_at)
@@ -248,17 +250,14 @@ def stage(
 
 
 class RunningSaves:
-    """The staged saves, oldest first, until their outcome is raised or logged.
-
-    ``is_sync``: one at a time.
-    """
+    """Staged saves, oldest first, until their outcome is raised or logged. ``is_sync``: one at a time."""
 
     def __init__(self, settings: Settings, timeout_seconds: float, *, is_sync: bool = False) -> None:
         self._settings, self._timeout_seconds = settings, timeout_seconds
         self._most = 1 if is_sync else settings.checkpoints_in_flight_max
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
-        """Saves whose error was already raised on this rank, because another rank reported it first."""
+        """Saves whose error was already raised here, as another rank reported it first."""
 
     @property
     def uris(self) -> set[str]:
@@ -275,19 +274,20 @@ class RunningSaves:
         return [(record, future) for record, future in self._saves if not future.done()]
 
     def note_reported(self, uris: Collection[str]) -> None:
-        """Record that the errors of these saves, if running here, were raised: each rank raises them once."""
+        """Record that these saves' errors, if running here, were raised: each rank raises them once."""
         self._reported |= self.uris & set(uris)
 
     def wait(self, seconds: float, *, last: bool = False) -> None:
-        """Wait up to ``seconds`` for all saves, or only the ``last`` one, to end."""
+        """Wait up to ``seconds`` for all saves, or only the ``last`` one."""
         waited = list(self._saves)[-1:] if last else list(self._saves)
         futures.wait([future for _, future in waited], seconds)
 
     def refuses(self, uri: str) -> CheckpointSkippedError | None:
-        """Wait until a save to ``uri`` may begin. Returns the reason if it is skipped: the policy, or a hanging disk of
-        any rank. Collective, with the same result on all ranks.
+        """Wait until a save to ``uri`` may begin. Returns the reason if it is skipped: the policy, or any
+        rank's hanging disk.
 
-        Does not raise errors of earlier saves. Planning does, on all ranks together.
+        Collective, with the same result on all ranks. Does not raise errors of earlier saves: planning does,
+        on all ranks.
         """
         # Report a save that fails at once (a full disk) now, not one checkpoint later.
         if not requests.is_ill:
@@ -324,7 +324,6 @@ class RunningSaves:
         return True
 
     def raise_ended(self) -> None:
-        """Raise the first error of the finished saves."""
         while self._saves and self._saves[0][1].done():
             self._finish_oldest()
 
@@ -342,7 +341,7 @@ class RunningSaves:
     def finish(self, deadline: float | None = None) -> None:
         """Wait for every running save. Raises the first error; logs the others.
 
-        After ``deadline``, waits only for saves that are not on the local tier yet: only those would be lost.
+        After ``deadline``, waits only for saves not yet on the local tier: only those would be lost.
         """
         first: BaseException | None = None
         while self._saves:
@@ -408,7 +407,7 @@ def plan_save(
     *,
     with_addresses: bool = False,
 ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
-    """Run DCP's planning, on the caller's thread: the only collectives of a save."""
+    """Run DCP's planning on the caller's thread: the only collectives of a save."""
     planner = TierSavePlanner()
     planner.with_addresses = with_addresses
     ranks = DistWrapper(None, is_distributed(), 0)
@@ -447,7 +446,7 @@ def _checkpoints_of(error: CheckpointException) -> set[str]:
 def describe_wait(
     location: Location, settings: Settings, running: RunningSaves, stats: Sequence[SaveRecord], deadline: float
 ) -> str:
-    """Return the log line of a wait in ``close``: its subject, the time left, and how to stop."""
+    """Return the log line of a wait in ``close``: subject, time left, how to stop."""
     saving = sum(record.local_commit_seconds is None for record, _ in running.unfinished())
     if saving:
         return f"closing: writing {saving} save(s) of {location.uri} to the SSD"

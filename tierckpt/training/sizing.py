@@ -1,4 +1,4 @@
-"""A live model and its optimizer as the sizer sees them."""
+"""Measures a live model and its optimizer for the sizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from ..planning.training_state import Model, Tensor, TrainingState, take_stock
 
 
 def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, TrainingState]:
-    """Count the parameters of ``model``, and the bytes that it and ``optimizer`` keep for each, however sharded.
+    """Count the parameters of ``model``, and the bytes per parameter of it and ``optimizer``, however sharded.
 
-    An optimizer before its first step has no state and adds nothing.
-
-    Raises:
-        ConfigError: the model has no parameters.
+    An optimizer before its first step has no state and adds nothing. Raises ConfigError for a model without
+    parameters.
     """
     tensors = [_tensor(name, parameter) for name, parameter in model.named_parameters()]
     if optimizer is not None:
@@ -27,5 +25,5 @@ def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> Tensor:
-    """Return the tensor; a DTensor has its global shape."""
+    """A DTensor has its global shape."""
     return Tensor(name, tensor.numel(), tensor.numel() * tensor.element_size(), tensor.is_floating_point())

@@ -1,7 +1,7 @@
 """``peers=torchrun``: the nodes of a job find each other through the job's rendezvous store.
 
-Each node's first process requests the address of its agent, adds it to a list in the store, and passes the list to
-the agent. No node waits for another: a later node finds the earlier ones, whose agents learn about it from its agent.
+Each node's first process adds its agent's address to a list in the store, and passes the list to the agent. No node
+waits for another: a later node finds the earlier ones, whose agents learn about it from its agent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ log = logger("peer")
 
 STORE_SECONDS = 30.0
 ADDRESSES_BYTES_MAX = 512 << 10
-"""Only the end of the list is read: an elastic job that restarted often leaves many stale addresses."""
+"""Only the list's end is read: an elastic job that restarted often leaves many stale addresses."""
 
 
 def meet(settings: Settings) -> None:
-    """Pass the addresses of the job's other agents to this node's agent. Never fails a job: without them a node reads
-    alone, which is logged.
+    """Pass the addresses of the job's other agents to this node's agent. Only logs failures: the node reads alone.
 
     Cost: two requests to the job's store and two to the agent, on the first rank of each node.
     """

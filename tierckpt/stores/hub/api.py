@@ -58,20 +58,20 @@ from ..signed_requests import MAY_PASS
 log = logger("stores.hub")
 
 BODY_BYTES_MAX: Final = 64 << 20
-"""Of a page of a listing, or of a file that the resolver sends itself: git holds no larger ones."""
+"""Limit of a listing page, or of a file sent by the resolver: git holds no larger ones."""
 PAGES_MAX: Final = 10_000
-"""Of a listing: ten million files."""
+"""Limit of a listing: ten million files."""
 TREES_MAX: Final = 4
 """Commits with cached listings: each directory of a repository is a store of its own and needs them."""
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
-"""The Hub counts requests in windows of five minutes: two of them."""
+"""Two of the Hub's five-minute windows."""
 RATE_LIMIT_SECONDS: Final = 30.0
-"""Waited where a limit does not say how long."""
+"""Default wait after a limit without a time."""
 REASON_MAX: Final = 200
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _MAY_PASS = MAY_PASS - {429}  # A2
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""An organisation or a repository: a Hub takes no other, and in a URL any other may mean something else."""
+"""Pattern of an organisation or repository: in a URL other characters may mean something else."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RATE_LIMIT = re.compile(r";\s*t=(\d+)")
@@ -81,14 +81,13 @@ _KINDS = ("datasets", "spaces", "models")
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository and what of it is meant."""
+    """A repository and a directory in it."""
 
     kind: str
-    """``models``, ``datasets`` or ``spaces``."""
     name: str
     revision: str = "main"
     path: str = ""
-    """The directory in it; '' for all of it."""
+    """The directory; '' for all of it."""
 
     @property
     def page(self) -> str:
@@ -105,7 +104,7 @@ class Repository:
 
 
 def repository_of(location: Location) -> Repository | None:
-    """Return what ``hf://org/name[@revision][/path]`` or ``hf://datasets/org/name...`` names; None: no repository."""
+    """Parse ``hf://org/name[@revision][/path]`` or ``hf://datasets/org/name...``; None: no repository."""
     kind, parts = "models", [part for part in (location.authority, *location.path.split("/")) if part]
     if parts and parts[0] in _KINDS:
         kind = parts.pop(0)
@@ -115,14 +114,14 @@ def repository_of(location: Location) -> Repository | None:
     if not (NAME.fullmatch(parts[0]) and NAME.fullmatch(name)):
         return None
     rest = parts[2:]
-    if revision == "refs" and len(rest) >= 2:  # @refs/pr/1 and @refs/convert/parquet are spelt with slashes
+    if revision == "refs" and len(rest) >= 2:  # @refs/pr/1 and @refs/convert/parquet contain slashes
         revision, rest = "/".join([revision, *rest[:2]]), rest[2:]
     return Repository(kind, f"{parts[0]}/{name}", unquote(revision) or "main", "/".join(rest))
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of one commit. ``etag``: ``sha256:...`` of its bytes (LFS), or ``git:...``, the SHA-1 of its blob."""
+    """A file of one commit. ``etag``: ``sha256:...`` (LFS), or ``git:...``, the SHA-1 of its blob."""
 
     path: str
     size_bytes: int
@@ -136,13 +135,12 @@ class Answer:
     """Names in lower case."""
     body: bytes
     url: str
-    """Whose answer it is."""
     is_more: bool = False
-    """The server sends more than the requested range: none of it was read."""
+    """The server sends more than the requested range: none was read."""
 
     @property
     def reason(self) -> str:
-        """Return the Hub's words about a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
+        """The Hub's reason for a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
         said: Any = self.headers.get("x-error-message", "")
         if not said:
             with contextlib.suppress(ValueError, RecursionError):
@@ -163,25 +161,24 @@ class Hub:
     def __init__(self, settings: Settings, retries: Retries) -> None:
         self.endpoint = (_environ("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         scheme = ""
-        with contextlib.suppress(ValueError):  # brackets that do not close
+        with contextlib.suppress(ValueError):  # unclosed brackets
             scheme, self.host = urlsplit(self.endpoint)[:2]
         if scheme not in ("http", "https") or not self.host or "@" in self.host:  # a password would be printed
             raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
         self._free_at = 0.0
-        """Return when (monotonic) the next request may be sent (A2)."""
+        """Monotonic time of the next allowed request (A2)."""
         self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
         self._listing = asyncio.Lock()
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     async def commit(self, repository: Repository) -> str:
-        """Return the commit that a revision is now. One request, none for a commit.
+        """Return the current commit of a revision. One request, none for a commit.
 
-        Raises:
-            ObjectNotFoundError: no such repository or revision. PermissionDeniedError: gated, or private.
-            StoreUnavailableError: no answer in time, or offline.
+        Raises ObjectNotFoundError: no such repository or revision. PermissionDeniedError: gated, or private.
+        StoreUnavailableError: no response in time, or offline.
         """
         if repository.is_commit:
             return repository.revision
@@ -194,7 +191,9 @@ class Hub:
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
-        """Return every file of a commit, by path below the repository. One request for each page (1000 files), once."""
+        """Return every file of a commit, by path below the repository. One request per page (1000 files),
+        cached.
+        """
         key = repository.kind, repository.name, commit
         async with self._listing:
             if key not in self._trees:
@@ -220,11 +219,10 @@ class Hub:
         raise StoreError(f"{self.host} lists more than {PAGES_MAX} pages of {repository.page}", tier=Tier.SHARED)
 
     async def resolve(self, repository: Repository, commit: str, path: str, byte_range: ByteRange) -> str | Answer:
-        """Return the URL, on another host, that gives ranges of a file for a while, or an answer with the range (206)
-        or with all that there is of the file (200).
+        """Return a temporary URL on another host for ranges of a file, or a response with the range (206) or
+        the whole file (200).
 
-        Raises:
-            IntegrityError: an answer of another commit.
+        Raises IntegrityError: a response of another commit.
         """
         url = self.path_of(repository, commit, path)
         answer = await self._api(url, repository, range_header(byte_range), path=path)
@@ -239,12 +237,12 @@ class Hub:
         return answer.headers["location"]
 
     def path_of(self, repository: Repository, commit: str, path: str) -> str:
-        """Return where the resolver has a file, below the endpoint."""
+        """Return the resolver's path of a file, below the endpoint."""
         prefix = "" if repository.kind == "models" else f"{repository.kind}/"
         return f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
 
     async def answer(self, path: str, form: bytes | None = None) -> Answer:
-        """Return the response to a GET of a path of the Hub, or to a POST of ``form``; also a refusal."""
+        """Return the response, also a refusal, to a GET of a Hub path, or to a POST of ``form``."""
         headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
         return await self._ask(f"{self.endpoint}{path}", headers, form)
 
@@ -253,7 +251,7 @@ class Hub:
     async def _api(
         self, url: str, repository: Repository, headers: Mapping[str, str] | None = None, path: str = ""
     ) -> Answer:
-        """Send a request and follow redirects on the Hub's own host. Returns a 2xx, or a 3xx to another host."""
+        """Send a request with redirects on the Hub's own host. Returns a 2xx, or a 3xx to another host."""
         url = urljoin(f"{self.endpoint}/", url.lstrip("/")) if url.startswith("/") else url
         for _ in range(REDIRECTS_MAX):
             answer = await self._ask(url, headers or {})
@@ -267,7 +265,7 @@ class Hub:
         raise StoreError(f"{self.host} redirects {repository.page} in a circle", tier=Tier.SHARED)
 
     async def _ask(self, url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
-        """Make one request, again while it fails in a way that may pass, or is put off (A2)."""
+        """Make one request, with retries after transient failures and rate limits (A2)."""
         if _is_true(_environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
             raise HubOfflineError(
                 f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
@@ -293,8 +291,8 @@ class Hub:
         return await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
     def _put_off(self, answer: Answer, deadline: float) -> None:
-        """Record until when no request may be sent. Raises StoreUnavailableError: after ``deadline``."""
-        seconds = max(1.0, _seconds_to_wait(answer.headers))  # at once would be ten minutes without a pause
+        """Record the time of the next allowed request. Raises StoreUnavailableError: after ``deadline``."""
+        seconds = max(1.0, _seconds_to_wait(answer.headers))  # zero would retry for ten minutes without a pause
         if time.monotonic() + seconds > deadline:
             raise StoreUnavailableError(
                 f"{self.host} takes no more requests for {seconds:g} s",
@@ -307,7 +305,7 @@ class Hub:
         self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     async def probe(self) -> bool:
-        """Ask once for something cheap. True when the Hub answered."""
+        """Send one cheap request. True if the Hub answered."""
         with contextlib.suppress(StoreUnavailableError):
             async with asyncio.timeout(PROBE_SECONDS_MAX):
                 answer = await asyncio.to_thread(request, f"{self.endpoint}/robots.txt", {})
@@ -315,7 +313,7 @@ class Hub:
         return False
 
     def _is_own(self, url: str) -> bool:
-        """True for the Hub's host, reached as it is to be: a redirect may not take the token out of TLS."""
+        """True for the Hub's host and scheme: a redirect must not take the token out of TLS."""
         return urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
 
     def authorization(self, url: str) -> dict[str, str]:
@@ -372,7 +370,7 @@ class Hub:
 
 
 def hub_of(retries: Retries) -> Hub:
-    """Return the Hub that ``HF_ENDPOINT`` names, one for all repositories of a mover. Raises ConfigError: no URL."""
+    """Return the Hub of ``HF_ENDPOINT``, one per mover. Raises ConfigError: no URL."""
     if retries.hub is None:
         retries.hub = Hub(retries.settings, retries)
     hub: Hub = retries.hub
@@ -380,11 +378,9 @@ def hub_of(retries: Retries) -> Hub:
 
 
 def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
-    """Make one GET, or POST of ``form``; return the answer, whatever it says. A redirect is not followed. Blocking.
+    """Make one GET, or POST of ``form``; return any response. A redirect is not followed. Blocking.
 
-    Raises:
-        StoreUnavailableError: there is no answer, or no whole one.
-        StoreError: it is no URL of HTTP.
+    Raises StoreUnavailableError: no complete response. StoreError: no HTTP URL.
     """
     host = check_http(url)
     try:
@@ -413,7 +409,7 @@ _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
 
 
 def _failure(url: str, error: BaseException) -> StoreError:
-    """The error for a request without an answer. A final one is ``EndpointError``."""
+    """Return the error for a request without a response. A final one is ``EndpointError``."""
     host, proxy = check_http(url), proxy_for(url)
     if isinstance(error, ssl.SSLCertVerificationError):
         return EndpointError(
@@ -456,7 +452,7 @@ def _refused_by_proxy(url: str, status: int) -> StoreError:
 
 
 def not_a_hub(url: str, what: str) -> EndpointError:
-    """``what``: what answers instead; '' if that is not known."""
+    """``what``: the kind of server that answered; '' if unknown."""
     host = urlsplit(url).netloc
     return EndpointError(
         f"{host} does not answer as a Hub does{f': {what}' if what else ''}",
@@ -466,7 +462,7 @@ def not_a_hub(url: str, what: str) -> EndpointError:
 
 
 def check_http(url: str) -> str:
-    """Return the host of a URL. Raises StoreError: a Hub that sends us to files of this node is none."""
+    """Return a URL's host. Raises StoreError: a Hub must not redirect to local files."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise StoreError(f"a Hub leads to {redact(url)[:100]!r}, which is no URL of HTTP", tier=Tier.SHARED)
@@ -521,7 +517,7 @@ def _seconds_to_wait(headers: Mapping[str, str]) -> float:
 
 
 def _environ(*names: str) -> str:
-    """The first of some names of the environment that says something; ''."""
+    """The first nonempty of some variables; ''."""
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
@@ -530,26 +526,25 @@ def _is_true(value: str) -> bool:
 
 
 def _path(value: str) -> Path:
-    """A path of the environment, with ``~`` and variables in it, as huggingface_hub takes it."""
+    """Expand ``~`` and variables, as huggingface_hub does."""
     return Path(expand_user(os.path.expandvars(value)))
 
 
 def hf_home() -> Path:
-    """Return the cache directory of huggingface_hub."""
     home = _environ("HF_HOME")
     return _path(home) if home else cache_home() / "huggingface"
 
 
 def hub_cache() -> Path:
-    """Return where Hugging Face libraries look for repositories: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
+    """Return the libraries' repository cache: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
     cache = _environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     return _path(cache) if cache else hf_home() / "hub"
 
 
 def hub_token() -> str:
-    """Return the token without the white space of a copied one: no header may contain a line end.
+    """Return the stripped token: no header may contain a line end.
 
-    '' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here gives a token explicitly.
+    '' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here passes a token explicitly.
     """
     if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
         return ""
@@ -566,7 +561,7 @@ def _token_path() -> Path:
 
 
 def _token_source() -> str:
-    """For messages: where the token comes from, or should."""
+    """For messages: the token's source, or where to set it."""
     if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
         return "HF_TOKEN, and unset HF_HUB_DISABLE_IMPLICIT_TOKEN"
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

@@ -44,7 +44,7 @@ from .api import HubFile, Repository, hub_of, no_object, repository_of
 T = TypeVar("T")
 
 LISTED_SECONDS: Final = 10.0
-"""A listing is as good as new for so long: the verbs that freeze a model share one."""
+"""A listing is reused for this time: the verbs that freeze a model share one."""
 URLS_MAX: Final = 3
 """Attempts for one URL before its file counts as unavailable."""
 DIRECT: Final = "direct"
@@ -52,7 +52,7 @@ _POINTER = b"version https://git-lfs"
 
 
 class HubStore:
-    """Files of one repository, below a directory of it. Read only."""
+    """Files of one repository, below one of its directories. Read only."""
 
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
         self.uri = location.uri
@@ -61,19 +61,19 @@ class HubStore:
         self._repository = repository_of(location)
         self._settings = settings
         self._is_whole_only = False
-        """The server has sent a whole file for a range: no other range is requested."""
+        """True after the server sent a whole file for a range: no other range is requested."""
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
         self._commit = ""
         self._listing = asyncio.Lock()
         self._commits: dict[tuple[str, str], tuple[str, HubFile]] = {}
-        """The commit in which each file was listed (H1), by key and etag."""
+        """The listed commit of each file (H1), by key and etag."""
         self._urls: dict[tuple[str, str], str] = {}
         self._locating: dict[str, asyncio.Lock] = {}
 
     @property
     def repository(self) -> Repository:
-        """Raises ObjectNotFoundError: the URI names none."""
+        """Raises ObjectNotFoundError: the URI names no repository."""
         if self._repository is None:
             raise ObjectNotFoundError(
                 f"{self.uri} names no repository",
@@ -88,11 +88,11 @@ class HubStore:
 
     @property
     def commit(self) -> str:
-        """Return the commit that was listed last; '' before."""
+        """Return the last listed commit; '' before."""
         return self._commit
 
     async def _files(self) -> dict[str, HubFile]:
-        """Return the files by key, listed not longer ago than ``LISTED_SECONDS``."""
+        """Return the files by key, listed within ``LISTED_SECONDS``."""
         async with self._listing:
             repository, hub = self.repository, hub_of(self.retries)
             is_old = not repository.is_commit and time.monotonic() - self._listed_at > LISTED_SECONDS
@@ -134,10 +134,10 @@ class HubStore:
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
-        """``get_range`` into memory of the caller's.
+        """``get_range`` into the caller's memory.
 
         Raises:
-            ObjectNotFoundError: the file is listed, and has no object.
+            ObjectNotFoundError: the file is listed, but its object is missing.
             IntegrityError: the Hub sends other bytes than it lists.
             RangesIgnoredError: a mirror, or its redirect target, sends whole files only (``reading``).
         """
@@ -163,7 +163,7 @@ class HubStore:
             try:
                 await self._reader.receive(url, byte_range, into, file.size_bytes)
                 return
-            except NotThisWay as refusal:  # mostly it has expired
+            except NotThisWay as refusal:  # usually expired
                 reason = str(refusal)
                 if self._urls.get((commit, file.path)) == url:
                     del self._urls[commit, file.path]
@@ -179,7 +179,7 @@ class HubStore:
         raise StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
 
     async def _locate(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
-        """Return a URL for ranges of a file; None when the resolver has sent the range itself."""
+        """Return a URL for ranges of a file; None if the resolver sent the range itself."""
         name = commit, file.path
         if name not in self._urls:
             async with self._locating.setdefault(file.path, asyncio.Lock()):
@@ -264,7 +264,7 @@ class HubStore:
         return False
 
     def hasten(self) -> None:
-        """Wait for the turn of a Hub that is down."""
+        """Wait for a probe of a Hub that is down."""
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self._refuse()

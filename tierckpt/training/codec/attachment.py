@@ -36,7 +36,7 @@ from .structure_types import CONSTANTS, bad
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"
 Place = tuple[str, str]
-"""A tensor of a module: the module's name in the state, and the tensor's name in the module."""
+"""Module name in the state, and tensor name in the module."""
 NONE_SENT: Mapping[Place, int | torch.Tensor] = MappingProxyType({})
 UNTRACED = (
     "{}, which no optimizer of the state steps, was changed in a way that version counters do not show (.data, numpy, "
@@ -45,37 +45,38 @@ UNTRACED = (
 
 
 class Attachments:
-    """Encodes the attachment of each step of ``state``, with the tensors of modules that changed since the last one.
+    """Encodes the attachment of each step of ``state``, with the module tensors changed since the last one.
 
-    Buffers are compared by their bits, as kernels write to them without a trace (``batch_norm``). Parameters that no
-    optimizer steps are compared by version counters, and in host memory by a sample of elements, as averages of weights
-    are often written through ``.data``. The digest thread compares all bits of unchanged ones: ``check`` reports a
-    difference, and later attachments always include that parameter.
+    Buffers are compared by their bits, as kernels write to them without a trace (``batch_norm``). Parameters that
+    no optimizer steps are compared by version counters, and in host memory by a sample of elements, as averages of
+    weights are often written through ``.data``. The digest thread compares all bits of unchanged ones: ``check``
+    reports a difference, and later attachments always include that parameter.
 
-    Args:
-        untraced: these parameters; shared with the next log.
+    ``untraced``: these parameters; shared with the next log.
 
     Cost: state_dict() of entries that are neither module nor optimizer; one pass over the buffers, which waits for
-        their device; one pass over other parameters, on the digest thread.
+    their device; one pass over other parameters, on the digest thread.
     """
 
     def __init__(self, state: Mapping[str, Any], untraced: set[Place]) -> None:
         self._seen: dict[Place, Any] = {}
         self._untraced = untraced
         self._marks: dict[Place, int] = {}
-        """Marks of parameters at the newest step. Used by the digest thread."""
+        """Marks of parameters at the newest step, for the digest thread."""
         for name, key, tensor in _tensors_of(state):
             self._seen[name, key] = _mark(tensor)
         self._places = self._seen.keys() | set[Place]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
-        """Note that a checkpoint has the current state: the next attachment has all changes since the last step."""
+        """Note that a checkpoint has the current state: the next attachment has all changes since the last
+        step.
+        """
         for name, key, tensor in _tensors_of(state):
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
 
     def check(self, state: Mapping[str, Any], sent: Mapping[Place, int | torch.Tensor] = NONE_SENT) -> Check:
-        """Return a check of the parameters against the newest step. ``sent``: marks of parameters in the attachment."""
+        """Return a check of the parameters against the newest step. ``sent``: marks of attached parameters."""
         marks: dict[Place, Any] = dict(sent)
         for name, key, tensor in _parameters_of(state):
             if (name, key) not in marks:
@@ -97,8 +98,9 @@ class Attachments:
         return read
 
     def encode(self, state: Mapping[str, Any]) -> tuple[bytes, Check]:
-        """Return the attachment of a step, and its ``check``. Raises StateMismatchError for values that cannot be
-        restored."""
+        """Return a step's attachment and ``check``. Raises StateMismatchError for values that cannot be
+        restored.
+        """
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         sent, places = dict[Place, int | torch.Tensor](), set[Place]()
@@ -132,9 +134,7 @@ class Attachments:
 class Attached:
     """Restores attachments to ``state``: tensors of modules in order, the rest of the newest one in ``finish``.
 
-    Raises:
-        UnsafeCheckpointError: the bytes are not an attachment.
-        StateMismatchError: they do not fit the state.
+    Raises UnsafeCheckpointError: not an attachment. StateMismatchError: it does not fit the state.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Attached:
         self._marks: dict[Place, int] = {}
 
     def take(self, attachment: bytes) -> int:
-        """Restore the tensors of one step. Returns the digest of its ``Attachments.check``."""
+        """Restore one step's tensors. Returns the digest of its ``Attachments.check``."""
         if not self._marks:
             self._mark({(name, key) for name, key, _ in _parameters_of(self._state)})
         self._newest = _decode(attachment, self._state)
@@ -162,7 +162,6 @@ class Attached:
             [self._marks[place]] = digest_values(digests_of([local_shard(self._live[place].detach())])) or [0]
 
     def finish(self) -> None:
-        """Restore the rest of the newest step."""
         if self._newest is None:
             return
         for name, groups in self._newest["groups"].items():
@@ -214,7 +213,7 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module in DDP: checkpoints use its names, with or without the wrapper."""
+    """Unwrap DDP: checkpoints use the inner names."""
     return inner(module.module) if isinstance(module, DistributedDataParallel) else module
 
 
@@ -247,7 +246,7 @@ def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield the saved tensors of each module that no optimizer of the state steps."""
+    """Yield the saved module tensors that no optimizer of the state steps."""
     stepped = {id(one.tensor) for optimizer in optimizers_in(state).values() for one in parameters_of(optimizer)}
     for name, module in _modules(state):
         for path, one in module.named_modules():

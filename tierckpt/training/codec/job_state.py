@@ -68,9 +68,8 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict to save. Tensors are the live ones, not copies.
 
     Structures are under ``STRUCTURE``: one for all ranks, or one per rank with its own values. If values differ
-    without ``PerRank``, those of one rank are saved.
-
-    Raises StateMismatchError naming a value that cannot be restored.
+    without ``PerRank``, those of one rank are saved. Raises StateMismatchError naming a value that cannot be
+    restored.
     """
     _check_state(state)
     saved: dict[str, Any] = {}
@@ -95,7 +94,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(name: str, value: Any, saved: Mapping[str, Any], texts: dict[str, dict[str, Any]]) -> tuple[Any, str]:
-    """Return the part of a value that DCP saves next to ``saved``, and the text of its structure."""
+    """Return the part of a value that DCP saves next to ``saved``, and its structure's text."""
     number = f"{rank_key()}.{name}" if isinstance(value, PerRank) else name
     below = f"{STRUCTURE}.{NUMBERED}.{number}"
     value = value.state_dict() if isinstance(value, Stateful) else value
@@ -119,19 +118,19 @@ def _is_unambiguous(flat: dict[str, Any]) -> bool:
 
 
 def _split(name: str, tree: dict[str, Any], odd: list[tuple[Path, Any]]) -> tuple[dict[str, Any], str]:
-    """Return the part of a module or optimizer that DCP saves, and the structure of the other values."""
+    """Return the part of a module or optimizer that DCP saves, and the structure of other values."""
     nodes, encoder = [], Encoder(name)
     for path, value in odd:
         node, shown = encoder.encode(value, (name, *path))
         nodes.append([{"tuple": list(path)}, node])
         if path:
             _put(tree, path, shown)
-    # An optimizer always has a structure: it marks complete lists of parameters, which stock PyTorch does not save.
+    # An optimizer always has a structure: it marks complete parameter lists, which stock PyTorch does not save.
     return tree, text_of({"paths": nodes}) if nodes or optimizers.GROUPS in tree else ""
 
 
 def _put(saved: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Set the value at ``path``, or remove it if ``value`` is NOTHING. Creates missing containers."""
+    """Set the value at ``path``, or remove it if NOTHING. Creates missing containers."""
     for key in path[:-1]:
         saved = saved[key] if isinstance(saved, list) else saved.setdefault(key, {})
     if value is not NOTHING:
@@ -174,8 +173,7 @@ class RestorePlan:
         missing: names that only the entries have.
         unexpected: names that only the checkpoint has. Other ranks may have them.
 
-    Raises:
-        StateMismatchError: a tensor has another shape in the checkpoint, or a value's class is unknown here.
+    Raises StateMismatchError: a tensor has another shape in the checkpoint, or a value's class is unknown here.
     """
 
     def __init__(
@@ -230,9 +228,8 @@ class RestorePlan:
     def put_back(self, loaded: Mapping[str, Any], *, strict: bool = True, own_code: bool) -> None:
         """Load the entries that run their own code (``own_code``), or the others, which only copy.
 
-        Call it with ``own_code`` first, on all ranks, so that a failure leaves the others unchanged.
-
-        Raises StateMismatchError, which lists the entries that may have changed.
+        Call it with ``own_code`` first, on all ranks, so that a failure leaves the others unchanged. Raises
+        StateMismatchError, which lists the entries that may have changed.
         """
         wanted = {name: target for name, target in self._targets.items() if target.is_plain is not own_code}
         changed: list[str] = []

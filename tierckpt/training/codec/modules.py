@@ -1,6 +1,6 @@
 """A module's part of a checkpoint: the result of ``state_dict``, and the argument of ``load_state_dict``.
 
-Names are without DDP and ``torch.compile``, so a restore may add or remove these wrappers.
+Names omit DDP and ``torch.compile``, so a restore may add or remove these wrappers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .reconstruction import Decoder, NewTensors
 from .stored import Path, Stored, nested
 
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
-"""Attribute of the module inside activation checkpointing's wrapper. The wrapper's state dict omits this name."""
+"""Attribute of the module inside activation checkpointing's wrapper, omitted by the wrapper's state dict."""
 EXTRA_STATE = "_extra_state"
-"""Last part of the key of ``get_extra_state``'s result: a tensor of any length, or any other value."""
+"""Last key part of ``get_extra_state``'s result: a tensor of any length, or any other value."""
 VERSIONS: Path = ()
-"""Path of the versions of submodules, ``_metadata`` of a state dict, among values that are not tensors."""
+"""Path of the submodule versions, ``_metadata`` of a state dict, among values that are not tensors."""
 
 
 class Names:
@@ -54,7 +54,6 @@ class Names:
 
 
 def parameters_by_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all names of each parameter in a checkpoint."""
     left = [("", module)]
     while left:
         prefix, one = left.pop()
@@ -74,8 +73,7 @@ def _child_of_wrapper(module: torch.nn.Module) -> str:
 
 
 def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each submodule with its prefix, parents first. Costs a quarter of ``named_modules``, which keeps a set of
-    all."""
+    """Yield each submodule with its prefix, parents first, at a quarter of the cost of ``named_modules``."""
     left = [("", module)]
     while left:
         prefix, one = left.pop()
@@ -84,12 +82,12 @@ def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 
 def is_flat(module: torch.nn.Module) -> bool:
-    """Return True for FSDP's first version, with parameters that only DCP can name."""
+    """True for FSDP1, with parameters that only DCP can name."""
     return any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module))
 
 
 def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dict of ``module`` by the names of a checkpoint, and the versions that are not the default."""
+    """Return the state dict by checkpoint names, and the versions that are not the default."""
     if is_flat(module):
         return dict(get_model_state_dict(module)), {}
     names, found = Names(module), module.state_dict()
@@ -150,7 +148,7 @@ class ModuleTarget:
         return live if is_alike and self._is_flat else new.like(found, live if is_alike else None)
 
     def _compare(self, loose: tuple[str, ...]) -> None:
-        """Args: loose: prefixes of submodules with their own rules for keys and shapes."""
+        """``loose``: prefixes of submodules with their own rules for keys and shapes."""
         decoded = {str(path[0]): value for path, value in self._decoded().items() if path}
         found = {str(path[0]): one for path, one in self._items.items()} | decoded
         self.missing = [key for key in self._live if key not in found and not key.startswith(loose)]
@@ -186,7 +184,6 @@ class ModuleTarget:
         return self.is_meta and not torch.__future__.get_swap_module_params_on_conversion()
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the module. Raises the errors of its ``load_state_dict``."""
         if self._decoder is not None:
             self._decoder.finish()
         values = nested({path: loaded[key] for path, key in self._below.items()})
@@ -236,13 +233,13 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each second tensor into the first, like ``load_state_dict``, in a few batched calls.
 
-    Tied tensors are copied one after the other, so that the last one wins: a batched call on a GPU has no order.
+    Tied tensors are copied one by one, so that the last one wins: a batched call on a GPU has no order.
     """
     plain = []
     owners = Counter(local_shard(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:
         shard = local_shard(to)
-        is_lazy_view = shard.is_conj() or shard.is_neg()  # torch cannot copy to these in one batched call
+        is_lazy_view = shard.is_conj() or shard.is_neg()  # torch cannot copy to these in a batched call
         is_like = type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape
         if is_like and not is_lazy_view and owners[shard.data_ptr()] == 1:
             plain.append((to, source))

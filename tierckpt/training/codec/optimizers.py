@@ -1,8 +1,8 @@
 """An optimizer's part of a checkpoint: its ``state_dict`` by parameter name.
 
-    state.NAME.KEY                 the state of a parameter
-    param_groups.N.params          the names of a group's parameters
-    param_groups.N.OPTION          the options of a group
+    state.NAME.KEY            the state of a parameter
+    param_groups.N.params     the names of a group's parameters
+    param_groups.N.OPTION     the options of a group
 
 ``state_dict`` numbers parameters. A checkpoint names them like their module, so that the state follows its parameter
 when order or world size change, and stock PyTorch finds it. A parameter of no module is ``param.GROUP.INDEX``. With
@@ -36,7 +36,7 @@ from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
 
 LOOSE = "param."
-"""Prefix of the name of a parameter that is in no module of the state."""
+"""Name prefix of a parameter in no module of the state."""
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
@@ -47,7 +47,7 @@ class ParameterNames:
         self.modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
         self._flat = [entry for entry, one in self.modules.items() if is_flat(one)]
         self._first: dict[str, dict[int, str]] = {}
-        """The first name of each parameter, by the entry of its module."""
+        """First name of each parameter, by its module's entry."""
         self._more: dict[tuple[str, int], list[str]] = {}
         """Other names of tied parameters."""
         for entry, module in self.modules.items():
@@ -57,7 +57,7 @@ class ParameterNames:
                     self._more.setdefault((entry, id(parameter)), []).append(name)
 
     def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the module for which DCP must name the parameters (FSDP's first version), or None."""
+        """Return the module whose parameters only DCP can name (FSDP1), or None."""
         ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
         return next((self.modules[entry] for entry in self._flat if ids & self._first[entry].keys()), None)
 
@@ -71,7 +71,6 @@ class ParameterNames:
         ]  # fmt: skip
 
     def saved(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Return the saved name of each parameter of each group."""
         owner = self._owner(optimizer)
         found = self._first.get(owner)
         if found is None:
@@ -137,7 +136,7 @@ def _loose(group: int, index: int, taken: set[str]) -> str:
 
 
 def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the state: with ZeRO, the one for this rank's parameters."""
+    """Return the optimizer with the state: with ZeRO, the one for this rank's parameters."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
@@ -145,7 +144,7 @@ class Saved(NamedTuple):
     """The state dict of an optimizer, by parameter name.
 
     Attributes:
-        lists: the names of this rank's parameters as JSON, if other ranks may have others.
+        lists: this rank's parameter names as JSON, if other ranks may have others.
         odd: the values that DCP would not restore exactly, by path.
     """
 
@@ -205,8 +204,9 @@ def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state by DCP. For an optimizer without state, DCP would make a fake step and run its hooks, so it gets
-    an empty state here."""
+    """Return the state by DCP, which would make a fake step and run hooks for an optimizer without state: it gets
+    an empty one here.
+    """
     if optimizer.state:
         return dict(get_optimizer_state_dict(owner, optimizer))
     try:
@@ -228,7 +228,7 @@ def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
 
 
 def lists_of(name: str, stored: Stored) -> list[str]:
-    """Return the items that hold the parameter names of the optimizer ``name``: of groups, and of ranks."""
+    """Return the items with the parameter names of the optimizer ``name``: of groups, and of ranks."""
     groups = [key for path, key in stored.below(name).items() if len(path) == 3 and path[::2] == (GROUPS, PARAMS)]
     ranks = [key for path, key in stored.below(STRUCTURE).items() if is_rank(path[0]) and path[1:] == (name,)]
     return groups + ranks
@@ -257,7 +257,7 @@ def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class FlatTarget:
-    """``OptimizerTarget`` for FSDP's first version, loaded by DCP."""
+    """``OptimizerTarget`` for FSDP1, loaded by DCP."""
 
     is_plain = False
     missing: Sequence[str] = ()
@@ -293,10 +293,8 @@ def is_rank(key: Any) -> bool:
 class OptimizerTarget:
     """The optimizer's part of a checkpoint, and how it is loaded.
 
-    Args:
-        objects: the items of ``lists_of``, and the structure, by name in the checkpoint.
-
-    Attributes: as in ``ModuleTarget``. ``missing`` and ``unexpected`` are names of parameters and groups.
+    ``objects``: the items of ``lists_of``, and the structure, by name in the checkpoint. Attributes: as in
+    ``ModuleTarget``; ``missing`` and ``unexpected`` are names of parameters and groups.
     """
 
     def __init__(
@@ -337,7 +335,9 @@ class OptimizerTarget:
     # --- matching parameters ------------------------------------------------------------------------------------
 
     def _lists(self, below: Mapping[Path, str], objects: Mapping[str, Any]) -> list[list[Any]]:
-        """Return the names of each group's parameters: of the first rank, and the additional ones of other ranks."""
+        """Return the names of each group's parameters: of the first rank, and the additional ones of other
+        ranks.
+        """
         numbers = [int(path[1]) for path in below if path[0] == GROUPS]
         lists: list[list[Any]] = [[] for _ in range(max(numbers, default=-1) + 1)]
         for path, key in below.items():
@@ -351,7 +351,7 @@ class OptimizerTarget:
         return lists
 
     def _match(self, candidates: Sequence[Sequence[Sequence[str]]], lists: Sequence[Sequence[Any]]) -> dict[int, Any]:
-        """Return the name in the checkpoint of each parameter that it has, by identity."""
+        """Return the checkpoint name of each parameter that it has, by identity."""
         found: dict[int, Any] = {}
         numbers = {name for group in lists for name in group if type(name) is int}
         if numbers:  # a state dict of torch, saved directly by DCP
@@ -378,7 +378,7 @@ class OptimizerTarget:
         return found
 
     def _is_parameter(self, name: Any) -> bool:
-        """Return True if ``name`` looks like a parameter of another rank, not like the optimizer's own key."""
+        """Return True if ``name`` looks like another rank's parameter, not like the optimizer's own key."""
         return any(f"{entry}.{name}" in self._stored.items for entry in self._stored.names)
 
     def _compare(self, candidates: Any, lists: Sequence[Sequence[Any]]) -> None:
@@ -406,7 +406,6 @@ class OptimizerTarget:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def destinations(self) -> dict[str, Any]:
-        """Return the items to read, by name in the checkpoint."""
         if isinstance(self._optimizer, NearStorageOptimizer):
             self._near = self._near_tensors(self._optimizer)
             self._below = {path: key for path, key in self._below.items() if path[0] != STATE
@@ -457,7 +456,6 @@ class OptimizerTarget:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the optimizer. Raises the errors of its ``load_state_dict``."""
         optimizer, holder = self._optimizer, _holder(self._optimizer)
         if self._decoder is not None:
             self._decoder.finish()
@@ -509,9 +507,11 @@ class OptimizerTarget:
                 group.update({key: value for key, value in loaded_group.items() if key != PARAMS})
 
     def _keep_dtypes(self, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter.
+        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its
+        parameter.
 
-        Numbers keep the dtype that the optimizer gave them; so does other state if the parameter has its saved dtype.
+        Numbers keep the dtype that the optimizer gave them; so does other state if the parameter has its saved
+        dtype.
         """
         for parameter in parameters_of(optimizer):
             name = self._saved_name.get(id(parameter))

@@ -52,9 +52,9 @@ class PerRank:
 
 
 class _Rng:
-    """The random number generators of this process: torch (CPU and CUDA), Python, NumPy.
+    """The random number generators of this process, as tensors and (lists of) numbers.
 
-    Saved as tensors, numbers and lists of numbers, which a restore reads without trusting the checkpoint.
+    A restore reads these without trusting the checkpoint.
     """
 
     def state_dict(self) -> dict[str, Any]:

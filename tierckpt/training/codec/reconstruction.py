@@ -1,5 +1,4 @@
-"""Decodes text and tensors into the values of a training job. Counterpart of ``training/codec/structure.py``, which has
-V1 to V4."""
+"""Decodes text and tensors into the values of a training job: inverse of ``structure.py``, which has V1 to V4."""
 
 from __future__ import annotations
 
@@ -53,12 +52,10 @@ from .structure_types import (
 class Decoder:
     """Decodes one entry of a state.
 
-    ``value`` is complete once ``tensors`` are loaded in place and ``finish`` was called. Each tensor is placed like the
-    value in the same position of ``live``: on its device, and a DTensor with its placements.
+    ``value`` is complete once ``tensors`` are loaded in place and ``finish`` was called. Each tensor is placed
+    like the value at the same position of ``live``: on its device, and a DTensor with its placements.
 
-    Raises:
-        UnsafeCheckpointError: the text is invalid.
-        StateMismatchError: a class is unknown in this process.
+    Raises UnsafeCheckpointError: invalid text. StateMismatchError: a class is unknown in this process.
     """
 
     def __init__(self, text: Any, metadata: Metadata, live: Callable[[], Any]) -> None:
@@ -290,7 +287,6 @@ class NewTensors:
         self._last: torch.Tensor | None = None
 
     def like(self, stored: TensorStorageMetadata, live: Any, *, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Return a new tensor for ``stored``, placed like ``live``, or on ``device`` if that is not a tensor."""
         if type(live) in _PLAIN:
             device = live.device
         elif isinstance(live, torch.Tensor):
@@ -317,8 +313,7 @@ def empty_like(
 ) -> torch.Tensor:
     """Return a new tensor for ``stored``, placed like ``live``, or on ``device`` if that is not a tensor.
 
-    Args:
-        along: the dimension sharded over each dimension of a mesh.
+    ``along``: the dimension sharded over each dimension of a mesh.
     """
     dtype: Any = stored.properties.dtype
     if isinstance(live, DTensor):

@@ -16,7 +16,7 @@ from ... import torch_internals
 from ...dcp.plan_outline import CHUNK_TENSORS
 
 STRUCTURE = "__tierckpt__"
-"""The entry of a checkpoint that holds the structures of the other entries."""
+"""The checkpoint entry with the structures of the other entries."""
 
 Path = tuple[str | int, ...]
 _EXACT = frozenset({type(None), bool, float, complex, bytes, torch.dtype, torch.device, io.BytesIO})
@@ -40,7 +40,6 @@ class Stored:
 
     @property
     def names(self) -> list[str]:
-        """The entries of the saved state."""
         return [str(name) for name in self._entries if name != STRUCTURE]
 
     def below(self, name: str) -> dict[Path, str]:
@@ -60,7 +59,7 @@ class Stored:
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Rebuild the containers that DCP flattened: a dict for string keys, a list for the indices of a list."""
+    """Rebuild containers that DCP flattened: a dict for string keys, a list for list indices."""
     root: dict[Any, Any] = {}
     for path, value in leaves.items():
         if len(path) == 1:
@@ -93,21 +92,19 @@ def _is_exact(value: Any) -> bool:
 
 
 def not_plain(values: Mapping[Any, Any], path: Path = ()) -> list[tuple[Path, Any]]:
-    """Return the values, by path, that are not plain."""
     if _are_plain_tensors(list(values.values())):
         return []
     return [((*path, key), value) for key, value in values.items() if not is_plain(value)]
 
 
 def not_plain_below(values: Mapping[Any, Mapping[Any, Any]], path: Path) -> list[tuple[Path, Any]]:
-    """Return ``not_plain`` of the values of each mapping in ``values``."""
     if _are_plain_tensors(list(chain.from_iterable(one.values() for one in values.values()))):
         return []
     return [found for key, inner in values.items() for found in not_plain(inner, (*path, key))]
 
 
 def _are_plain_tensors(values: list[Any]) -> bool:
-    """Check by columns, a tenth of the cost of a call for each tensor, in batches that fit the CPU cache."""
+    """Check by columns, a tenth of the cost of a call per tensor, in batches that fit the CPU cache."""
     if not {torch.Tensor}.issuperset(map(type, values)):
         return False
     layout, is_quantized = operator.attrgetter("layout"), operator.attrgetter("is_quantized")

@@ -72,14 +72,14 @@ PathOf = tuple[str | int, ...]
 class Encoder:
     """Encodes one entry of a state.
 
-    Tensors have the names that DCP gives them. If two values would have the same name, the second one's are numbered.
+    Tensors have the names that DCP gives them. If two values would have the same name, the second one's are
+    numbered.
 
     Args:
         below: prefix of numbered tensors.
         is_ambiguous: number all tensors.
 
-    Attributes:
-        numbered: the numbered tensors, to be saved under ``below``.
+    ``numbered``: the numbered tensors, to be saved under ``below``.
     """
 
     def __init__(self, below: str, *, is_ambiguous: bool = False) -> None:
@@ -91,9 +91,10 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain values.
+        """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain
+        values.
 
-        Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond for each value.
+        Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond per value.
         """
         kind = type(value)
         if kind in NUMBERS:
@@ -264,7 +265,7 @@ class Encoder:
         return {"tensor": node}, NOTHING if self._is_ambiguous else value
 
     def _subclass(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """Encode a tensor made of others, like quantized weights and the state of low-bit optimizers."""
+        """Encode a tensor made of others, like quantized weights and low-bit optimizer state."""
         names, context = value.__tensor_flatten__()
         inner, shown = self._dict({name: getattr(value, name) for name in names}, path)
         described, _ = self.encode(context, (*path, "context"))
@@ -274,7 +275,6 @@ class Encoder:
 
 
 def text_of(node: Any) -> str:
-    """Return the text of a node, in ASCII."""
     return json.dumps(node, separators=(",", ":"), check_circular=False)
 
 

@@ -76,7 +76,7 @@ def has_dict(kind: type) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """Return True for values that may be a key of a dict or a member of a set (V3)."""
+    """Return True for valid dict keys or set members (V3)."""
     kind = type(value)
     if kind in _KEY_TYPES:
         return True

@@ -21,10 +21,8 @@ log = logger("state")
 class ValueTarget:
     """The value ``name`` of a state: its part of the checkpoint, and its destination.
 
-    Tensors of ``state`` with the same position, shape and dtype are filled in place, so that
-    ``restore({"model": model.state_dict()})`` fills the model.
-
-    Attributes: as in ``ModuleTarget``.
+    Tensors of ``state`` with the same position, shape and dtype are filled in place, so that ``restore({"model":
+    model.state_dict()})`` fills the model. Attributes: as in ``ModuleTarget``.
     """
 
     def __init__(self, state: dict[str, Any], stored: Stored, name: str, text: Any = None) -> None:
@@ -86,7 +84,6 @@ class ValueTarget:
                 for path, key in self._below.items() for one in [self._items[key]] if path}  # fmt: skip
 
     def destinations(self) -> dict[str, Any]:
-        """Return the items to read, by name in the checkpoint."""
         found: dict[str, Any] = dict(self._decoder.tensors) if self._decoder is not None else {}
         for key in self._below.values():
             one = self._items[key]
@@ -94,7 +91,6 @@ class ValueTarget:
         return found
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the object, or put the value into the state."""
         if self.missing and not self._below and self._decoder is None:
             return
         if self._decoder is not None:
@@ -119,7 +115,7 @@ def _is_of_other_ranks(stored: Stored, name: str) -> bool:
 
 @torch.no_grad()
 def fill(live: Any, found: Any, seen: set[int] | None = None) -> Any:
-    """Return ``found``, in which tensors of ``live`` with the same position, shape and dtype are filled and kept."""
+    """Return ``found``, with tensors of ``live`` of the same position, shape and dtype filled and kept."""
     seen = set() if seen is None else seen
     if isinstance(found, torch.Tensor):
         if not (isinstance(live, torch.Tensor) and type(live) is type(found) and _can_hold(live, found)):

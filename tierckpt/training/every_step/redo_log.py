@@ -57,8 +57,7 @@ def is_window(location: Location) -> bool:
 def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]:
     """Return the state to save for a window, and the notes of its manifest.
 
-    Args:
-        tree: the state, with gaps for the optimizers' tensors: (number of optimizer, key, name).
+    ``tree``: the state, with gaps for the optimizers' tensors: (number of optimizer, key, name).
     """
     found = list(gaps(tree))
     names: dict[int, dict[str, str]] = {number: {} for number in redos}
@@ -93,10 +92,8 @@ def _notes(redos: Sequence[Redo], what: str, accepted: str, steps: int = 0) -> N
 
 
 def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: str, steps: int) -> Notes:
-    """Return the notes of a manifest about a replay of ``steps`` steps.
-
-    Args:
-        accepted: accepted differences to training; '' for bit-for-bit equality.
+    """Return manifest notes about a replay of ``steps`` steps. ``accepted``: accepted differences to training; ''
+    for bit-for-bit equality.
     """
     notes: Notes = {
         "replay": what,
@@ -119,10 +116,11 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
     ``state`` provides the optimizers and the placement of shards. It is not changed.
 
     Raises:
-        StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another build, device
-            or implementation.
+        StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another
+            build, device or implementation.
         IntegrityError: the log is damaged, or parameters were changed outside the optimizer during the window.
-    Host memory: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
+            Host memory: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's
+            steps.
     """
     metadata = reader.read_metadata()
     recipe = _recipe(reader, metadata)

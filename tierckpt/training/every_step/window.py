@@ -87,9 +87,9 @@ class EveryStep:
 class MultiStepSave(Future[None]):
     """Done when the checkpoint is committed on the local tier. ``record`` has its step, URI and statistics.
 
-    The next ``step`` or ``wait`` writes a complete window. In a job of one rank, so does ``result`` on the training
-    thread, which also ends an incomplete window. With several ranks it raises CheckpointError: call ``wait("local")``
-    first, on all ranks.
+    The next ``step`` or ``wait`` writes a complete window. In a job of one rank, so does ``result`` on the
+    training thread, which also ends an incomplete window. With several ranks it raises CheckpointError: call
+    ``wait("local")`` first, on all ranks.
     """
 
     def __init__(self, record: SaveRecord, write: Callable[[MultiStepSave], None]) -> None:
@@ -136,7 +136,6 @@ class _Window:
 
     @property
     def work(self) -> list[Future[Any]]:
-        """Background work of this window."""
         return [*self.copies, *self.rest]
 
     @property
@@ -149,10 +148,7 @@ class SaveWindow:
 
     Args:
         step_log: receives the last step of each window; its link copies the parts too.
-        longest: maximum steps of a window; None for no limit.
-
-    Raises:
-        ConfigError: a window of more than ``longest`` steps.
+        longest: maximum steps of a window (else ConfigError); None for no limit.
     """
 
     def __init__(
@@ -187,11 +183,11 @@ class SaveWindow:
         return self._window is not None and not self._window.is_sealed
 
     def open(self, step: int, state: State, *, is_asked: bool) -> Future[None]:
-        """Begin a window at ``step``. The future is done when the checkpoint of its last step is committed locally.
+        """Begin a window at ``step``. The future is done when the checkpoint of its last step is committed
+        locally.
 
-        Raises:
-            CheckpointError: a window is open.
-            ConfigError: the state has no optimizer or one that cannot be replayed.
+        Raises CheckpointError: a window is open. ConfigError: the state has no optimizer or one that cannot be
+        replayed.
         """
         if self.is_moving:
             raise CheckpointError(
@@ -212,7 +208,9 @@ class SaveWindow:
         return window.handle
 
     def end_of_step(self, step: int, state: State) -> None:
-        """Copy the next part, with the last one the rest of the state; write the window if complete on all ranks."""
+        """Copy the next part, with the last one the rest of the state; write the window if complete on all
+        ranks.
+        """
         window = self._window
         if window is None:
             return
