@@ -1,1 +1,1 @@
-"""Reusable staging memory: huge pages where the kernel has them, bounded, shared where another process must see it."""
+"""Reusable staging memory: bounded, of huge pages if available, shared if other processes must see it."""

@@ -1,12 +1,12 @@
-"""How much memory this process may still take before the kernel starts to kill.
+"""The memory that this process may still take before the kernel's OOM killer acts.
 
-Two kinds of limit are read: the machine (``MemAvailable``), and every memory cgroup above this process, version 1 or 2,
-as a container or a Slurm job sets it. Memory files (memfd, tmpfs) are charged to both like private memory. Page cache
-counts as free in both: the kernel drops it before it kills.
+Two kinds of limit are read: the machine (``MemAvailable``), and every memory cgroup above this process, version 1 or
+2, as set by a container or Slurm job. Memory files (memfd, tmpfs) are charged to both like private memory. Page cache
+counts as free in both: the kernel drops it first.
 
-Each limit keeps a margin for other processes. The numbers are a snapshot: all ranks of a node allocate at the same
-time and see the same free bytes. So a large buffer is filled in pieces, with a check before each, and no piece takes
-more than a small part of the rest (``piece_bytes``): many processes at once get the error before the limit.
+Each limit keeps a margin for other processes. The numbers are a snapshot: all ranks of a node allocate at once and see
+the same free bytes. So a large buffer is filled in pieces, with a check before each, and no piece takes more than a
+small part of the rest (``piece_bytes``): many processes at once get the error before the limit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROOT = Path("/")
 MARGIN_BYTES_MAX = 1 << 30
 _PIECE_BYTES_MAX = 64 << 20
 _PIECE_BYTES_MIN = 2 << 20
-_SHARERS = 32  # processes, times threads each, that may fill memory at once without passing a limit together
+_SHARERS = 32  # processes times threads that may fill memory at once within a limit
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest page count for "no limit"
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One memory limit: its name, its size, its free bytes, and the way to raise it."""
+    """One memory limit: name, size, free bytes, and how to raise it."""
 
     name: str
     total_bytes: int
@@ -40,20 +40,19 @@ class Limit:
 
 
 def margin_bytes(total_bytes: int) -> int:
-    """Return the margin for other processes: one twentieth, at most 1 GiB."""
+    """Margin for other processes: one twentieth, at most 1 GiB."""
     return min(MARGIN_BYTES_MAX, total_bytes // 20)
 
 
 def limits(root: Path = ROOT) -> list[Limit]:
-    """Return every limit that can be read, the machine first. What cannot be read does not limit."""
+    """Return every readable limit, the machine first."""
     return [*_machine(root), *_cgroups(root)]
 
 
 def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
     """Return if ``more_bytes`` fit under every limit.
 
-    Raises:
-        CapacityError: they do not fit; includes the total request, the free bytes, and what to change.
+    Raises CapacityError with the total request, the free bytes, and what to change.
     """
     tight = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
     if not tight:
@@ -70,11 +69,7 @@ def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
 
 
 def piece_bytes(*, asked_bytes: int, root: Path = ROOT) -> int:
-    """Return how much of a buffer of ``asked_bytes`` to fill before asking again.
-
-    Raises:
-        CapacityError: no memory is left.
-    """
+    """Return how much of a buffer of ``asked_bytes`` to fill before the next check. Raises CapacityError."""
     usable_bytes = min((limit.usable_bytes for limit in limits(root)), default=_PIECE_BYTES_MAX * _SHARERS)
     if usable_bytes < _PIECE_BYTES_MIN:
         require(_PIECE_BYTES_MIN, asked_bytes=asked_bytes, root=root)
@@ -87,7 +82,7 @@ def mebibytes(size_bytes: int) -> str:
 
 
 def meminfo_bytes(path: Path) -> dict[str, int]:
-    """Return the fields of /proc/meminfo, or of a node's own, that are sizes. Empty if it cannot be read."""
+    """Return the size fields of /proc/meminfo, or of a node's own; {} if unreadable."""
     fields: dict[str, int] = {}
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")
@@ -119,7 +114,7 @@ def _cgroups(root: Path) -> Iterator[Limit]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the memory cgroup of this process and each one above it: a limit anywhere on the way counts."""
+    """Yield the memory cgroup of this process and each one above it: any may have a limit."""
     paths = _own_paths(root)
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
@@ -130,7 +125,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
         if not version or version not in paths:
             continue
         inner, mount = left.split()[3], root / left.split()[4].replace("\\040", " ").lstrip("/")
-        # In a container the mount may show only the own part of the tree, under a path that names all of it.
+        # A container's mount may show only its own part of the tree, under a path that names all of it.
         own = paths[version]
         own = own[len(inner.rstrip("/")) :] if own == inner or own.startswith(inner.rstrip("/") + "/") else ""
         directory = mount / own.strip("/")

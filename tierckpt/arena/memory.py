@@ -1,16 +1,16 @@
 """One mapping of staging memory: filled with pages once, then reused. Three kinds, one owner.
 
     PRIVATE   anonymous, transparent huge pages; seen by this process and its threads only
-    HUGETLB   a memory file out of the pool of huge pages (vm.nr_hugepages)
-    SHM       a memory file; huge pages where the kernel makes them on request (Linux 6.1) or shmem_enabled allows
+    HUGETLB   a memory file in the pool of huge pages (vm.nr_hugepages)
+    SHM       a memory file; huge pages if the kernel makes them on request (Linux 6.1) or shmem_enabled allows
 
-No mapping has a name in a file system, so a crash leaves no files: the kernel frees the pages
-with the last mapping and the last descriptor. Other processes of the same user open the two shared kinds
-through ``/proc/PID/fd/N``, or by descriptor over a Unix socket.
+No mapping has a name in a file system: the kernel frees the pages with the last mapping and descriptor, also after a
+crash. Other processes of the same user open the two shared kinds through ``/proc/PID/fd/N``, or by descriptor over a
+Unix socket.
 
-A mapping is made in two steps: an ordinary ``mmap`` object reserves addresses, 2 MiB more than
-needed, and the memory is mapped at the first 2 MiB boundary in it. So a huge page can back every part, and Python owns
-the addresses: they are released with the last view, never during a read.
+An ordinary ``mmap`` object reserves addresses, 2 MiB more than needed, and the memory is mapped at the first 2 MiB
+boundary in it. So a huge page can back every part, and Python owns the addresses: they are released with the last
+view, never during a read.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Kind(enum.StrEnum):
-    """What backs a mapping."""
-
     PRIVATE = "private"
     HUGETLB = "hugetlb"
     SHM = "shm"
@@ -71,8 +69,8 @@ class Kind(enum.StrEnum):
 class Memory:
     """A range of memory with its pages allocated, 2 MiB aligned, zero-filled. ``close`` releases it.
 
-    After ``fork`` the child of a PRIVATE owner sees zeros and takes no memory; shared kinds stay shared. Either way the
-    parent's pages are never copied nor made copy-on-write.
+    After ``fork`` the child of a PRIVATE owner sees zeros and takes no memory; shared kinds stay shared. Either
+    way the parent's pages are never copied nor made copy-on-write.
 
     Attributes:
         address: Start address.
@@ -89,7 +87,7 @@ class Memory:
     view: memoryview
 
     def __init__(self, size_bytes: int, kind: Kind, fd: int | None) -> None:
-        """Map, without pages yet. Use ``allocate``, ``open`` or ``from_fd``; this owns ``fd`` from here on."""
+        """Map, without pages yet. Use ``allocate``, ``open`` or ``from_fd``; this owns ``fd`` from now on."""
         self.size_bytes, self.kind, self.fd = size_bytes, kind, fd
         self._huge: bool | None = False
         self._map: mmap.mmap | None = None
@@ -108,14 +106,14 @@ class Memory:
 
         Args:
             size_bytes: Rounded up to a multiple of 2 MiB.
-            kind: Exactly this kind, or an error. None chooses: PRIVATE, or for ``shared`` HUGETLB where the
-                pool has room, else SHM.
+            kind: Exactly this kind, or an error. None: PRIVATE, or for ``shared`` HUGETLB if the pool has
+                room, else SHM.
             shared: Other processes must be able to open it.
-            numa_nodes: Fill these nodes in this order, front to back. Empty: wherever the kernel likes.
+            numa_nodes: Fill these nodes in this order, front to back. Empty: the kernel's choice.
 
         Raises:
-            CapacityError: it does not fit; raised before the kernel kills anything, and nothing stays allocated.
-            ConfigError: a size, kind or node that cannot be.
+            CapacityError: it does not fit; raised before the OOM killer acts, and nothing stays allocated.
+            ConfigError: an invalid size, kind or node.
 
         Cost: every page is zeroed, about 0.1 s per GiB of huge pages and 0.3 s per GiB of 4 KiB pages.
         """
@@ -150,10 +148,8 @@ class Memory:
 
     @classmethod
     def reserve(cls, size_bytes: int) -> Memory:
-        """Return new shared memory (SHM); its pages are allocated on first use, by any process.
-
-        Raises:
-            CapacityError: the node has not got that much to give now.
+        """Return new shared memory (SHM) with pages allocated on first use, by any process. Raises
+        CapacityError.
         """
         size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
         capacity.require(size_bytes, asked_bytes=size_bytes)
@@ -161,13 +157,10 @@ class Memory:
 
     @classmethod
     def open(cls, name: str, *, fill: bool = True) -> Memory:
-        """Return the shared memory that another process of this user calls ``name``.
+        """Return another process's shared memory ``name``, of the same user.
 
-        Args:
-            fill: have all its pages in place at once. False: they come with their first use.
-
-        Raises:
-            ConfigError: no memory of this name: its owner has ended or closed it, or the name is invalid.
+        ``fill``: allocate all pages at once, else on first use. Raises ConfigError: an invalid name, or its
+        owner has ended or closed it.
         """
         if _NAME.fullmatch(name) is None:
             raise ConfigError(f"{name!r} does not name an arena", hint="Use Memory.name of the process that owns it")
@@ -182,11 +175,7 @@ class Memory:
     def from_fd(cls, fd: int, kind: Kind, *, fill: bool = True) -> Memory:
         """Map the shared memory of ``fd``, received from another process. The caller keeps ``fd``.
 
-        Args:
-            fill: as of ``open``.
-
-        Raises:
-            ConfigError: it is not a memory file of that kind.
+        ``fill``: as of ``open``. Raises ConfigError: not a memory file of that kind.
         """
         return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind, fill=fill)
 
@@ -210,15 +199,14 @@ class Memory:
 
     @property
     def name(self) -> str | None:
-        """What another process of this user passes to ``open`` while this one lives; None for PRIVATE."""
+        """The name for ``open`` in another process of this user while this one lives; None for PRIVATE."""
         return None if self.fd is None else f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def huge(self) -> bool:
-        """True when huge pages back at least nine tenths of it: measured, not assumed, as it was when first asked.
+        """True if huge pages back at least nine tenths of it, measured once, on first use.
 
-        Cost: once, 10 to 40 ms for each GiB of 4 KiB pages that this process has, whosever they are (``huge_bytes``).
-        So it is not measured before somebody wants to know.
+        Cost: 10 to 40 ms for each GiB of 4 KiB pages that this process has in any mapping (``huge_bytes``).
         """
         if self._huge is None:
             self._huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
@@ -232,7 +220,7 @@ class Memory:
         self._advise(_MADV_KEEPONFORK)
 
     def make_huge(self, offset: int, size_bytes: int) -> None:
-        """Use huge pages for the unallocated rest of this part, if the kernel has them for shared memory."""
+        """Use huge pages for the unallocated rest of this part, if the kernel supports it for shared memory."""
         if self.kind is Kind.SHM and offset % HUGE_PAGE_BYTES == 0:
             _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
@@ -241,39 +229,40 @@ class Memory:
         self._advise(_MADV_HUGEPAGE)
 
     def use_small_pages(self, part: memoryview) -> None:
-        """Use 4 KiB pages for the unallocated rest of ``part`` of the view, which is page-aligned."""
+        """Use 4 KiB pages for the unallocated rest of the page-aligned ``part`` of the view."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if _libc.madvise(start, len(part), _MADV_NOHUGEPAGE) != 0:
             log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
 
     def fill_in(self, part: memoryview) -> None:
-        """Allocate the pages of ``part`` of the view. Pages that the kernel refuses are allocated on first use."""
+        """Allocate the pages of ``part`` of the view. Those that the kernel refuses are allocated on first
+        use.
+        """
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if code := populate(start, len(part)):
             log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
 
     def discard(self) -> None:
-        """Give the pages back, for every process that has them. The memory stays, and reads as zeros."""
+        """Free the pages, for all processes. The memory stays, and reads as zeros."""
         self._advise(_MADV_REMOVE)
 
     def before_close(self, action: Callable[[], object]) -> None:
-        """Have ``action`` run when this is closed, while the memory is still mapped. Last added runs first."""
+        """Run ``action`` at close, while the memory is still mapped. Last added runs first."""
         self._before_close.append(action)
 
     def close(self) -> None:
-        """Release the memory. Closing twice is fine.
+        """Release the memory. Idempotent.
 
-        The descriptor is closed now, so that no process can open the memory any more. Slices, arrays and tensors
-        of ``view`` stay valid, and the pages are freed with the last of them: here, if there is none.
-        Any later use of ``view`` itself is a ValueError.
+        The descriptor is closed now: no process can open the memory any more. Slices, arrays and tensors of
+        ``view`` stay valid, and the last of them frees the pages. Using ``view`` itself raises ValueError.
         """
         while self._before_close:
             self._before_close.pop()()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        # Dropped, not unmapped: some holders (torch.frombuffer) keep a reference to the view without exporting it, and
-        # an explicit unmap would then succeed and leave them pointing at nothing.
+        # Dropped, not unmapped: torch.frombuffer keeps the view without exporting it, and an explicit unmap would leave
+        # it dangling.
         self.view, self._map = _RELEASED, None
 
     def __enter__(self) -> Self:
@@ -305,22 +294,22 @@ class Memory:
         if self.fd is not None:
             self._map_file(self.fd)
         else:
-            # Fork must not make these pages copy-on-write: the parent would fault on, and copy, each page it writes to
-            # afterwards, and a direct read in flight could land in the child's copy instead of ours. WIPEONFORK gives
-            # the child zero pages it may touch, and none until it does. DONTFORK would leave a hole in the child, where
-            # the kernel may put a mapping of the child's own that this object's death there would then unmap.
-            # A kernel without it (before 4.14) copies on write: slower after a fork, never wrong for writes to disk.
+            # Without WIPEONFORK, fork makes these pages copy-on-write: the parent would fault and copy each page on its
+            # next write, and a direct read in flight could land in the child's copy. WIPEONFORK gives the child zero
+            # pages on first use. DONTFORK would leave a hole in the child, where the kernel may put another mapping,
+            # which this object's end there would unmap. A kernel without it (before 4.14) copies on write: slower after
+            # a fork, never wrong for writes to disk.
             self._advise(_MADV_WIPEONFORK)
         if self.kind is not Kind.HUGETLB:
             self._advise(_MADV_HUGEPAGE)
 
     def _map_file(self, fd: int) -> None:
-        """Put the file in place of the reserved addresses.
+        """Map the file over the reserved addresses.
 
-        A failed MAP_FIXED may leave a hole in the reservation; another thread may map memory there, and releasing the
-        reservation would unmap it. So the mapping is tried elsewhere first: a refusal (mostly by the pool of huge
-        pages, which then holds the pages for this file) happens there. If MAP_FIXED fails all the
-        same, the reservation is never released: it costs addresses, not memory.
+        A failed MAP_FIXED may leave a hole in the reservation; another thread may map memory there, and
+        releasing the reservation would unmap it. So the mapping is tried elsewhere first: most refusals (by
+        the huge page pool, which then holds the pages for this file) happen there. If MAP_FIXED fails anyway,
+        the reservation is never released: it costs addresses, not memory.
         """
         access = mmap.PROT_READ | mmap.PROT_WRITE
         elsewhere = _libc.mmap(None, self.size_bytes, access, mmap.MAP_SHARED, fd, 0)
@@ -337,7 +326,7 @@ class Memory:
             log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
 
     def _prefault(self, *, fresh: bool) -> None:
-        """Put every page in place. ``fresh``: nobody else uses the memory yet."""
+        """Allocate every page. ``fresh``: no other process uses the memory yet."""
         counted = fresh and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
         position, end, lock = self.address, self.address + self.size_bytes, threading.Lock()
 
@@ -354,13 +343,13 @@ class Memory:
                 while position < end:
                     self._fill(*take(), fresh=fresh)
             except BaseException:
-                position = end  # the other thread need not go on
+                position = end  # stop the other thread
                 raise
 
         with ThreadPool(PREFAULT_THREADS, "tierckpt-prefault") as pool:
             for done in [pool.submit(fill) for _ in range(PREFAULT_THREADS)]:
                 done.result()
-        self._huge = None  # there is something to measure now
+        self._huge = None  # measure again
 
     def _fill(self, start: int, size_bytes: int, *, fresh: bool) -> None:
         if fresh and self.kind is Kind.SHM:
@@ -372,11 +361,11 @@ class Memory:
             raise _no_memory(self.size_bytes, self.kind, code)
 
     def _touch(self, start: int, size_bytes: int, *, fresh: bool) -> None:
-        """Fill in pages on a kernel before 5.14, which cannot do it by advice."""
+        """Allocate pages on a kernel before 5.14, which cannot do it by advice."""
         if not fresh:
-            return  # somebody's bytes are in there: the pages come with the first use
+            return  # other bytes are in there: allocate pages on first use
         if self.fd is not None:
-            try:  # a page that cannot be had is an error here, and a SIGBUS when it is touched
+            try:  # an unavailable page is an error here, and a SIGBUS on access
                 os.posix_fallocate(self.fd, start - self.address, size_bytes)
             except OSError as error:
                 raise _no_memory(self.size_bytes, self.kind, error.errno or errno.ENOMEM) from error
@@ -390,7 +379,7 @@ def shared_is_huge(size_bytes: int = 1 << 30) -> bool:
 
 @functools.cache
 def collapses() -> bool:
-    """Return whether this kernel makes huge pages of a memory file on request. Found by trying, once."""
+    """Return whether this kernel makes huge pages of a memory file on request. Tried once."""
     try:
         with Memory.allocate(HUGE_PAGE_BYTES, kind=Kind.SHM) as memory:
             return memory.huge
@@ -399,7 +388,7 @@ def collapses() -> bool:
 
 
 def _shared_kinds(size_bytes: int) -> list[Kind]:
-    """Return the shared kinds to try, best first. SHM, which needs nothing but memory, is always the last."""
+    """Return the shared kinds to try, best first. SHM, always available, is the last."""
     return [Kind.HUGETLB, Kind.SHM] if pages.huge_pool().usable_bytes >= size_bytes else [Kind.SHM]
 
 
@@ -435,13 +424,13 @@ def _target_of(fd: int) -> str:
 
 
 def _kind_of(fd: int) -> Kind | None:
-    """Return the kind of a descriptor of ours: the kernel keeps the name from ``_memory_file``."""
+    """Return the kind of our descriptor, whose name the kernel keeps from ``_memory_file``."""
     target = _target_of(fd)
     return next((kind for kind in (Kind.HUGETLB, Kind.SHM) if target == f"/memfd:tierckpt-{kind}"), None)
 
 
 def populate(start: int, size_bytes: int) -> int:
-    """Have the kernel fill in all pages, without the GIL. Returns 0 or the errno."""
+    """Have the kernel allocate all pages, without the GIL. Returns 0 or the errno."""
     while _libc.madvise(start, size_bytes, _MADV_POPULATE_WRITE) != 0:
         code = ctypes.get_errno()
         if code not in (errno.EINTR, errno.EAGAIN):
@@ -450,11 +439,12 @@ def populate(start: int, size_bytes: int) -> int:
 
 
 def _collapse(start: int, size_bytes: int) -> None:
-    """Have huge pages back this part of a memory file, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux 6.1).
+    """Back this part of a memory file with huge pages, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux
+    6.1).
 
-    The kernel makes a huge page out of existing small pages, and needs at least one. With exactly one in each
-    2 MiB it costs as much as filling a private huge page, with all of them three times that or more. If the kernel
-    has no contiguous memory, ``populate`` fills the rest with small pages.
+    The kernel makes a huge page out of small pages, and needs at least one. With exactly one in each 2 MiB it
+    costs as much as filling a private huge page, with all of them three times that or more. Without contiguous
+    memory, ``populate`` fills the rest with small pages.
     """
     for page in range(start, start + size_bytes, HUGE_PAGE_BYTES):
         if populate(page, mmap.PAGESIZE):

@@ -2,14 +2,14 @@
 
 ``PageChoice``: huge pages are faster nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a
 virtual machine may return free memory to its host (free page reporting), in huge pages only. Each such page is
-requested again on use, at up to 2 s a GiB, while small pages that the guest still has cost a quarter. No switch reports
-this and it changes with the history of the machine, so both kinds are measured while memory is filled.
+requested again on use, at up to 2 s a GiB, while small pages still in the guest cost a quarter. No setting reports
+this, and it changes over time, so both kinds are measured while memory is filled.
 
 NUMA: a memory tier on CXL appears in Linux as a NUMA node without processors. ``nodes=[0, 2]`` means: local memory
-first, and the rest on node 2. Low addresses are on the first node, so slots that are filled from the start use the fast
-memory first. The policy is MPOL_PREFERRED for each range, not MPOL_BIND: ranges are sized by the free memory of now. If
-that changes before the pages are allocated, MPOL_BIND makes the kernel kill a process although other nodes have room.
-MPOL_PREFERRED uses the nearest node instead; ``placement`` returns the actual nodes.
+first, the rest on node 2. Low addresses are on the first node, so slots filled from the start use fast memory first.
+The policy is MPOL_PREFERRED per range, not MPOL_BIND: ranges are sized by the memory free now. If that changes before
+allocation, MPOL_BIND makes the kernel kill a process although other nodes have room. MPOL_PREFERRED uses the nearest
+node instead; ``placement`` returns the actual nodes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from ..errors import CapacityError, ConfigError
 from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes
 
 TRY_EVERY = 32
-"""In so many pieces of memory, the first has its price taken, and the second, which is of the other kind: so the choice
-follows the machine."""
+"""In each such number of pieces, the first is measured, and the second, of the other kind: so the choice follows the
+machine.
+"""
 BYTES_MIN = 4 << 20
 WEIGHT = 0.3
-"""Of the newest measurement."""
+"""Weight of the newest measurement."""
 GAIN_MIN = 0.5
-"""Small pages cost the disk something, and every later use. They are taken only where they cost at most so much."""
+"""Small pages cost the disk something, and every later use: they are taken only below this cost."""
 
 
 class Paging:
-    """The choice, of one process. Thread-safe."""
+    """The choice of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,14 +52,14 @@ class Paging:
         return huge is None or small is None or small > GAIN_MIN * huge
 
     def next(self) -> tuple[bool, bool]:
-        """Whether the next piece of memory is to have huge pages, and whether its price is wanted (``learn``)."""
+        """Whether the next piece of memory gets huge pages, and whether to measure it (``learn``)."""
         with self._lock:
             self._count += 1
             turn = self._count % TRY_EVERY
             return self.is_huge != (turn == 2), turn in (1, 2)
 
     def learn(self, size_bytes: int, seconds: float, *, is_huge: bool) -> None:
-        """To fill in pages, and nothing else, took that long. Few bytes say little, and are not counted."""
+        """Record the time of a page allocation. Small ones are not counted."""
         if size_bytes < BYTES_MIN:
             return
         with self._lock:
@@ -80,7 +81,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def existing_nodes(root: Path = ROOT) -> list[int]:
-    """Return the nodes that have memory."""
     try:
         text = (root / _NODES / "has_memory").read_text()
     except OSError:
@@ -93,11 +93,7 @@ def existing_nodes(root: Path = ROOT) -> list[int]:
 
 
 def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
-    """Check that every node exists and none is named twice.
-
-    Raises:
-        ConfigError: names the nodes there are.
-    """
+    """Raise ConfigError, with the existing nodes, unless every node exists and is named once."""
     there = existing_nodes(root)
     unknown = [node for node in nodes if node not in there]
     if unknown or len(set(nodes)) != len(nodes):
@@ -106,7 +102,7 @@ def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
 
 
 def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = ROOT) -> dict[int, int]:
-    """Return the available memory of each node: free memory and clean cache less a margin, or its huge page pool."""
+    """Return the available memory per node: free memory and clean cache less a margin, or its huge page pool."""
     free: dict[int, int] = {}
     for node in nodes:
         directory = root / _NODES / f"node{node}"
@@ -120,10 +116,9 @@ def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = RO
 
 
 def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[Stretch]:
-    """Return how many bytes go to each node, in the order of ``free``, each a multiple of ``granule_bytes``.
+    """Return the bytes per node, in the order of ``free``, in multiples of ``granule_bytes``.
 
-    Raises:
-        CapacityError: they do not have enough together; lists the free memory of each.
+    Raises CapacityError, with the free memory of each, if they do not have enough together.
     """
     stretches: list[Stretch] = []
     left = size_bytes
@@ -144,10 +139,9 @@ def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[S
 
 
 def prefer(address: int, stretches: Sequence[Stretch]) -> None:
-    """Set the node of each stretch, from ``address`` on. Only pages that are not there yet follow it.
+    """Set the node of each stretch, from ``address`` on, for pages not yet allocated.
 
-    Raises:
-        ConfigError: the processor is not known here, or the node is forbidden to this process (cpuset).
+    Raises ConfigError: an unknown processor, or a node forbidden to this process (cpuset).
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -170,7 +164,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _THP = Path("sys/kernel/mm/transparent_hugepage")
 _POOL = Path("sys/kernel/mm/hugepages/hugepages-2048kB")
 _WANTED = {"always", "within_size", "advise", "force"}
-# The lines of smaps that count memory mapped by huge pages, by what backs it.
+# Lines of smaps that count memory mapped by huge pages, by backing.
 _HUGE_FIELDS = {"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}
 
 
@@ -187,7 +181,7 @@ class HugePool:
 
 
 def huge_pool(root: Path = ROOT) -> HugePool:
-    """Return the state of the pool; nothing in it where the kernel has none."""
+    """Return the pool's state; empty if the kernel has none."""
 
     def count(name: str) -> int:
         try:
@@ -201,7 +195,7 @@ def huge_pool(root: Path = ROOT) -> HugePool:
 
 
 def huge_bytes(address: int, size_bytes: int) -> int:
-    """Return how much of this mapping huge pages back, by /proc/self/smaps; 0 where the kernel does not tell.
+    """Return how much of this mapping huge pages back, by /proc/self/smaps; 0 if unknown.
 
     Cost: the kernel walks the page tables of the mappings below and of this one, 10 ms per GiB of 4 KiB pages.
     """
@@ -223,7 +217,7 @@ def huge_bytes(address: int, size_bytes: int) -> int:
 
 
 def chosen(path: Path) -> str:
-    """Return the bracketed word of a kernel switch; '' where there is none."""
+    """Return the bracketed word of a kernel setting; '' without it."""
     try:
         words = path.read_text().split()
     except OSError:
@@ -232,16 +226,16 @@ def chosen(path: Path) -> str:
 
 
 def private_is_huge(root: Path = ROOT) -> bool:
-    """Return whether private memory that asks for huge pages may get them."""
+    """Return whether private memory can have huge pages."""
     own = chosen(root / _THP / "hugepages-2048kB/enabled")
     return (chosen(root / _THP / "enabled") if own in ("", "inherit") else own) in ("always", "madvise")
 
 
 def memory_files_are_huge(root: Path = ROOT) -> bool:
-    """Return whether a memory file that asks for huge pages may get them.
+    """Return whether a memory file can have huge pages on request.
 
-    ``deny`` and ``force`` of the general switch win; otherwise the switch of this page size decides, which may inherit
-    (Linux 6.11).
+    ``deny`` and ``force`` of the general setting win; else the setting of this page size, which may inherit (Linux
+    6.11).
     """
     general = chosen(root / _THP / "shmem_enabled")
     own = chosen(root / _THP / "hugepages-2048kB/shmem_enabled")
@@ -256,16 +250,16 @@ def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
 
 
 def pool_command(size_bytes: int) -> str:
-    """Return the sentence that says how to have ``size_bytes`` in the pool of huge pages."""
+    """Return the advice to have ``size_bytes`` in the pool of huge pages."""
     count = -(-size_bytes // HUGE_PAGE_BYTES)
     return f"Run `sysctl -w vm.nr_overcommit_hugepages={count}` (or vm.nr_hugepages, which takes the memory at once)"
 
 
 def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = False) -> list[str]:
-    """Return one sentence for each kernel setting that would make staging faster; empty if all is well.
+    """Return one sentence for each kernel setting that would speed up staging.
 
     Args:
-        shared_bytes: The size that shared staging memory will have.
+        shared_bytes: The size of shared staging memory.
         collapses: The kernel makes huge pages of memory files on request (``memory.collapses``).
     """
     why = "O_DIRECT from 4 KiB pages takes up to 3 times longer than from huge pages"

@@ -1,6 +1,6 @@
-"""Page-locking staging memory for the GPU, so that copies from the device run by themselves. The only torch in here.
+"""Page-locks staging memory for faster, asynchronous copies from the GPU. The only module here with torch.
 
-Pinning makes copies faster and asynchronous. It is optional: without it, staging works unpinned.
+Optional: without it, staging works unpinned.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _pinned: dict[int, int] = {}  # address to the process that pinned it
 
 
 def pin(memory: Memory) -> bool:
-    """Register all of ``memory`` with CUDA. It is undone when the memory is closed.
+    """Register all of ``memory`` with CUDA until it is closed. Returns whether it is pinned.
 
-    Returns:
-        Whether it is pinned now. False where torch or CUDA is missing, or CUDA refuses (logged): use it unpinned.
+    False without torch or CUDA, or if CUDA refuses (logged): use it unpinned.
     """
     if _is_pinned(memory):
         return True
@@ -50,19 +49,19 @@ def _is_pinned(memory: Memory) -> bool:
 
 
 def cuda_runtime() -> Any:
-    """Return torch's CUDA runtime, or None. A process that has not imported torch has nothing on a GPU to copy."""
+    """Return torch's CUDA runtime, or None. A process without torch has nothing on a GPU to copy."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
     try:
         return torch.cuda.cudart()
-    except Exception as error:  # a driver that is there but does not work
+    except Exception as error:  # a broken driver
         log.warning("staging memory stays unpinned: %s", error)
         return None
 
 
 def forget_error() -> None:
-    """Take back the error that CUDA keeps of a failed call: the trainer's next kernel would report it as its own."""
+    """Clear CUDA's last error: the trainer's next kernel would report it as its own."""
     torch = sys.modules["torch"]
     try:
         torch.ones(1, device="cuda")

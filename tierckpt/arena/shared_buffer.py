@@ -58,11 +58,7 @@ class Process:
 
 
 def reserve(slots_bytes: int) -> Memory:
-    """Return the memory of a new window. It reserves addresses; pages are allocated on use.
-
-    Raises:
-        CapacityError: the node does not have enough memory.
-    """
+    """Return the memory of a new window: addresses, with pages allocated on use. Raises CapacityError."""
     return Memory.reserve(HEADER_BYTES + slots_bytes)
 
 
@@ -85,10 +81,9 @@ class SharedWindow:
 
     @classmethod
     def open(cls, name: str, members: Sequence[Process], me: int, slot_bytes: int) -> SharedWindow:
-        """Return the window in the memory that another member calls ``name``.
+        """Return the window in another member's memory ``name``.
 
-        Raises:
-            ConfigError: it does not exist: its owner ended, or its memory cannot be opened.
+        Raises ConfigError: its owner ended, or its memory cannot be opened.
         """
         window = cls(Memory.open(name, fill=False), members, me, slot_bytes)
         window._is_own = False
@@ -97,7 +92,7 @@ class SharedWindow:
     # --- members ------------------------------------------------------------------------------------------------
 
     def join(self) -> bool:
-        """Join the window. Return False if the others have begun without this member."""
+        """Join the window. False if the others have begun without this member."""
         with self._door():
             if self._memory.view[_CLOSED_AT]:
                 return False
@@ -161,7 +156,7 @@ class SharedWindow:
         return not any(view[_JOINED_AT + n] or not closed for n in set(behind) & set(self._living()))
 
     def claim(self, unit: int) -> bool:
-        """Become the filler of ``unit``. Return False if it has another filler or is filled."""
+        """Become the filler of ``unit``. False if it has another filler or is filled."""
         if self.is_there(unit) or not self._try_lock(_UNITS_AT + unit):
             return False
         if self.is_there(unit):  # filled between the two checks
@@ -201,7 +196,7 @@ class SharedWindow:
         lock_record(self._file, fcntl.F_UNLCK, at)
 
     def leave(self) -> None:
-        """Leave the window. The last member to leave frees the pages. The own memory stays open for late members."""
+        """Leave the window. The last member frees the pages. The own memory stays open for late members."""
         self.advance(PASSED_ALL)
         if all(self._words[one] == PASSED_ALL for one in self._living()):
             self._memory.discard()

@@ -1,13 +1,13 @@
-"""The arena: staging memory in slots, each for one checkpoint until it is on the SSD, then for the next. What if full.
+"""The arena: staging memory in slots, each holding one checkpoint until it is on the SSD.
 
-A slot holds one checkpoint of one rank. There are at most ``slots_max`` of them and they never take more than
-``size_bytes_max`` together, for any sequence of requests (P7). A slot is made on first use, grows only
-with the state, and is reused for the lifetime of the process: after the first saves there are no allocations
-and no page faults.
+A slot holds one checkpoint of one rank. There are at most ``slots_max`` and they never take more than
+``size_bytes_max`` together, for any sequence of requests (P7). A slot is made on first use, grows only with the state,
+and is reused for the lifetime of the process: after the first saves there are no allocations and no page faults.
 
-Life of a lease:  free -> staged (a state dict refers to it) -> flushing -> written, or not -> free
-After its flush a lease may be taken for the next checkpoint even while somebody still holds its tensors: its bytes are
-on the SSD, or its save has failed (and the error, which refers to them, is kept); a staged one only under the policy
+Life of a lease: free -> staged (a state dict refers to it) -> flushing -> written, or not -> free
+
+After its flush a lease may be taken for the next checkpoint even while its tensors are referenced: its bytes are on
+the SSD, or its save has failed (and the error, which refers to them, is kept); a staged one only under the policy
 ``drop_oldest_unflushed`` (PCcheck, ASPLOS'25: newest first).
 """
 
@@ -35,18 +35,18 @@ from .memory import HUGE_PAGE_BYTES, Memory
 log = logger("arena")
 
 SLOT_SECONDS = 600.0
-"""How long a save waits for a slot before it raises."""
+"""Maximum wait of a save for a slot."""
 COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
 
 def whole_huge_pages(size_bytes: int) -> int:
-    """Return the memory for a slot of ``size_bytes``."""
+    """Memory for a slot of ``size_bytes``."""
     return round_up(size_bytes, HUGE_PAGE_BYTES)
 
 
 def gave_its_place() -> CheckpointSkippedError:
-    """Return the error of a save whose staged copy was dropped for a newer checkpoint."""
+    """The error of a save whose staged copy was dropped for a newer checkpoint."""
     return CheckpointSkippedError(
         "the staged copy has given its place to a newer checkpoint",
         hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
@@ -54,7 +54,7 @@ def gave_its_place() -> CheckpointSkippedError:
 
 
 class SlotPolicy(StrEnum):
-    """What staging does when every slot is taken."""
+    """Policy of staging when every slot is taken."""
 
     WAIT = "wait"
     SKIP = "skip"
@@ -70,7 +70,7 @@ class SlotState(StrEnum):
 
 
 class AheadOfFlush(Protocol):
-    """Writes a lease's data to files that have no name yet (``save/write_ahead.py``)."""
+    """Writes a lease's data to unnamed files (``save/write_ahead.py``)."""
 
     @property
     def reserved_bytes(self) -> int: ...
@@ -82,7 +82,7 @@ class AheadOfFlush(Protocol):
 
 @dataclass(eq=False)
 class Lease:
-    """One checkpoint's hold on a slot. ``memory`` is the slot's; only the first ``size_bytes`` are the checkpoint's."""
+    """One checkpoint's hold on a slot, in the first ``size_bytes`` of the slot's ``memory``."""
 
     memory: Memory
     size_bytes: int
@@ -91,26 +91,23 @@ class Lease:
     in_use: Callable[[], bool] = lambda: True
     """Returns False once no tensor refers to the memory. Set by the code that makes the tensors."""
     storage: int = 0
-    """Identity of the storage those tensors share, which tells stale ones from the current ones; 0 for unknown."""
+    """Id of the storage of those tensors, which tells stale ones from current ones; 0: unknown."""
     took_place: bool = False
     """The memory belonged to a checkpoint that was dropped for this one."""
     tensors: int | None = None
     """Number of tensors with data in it; None if unknown. Set by the code that makes the tensors."""
     ahead: AheadOfFlush | None = None
-    """What writes the data before its flush begins, if anything does."""
+    """Writes the data before its flush begins, if set."""
     in_place: bool = False
-    """Whether its flush wrote the files from the staged data. Set by the flush."""
+    """True if the flush wrote files from the staged data. Set by the flush."""
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _may_drop: Callable[[], bool] = lambda: True
 
     def ask_before_drop(self, may_drop: Callable[[], bool]) -> None:
-        """Have ``may_drop`` decide whether this may give its place to a newer checkpoint while it is only staged.
+        """Have ``may_drop`` decide whether a newer checkpoint may replace this one while it is only staged.
 
-        Another process may have to be notified first.
-
-        Raises:
-            CheckpointSkippedError: it has given its place already.
+        Another process may have to be notified first. Raises CheckpointSkippedError: replaced already.
         """
         with self._lock:
             if self.state is SlotState.DROPPED:
@@ -121,11 +118,10 @@ class Lease:
         return 0 <= address - self.memory.address < self.size_bytes
 
     def begin_flush(self) -> None:
-        """Hold the memory while it is written.
+        """Hold the memory during the write.
 
-        Raises:
-            CheckpointSkippedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``), possibly
-                after this one was written: the slot then holds the newer one.
+        Raises CheckpointSkippedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``),
+        possibly after this one was written.
         """
         with self._lock:
             if self.state is SlotState.DROPPED:
@@ -141,7 +137,7 @@ class Lease:
                 self.give_up_ahead()
 
     def give_up_ahead(self) -> None:
-        """Discard data that was written ahead and not used."""
+        """Discard unused data that was written ahead."""
         if self.ahead is not None:
             self.ahead.discard()
 
@@ -177,10 +173,10 @@ class Arena:
         self._timeout_seconds = timeout_seconds
         self.shared = shared
         self.read_elsewhere = read_elsewhere
-        """Another process reads the staged data while this one lives: of its use nobody here knows."""
+        """Another process reads the staged data while this one lives: its use is unknown here."""
         self.numa_nodes = tuple(numa_nodes)
         self.allocations = 0
-        """Slots made so far: does not move once a job runs steadily."""
+        """Slots made so far: constant once a job runs steadily."""
         self._free: list[Memory] = []
         self._leases: list[Lease] = []
         self._count = 0
@@ -188,12 +184,12 @@ class Arena:
 
     @property
     def timeout_seconds(self) -> float:
-        """How long a lease waits for a slot."""
+        """Maximum wait of a lease for a slot."""
         return SLOT_SECONDS if self._timeout_seconds is None else self._timeout_seconds
 
     @property
     def size_bytes(self) -> int:
-        """What all slots take."""
+        """Total size of the slots."""
         with self._lock:
             return self._size_bytes()
 
@@ -204,9 +200,9 @@ class Arena:
         """Return memory for one staged checkpoint; None when all slots are taken and the policy is ``skip``.
 
         Raises:
-            CapacityError: the slot can never be had: above ``size_bytes_max``, or the node has not got the memory.
-            CheckpointSkippedError: the disk is ill, and no slot comes free before it is well.
-            OperationTimeoutError: no slot came free within ``timeout_seconds``.
+            CapacityError: above ``size_bytes_max``, or the node lacks the memory.
+            CheckpointSkippedError: the disk hangs, and no slot becomes free first.
+            OperationTimeoutError: no slot became free within ``timeout_seconds``.
         """
         size_bytes_kept = whole_huge_pages(size_bytes)
         if self.size_bytes_max is not None and size_bytes_kept > self.size_bytes_max:
@@ -227,7 +223,7 @@ class Arena:
             if requests.is_ill:
                 raise ill_disk("the local root")
             if not collected and time.monotonic() - begun > min(COLLECT_SECONDS, self.timeout_seconds / 2):
-                # The error of a failed save may keep its tensors in a reference cycle, and a waiting thread runs no GC.
+                # A failed save's error may keep its tensors in a cycle, and a waiting thread runs no GC.
                 collected = True
                 gc.collect()
         raise OperationTimeoutError(
@@ -241,7 +237,7 @@ class Arena:
         return tuple(self._leases)
 
     def close(self) -> None:
-        """Release every slot that nothing refers to. Those still in use go with their last tensor."""
+        """Release every unreferenced slot. Others are freed with their last tensor."""
         with self._lock:
             for lease in self._leases:
                 lease.give_up_ahead()
@@ -264,16 +260,15 @@ class Arena:
         return lease
 
     def _reclaim(self, size_bytes: int, *, drop: bool) -> bool:
-        """Free all that is unused; while that is not enough, the oldest that may be taken all the same.
-
-        Returns True when a checkpoint had to be dropped for it.
+        """Free unused slots; if that is not enough, the oldest droppable one. True if a checkpoint was
+        dropped.
         """
         dropped = False
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
-        # Oldest first: a checkpoint that is on the SSD, or lost, even if still referenced. Before making a new slot:
-        # a thread that has just ended a save releases its tensors a moment after it reports the end.
+        # Oldest first: a checkpoint on the SSD, or lost, even if still referenced. Before making a new slot: a finished
+        # save releases its tensors a moment after it reports the end.
         for lease in tuple(self._leases):
             if self._fits(size_bytes):
                 return False
@@ -293,7 +288,7 @@ class Arena:
         return any(memory.size_bytes >= size_bytes for memory in self._free)
 
     def _has_room(self, size_bytes: int) -> bool:
-        """True when a new slot keeps both bounds; free slots do not count, they make room for it."""
+        """True if a new slot keeps both bounds, without the free slots, which make room for it."""
         leased_bytes = sum(lease.memory.size_bytes for lease in self._leases)
         return len(self._leases) < self.slots_max and (
             self.size_bytes_max is None or leased_bytes + whole_huge_pages(size_bytes) <= self.size_bytes_max
@@ -312,7 +307,7 @@ class Arena:
         return best
 
     def _allocate(self, size_bytes: int) -> Memory:
-        """A new slot. Free ones that are too small make room for it: the state has grown."""
+        """Make a slot, in place of free ones that are too small: the state has grown."""
         for memory in self._free:
             memory.close()
         self._free.clear()
@@ -330,9 +325,9 @@ class Arena:
 
 
 class BounceBufferPool:
-    """A few small pieces of huge-page memory for bytes on their way between a file and memory that is not aligned.
+    """A few small huge-page buffers between files and unaligned memory.
 
-    At most ``count_max`` of them exist; they are handed from flush to flush, or from load to load. Thread-safe.
+    At most ``count_max``, reused by flushes or loads. Thread-safe.
     """
 
     def __init__(self, count_max: int, what: str = "write") -> None:
@@ -344,19 +339,17 @@ class BounceBufferPool:
 
     @contextlib.contextmanager
     def take(self, count: int, size_bytes: int, timeout_seconds: float) -> Iterator[list[Memory]]:
-        """Yield up to ``count`` pieces of ``size_bytes``: as many as exist and fit in memory, but at least
-        one.
+        """Yield up to ``count`` pieces of ``size_bytes``: as many as exist and fit in memory, at least one.
 
-        Raises:
-            OperationTimeoutError: other flushes have used all of them for ``timeout_seconds``.
-            CapacityError: the node has no memory for one.
+        Raises OperationTimeoutError: other flushes used all of them for ``timeout_seconds``. CapacityError: no
+        memory for one.
         """
         taken = self._take(count, size_bytes, timeout_seconds)
         usable = taken
         try:
             yield taken
         except (OperationTimeoutError, KeyboardInterrupt):
-            usable = []  # a hanging thread may still use them: drop them and make new ones
+            usable = []  # a hanging thread may still use them: drop them
             raise
         finally:
             with self._changed:
@@ -405,7 +398,7 @@ _shared_lock = threading.Lock()
 def arena_for(
     settings: Settings, *, shared: bool = False, read_elsewhere: bool = False, numa_nodes: Sequence[int] = ()
 ) -> Arena:
-    """The process's arena for these settings: writers come and go, their staging memory stays."""
+    """The process's arena for these settings: writers change, their staging memory stays."""
     key = (
         shared,
         read_elsewhere,
@@ -428,24 +421,23 @@ def arena_for(
 
 
 def write_buffers() -> BounceBufferPool:
-    """The process's write buffers: one for each thread that writes."""
+    """The process's write buffers, one per writing thread."""
     with _shared_lock:
         return _bounces.setdefault(("write", WRITE_THREADS_MAX), BounceBufferPool(WRITE_THREADS_MAX))
 
 
 def read_buffers() -> BounceBufferPool:
-    """The process's read buffers: one for each thread that reads."""
+    """The process's read buffers, one per reading thread."""
     with _shared_lock:
         return _bounces.setdefault(("read", READ_THREADS_MAX), BounceBufferPool(READ_THREADS_MAX, "read"))
 
 
 def leases() -> list[Lease]:
-    """All leases of this process."""
     return [lease for arena in tuple(shared_arenas.values()) for lease in arena.leases()]
 
 
 def close_arenas() -> None:
-    """Release all staging memory of this process that nothing refers to."""
+    """Release this process's unreferenced staging memory."""
     with _shared_lock:
         for arena in shared_arenas.values():
             arena.close()

@@ -1,1 +1,1 @@
-"""Local files: durable writes, locks, leases, ownership, the page cache, and how the device likes to be used."""
+"""Local files: durable writes, locks, leases, ownership, page cache, and I/O tuning."""

@@ -2,7 +2,6 @@
 
 Invariants:
     C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in all
-    C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in all
         containers of the host, and frees it when the process ends in any way. Nothing remains to clean up.
     C2  A forked child holds no claim of its parent (K5 of ``file_lock``).
     C3  A claim saves work and protects no data: two processes that do the same work have the same result. On a file
@@ -39,11 +38,11 @@ TRIES = 100
 NAME_BYTES_MAX = 1024
 
 _FLOCK = struct.Struct("hhqqi0q")
-"""``struct flock`` where off_t has 64 bits: type, whence, start, length, pid."""
+"""``struct flock`` with a 64-bit off_t: type, whence, start, length, pid."""
 
 
 class Claims:
-    """Claims on the bytes of the file ``path``, created if missing. Any thread. Close it.
+    """Claims on the bytes of the file ``path``, created if missing. Thread-safe. Close it.
 
     Cost of a call: one system call, about 1 microsecond.
     """
@@ -56,7 +55,7 @@ class Claims:
         """False once the file system has refused a lock."""
 
     def take(self, at: int) -> bool:
-        """Claim a byte; False when another claim has it, of this process or of another."""
+        """Claim a byte; False if any other claim, also of this process, has it."""
         if self._pid != os.getpid():
             return True  # as without locks (C3): the descriptor was closed at the fork (C2)
         with self._lock:
@@ -66,12 +65,12 @@ class Claims:
             return True
 
     def share(self, at: int) -> bool:
-        """Hold a byte together with any number of others."""
+        """Hold a byte together with others."""
         return self._set(fcntl.F_RDLCK, at)
 
     def release(self, at: int) -> None:
         if self._pid != os.getpid():
-            return  # a block that the fork has copied ends; the descriptor may be another file's by now
+            return  # a copied block ends in the fork; the descriptor may be another file's by now
         with self._lock:
             self._taken.discard(at)
             self._set(fcntl.F_UNLCK, at)
@@ -82,7 +81,7 @@ class Claims:
         return sorted({*own, *locked(self._file, start, stop)})
 
     def close(self) -> None:
-        """Release every claim. Idempotent; in a forked child it does nothing."""
+        """Release every claim. Idempotent; no effect in a forked child."""
         if self._file >= 0 and self._pid == os.getpid():
             with contextlib.suppress(OSError):  # a child forked by C code may have a copy of the descriptor
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
@@ -100,7 +99,7 @@ class Claims:
 
 
 def locked(file: int, start: int, stop: int) -> list[int]:
-    """Return the bytes of a range that other open files have locked; [] on a file system without locks.
+    """Return the bytes of a range locked by other open files; [] on a file system without locks.
 
     Cost: a system call for each lock, and for each gap between them.
     """
@@ -121,26 +120,25 @@ def locked(file: int, start: int, stop: int) -> list[int]:
 
 
 def holder_name(*, has_locks: bool) -> str:
-    """Name a holder of a ``HostLease``: this host, or this process on a file system without locks."""
+    """Name a ``HostLease`` holder: this host, or this process without locks."""
     return f"{host_id()}" if has_locks else f"{host_id()}-{secrets.token_hex(4)}"
 
 
 class HostLease:
-    """A lease by the file ``path``, which names its holder; all processes of one host hold it together. Blocking."""
+    """A lease by the file ``path``, which names its holder; a host's processes hold it together. Blocking."""
 
     def __init__(self, path: Path, holder: str) -> None:
         self._path, self._holder = path, holder.encode()
         self._file, self._pid = -1, os.getpid()
         self._seen_ns, self._seen_at = 0, 0.0
-        """When the other holder last wrote, and when that was first seen here."""
+        """Last write of the other holder, and when it was first seen here."""
         self._is_over = threading.Event()
 
     def take(self) -> bool:
         """Hold the lease until ``release``; False while another holder has it. Idempotent.
 
-        Raises:
-            ObjectNotFoundError: its directory does not exist.
-            StoreError, PermissionDeniedError: the file can be neither created nor read.
+        Raises ObjectNotFoundError: its directory is missing. StoreError, PermissionDeniedError: the file can
+        be neither created nor read.
         """
         with translated(self._path):
             for _ in range(TRIES if self._file < 0 else 0):
@@ -158,13 +156,12 @@ class HostLease:
         return self._file >= 0
 
     def is_held_elsewhere(self) -> bool:
-        """True while another holder has the lease."""
         try:
             with translated(self._path):
                 found = self._read()
                 return found is not None and found[0] != self._holder and not self._is_silent(found[1])
         except OSError:
-            return True  # unknown: the careful answer
+            return True  # unknown: assume yes
 
     def release(self, *, is_last: bool = True) -> None:
         """Release the lease. ``is_last``: no other process of the holder needs it. Idempotent."""
@@ -190,7 +187,7 @@ class HostLease:
                 os.pwrite(file, self._holder, 0)  # some file systems set no times; does not recreate a removed file
 
     def _read(self) -> tuple[bytes, int] | None:
-        """Return the holder, b"" while its name is not written, and its last write; None without a lease.
+        """Return the holder, b"" before its name is written, and its last write; None without a lease.
 
         Opens the file: a network mount may answer a ``stat`` from a cache that is a minute old.
         """
@@ -208,7 +205,8 @@ class HostLease:
     def _is_silent(self, written_ns: int) -> bool:
         """Whether the other holder has not written for ``SILENT_SECONDS``.
 
-        Uses this host's clock from the second check on, at the first the file system's clock, which may differ."""
+        By this host's clock from the second check on; at the first, by the file system's, which may differ.
+        """
         now = time.monotonic()
         if written_ns == self._seen_ns:
             return now - self._seen_at > SILENT_SECONDS
@@ -222,12 +220,12 @@ class HostLease:
         return age_ns > SILENT_SECONDS * 1e9
 
     def _overtake(self, holder: bytes, written_ns: int) -> bool:
-        """Remove the lease of a silent holder; False when another host does."""
+        """Remove a silent holder's lease; False when another host does."""
         right = self._beside(f"{written_ns:x}")  # the right to remove that lease: only one host creates this file
         try:
             write_new(right, b"", is_durable=False)
         except FileExistsError:
-            if time.monotonic() - self._seen_at < 2 * SILENT_SECONDS:  # else that host died at this point
+            if time.monotonic() - self._seen_at < 2 * SILENT_SECONDS:  # else that host died here
                 return False
         self._path.unlink(missing_ok=True)
         log.info("taking over %s from host %s, which is silent", self._path, holder.decode())

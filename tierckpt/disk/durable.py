@@ -1,7 +1,7 @@
-"""The one place that knows what makes a local file durable, and what its errors mean. Synchronous.
+"""Durable local files, and the meaning of their errors. Synchronous.
 
-A file is durable when its bytes, its name and every new directory above it are on the disk:
-fsync(file), rename, fsync(directory), fsync(parent of each directory made).
+A file is durable when its bytes, its name and every new directory above it are on the disk: fsync(file), rename,
+fsync(directory), fsync(parent of each directory made).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .quarantine import open_regular, set_aside
 
 MAKES_MAX = 100
 PATH_BYTES_MAX = 4095 - 200
-"""A path has 4,095 bytes at most; files of ours below it, and temporary names, take the rest."""
+"""Of a path's 4,095 bytes, our files below it and temporary names take the rest."""
 SET_LOCAL_ROOT = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory of this user on node-local SSD"
 UNKNOWN_BYTES = 1 << 62
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR, errno.EPERM, errno.EACCES}
-"""Errors of an fsync of a directory, or of a file that is open for reading."""
+"""Errors of an fsync of a directory, or of a file open for reading."""
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
-# Errors of a network mount or a FUSE daemon while its server is away.
+# Errors of a network mount or FUSE daemon whose server is down.
 _AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
 # Errors of a file system without such a link or call: another file system, unsupported, too many, or forbidden.
 CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
@@ -63,7 +63,7 @@ class Space(NamedTuple):
 
 
 def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
-    """Return the error of ours that says what ``error`` means for ``path``. Chosen by errno, never by text."""
+    """Return the typed error for ``error`` on ``path``, by errno, never by text."""
     if isinstance(error, TierckptError):
         return error
     if error.errno == errno.EFBIG:
@@ -117,9 +117,9 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
 
 
 def space_of(path: Path) -> Space:
-    """Return the space of the file system that ``path``, or its nearest parent that exists, is on. Raises OSError.
+    """Return the space on the file system of ``path``, or its nearest existing parent. Raises OSError.
 
-    A FUSE server that does not say has no blocks: there is ``UNKNOWN_BYTES`` of room, and a write finds out.
+    A FUSE server may report no blocks: then ``UNKNOWN_BYTES``, and a write finds out.
     """
     for candidate in (path, *path.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -166,7 +166,7 @@ def _free_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -> Iterator[None]:
-    """Translate OS errors into typed errors; ``is_above``: name the path under ``path`` that the error names."""
+    """Translate OS errors into typed errors; ``is_above``: name the error's path under ``path``."""
     try:
         yield
     except OSError as error:
@@ -177,13 +177,13 @@ def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in directory ``path`` durable. Cost: one fsync."""
+    """Make the names in ``path`` durable. Cost: one fsync."""
     with translated(path), requests.asking():
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
         except OSError as error:
-            # Some network and FUSE filesystems have no fsync of a directory; their names are as durable as they get.
+            # Some network and FUSE filesystems cannot fsync a directory.
             if error.errno not in _NO_FSYNC:
                 raise
         finally:
@@ -191,9 +191,9 @@ def fsync_dir(path: Path) -> None:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """Return the entries of ``directory`` that match ``pattern``, sorted; [] if it is missing or not a directory.
+    """Return the sorted entries of ``directory`` that match ``pattern``; [] if it is missing or not a directory.
 
-    Other processes may remove entries at any moment. (``Path.glob`` raises if they remove ``directory`` itself.)
+    Safe against concurrent removals. (``Path.glob`` raises if ``directory`` itself is removed.)
     """
     try:
         names = os.listdir(directory)  # noqa: PTH208  # a third of the time
@@ -205,14 +205,13 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 
 
 def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -> None:
-    """Make directory ``path`` and its parents, each one durable. Cost: one fsync for each directory made.
+    """Make directory ``path`` and its parents, durably. Cost: one fsync per directory made.
 
-    Under a local root no other user can write to the new directories, for any umask; an entry that is not a directory
-    is moved into quarantine (``quarantine``).
+    Under a local root no other user can write to new directories, for any umask; an entry that is no directory is
+    quarantined.
 
-    Raises:
-        PermissionDeniedError: a directory below a local root is not safe to use (``ownership``).
-        ConfigError: the local root, or a directory on the way to it, is a file.
+    Raises PermissionDeniedError: a directory below a local root is not safe to use (``ownership``). ConfigError:
+    the local root, or a directory above it, is a file.
     """
     with translated(path, tier):
         check(path)
@@ -220,7 +219,7 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
             try:
                 _make_missing(path, is_durable=is_durable)
                 return
-            except FileNotFoundError as error:  # another process has removed a parent meanwhile
+            except FileNotFoundError as error:  # another process has removed a parent
                 if not left:
                     raise _not_made(path, error) from None
             except (FileExistsError, NotADirectoryError) as error:
@@ -228,7 +227,7 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
 
 
 def _not_made(path: Path, error: OSError) -> OSError | ConfigError:
-    """The error to raise for ``path``: the system's, unless the local root is no directory."""
+    """Return the error for ``path``: the system's, unless the local root is no directory."""
     root = root_of(path)
     if root is None or root.is_dir():
         return error
@@ -262,9 +261,8 @@ def _make_dir(directory: Path) -> None:
 def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> bytes:
     """Return the bytes of a small file.
 
-    Raises:
-        ManifestError: it is larger than ``size_bytes_max``, found before any memory is taken for it.
-        ObjectNotFoundError, PermissionDeniedError, StoreError: as the file system says.
+    Raises ManifestError: larger than ``size_bytes_max``, checked before allocation. ObjectNotFoundError,
+    PermissionDeniedError, StoreError.
     """
     with translated(path, tier), os.fdopen(open_regular(path), "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -274,7 +272,8 @@ def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> b
 
 
 def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
-    """Replace ``path`` by ``data``: a reader, or a crash, sees the old file or the whole new one, which is durable.
+    """Replace ``path`` by ``data``: a reader, or a crash, sees the old file or the whole new one, which is
+    durable.
 
     The directory must exist. Cost: two fsyncs.
     """
@@ -287,8 +286,8 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
 def publish(new: Path, path: Path, file: int | None = None) -> None:
     """Rename ``new``, whose bytes are durable, to ``path``, durably: rename, fsync of the directory.
 
-    ``file``: its descriptor, where its bytes are not durable yet. A directory takes the place of an empty one only.
-    Raises OSError, or an error of ours.
+    ``file``: its descriptor, if its bytes are not durable yet. A directory replaces an empty one only. Raises
+    OSError, or a typed error.
     """
     if file is not None:
         with requests.asking():
@@ -298,7 +297,7 @@ def publish(new: Path, path: Path, file: int | None = None) -> None:
 
 
 def replace_file(new: Path, path: Path) -> None:
-    """Rename ``new`` over ``path``; under a local root, a directory there is moved into quarantine. Raises OSError."""
+    """Rename ``new`` over ``path``; under a local root, quarantine a directory there. Raises OSError."""
     try:
         with requests.asking():
             new.replace(path)
@@ -309,7 +308,7 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """``os.link``. Raises OSError: one of ``CANNOT_LINK`` without support for hard links."""
+    """``os.link``. Raises OSError: one of ``CANNOT_LINK`` without hard links."""
     try:
         with requests.asking():
             os.link(source, target)
@@ -321,7 +320,7 @@ def hard_link(source: Path, target: Path) -> None:
 
 
 def rename_new(new: Path, path: Path) -> None:
-    """Rename ``new`` to ``path``, unless that exists. Raises FileExistsError; OSError where there is no such call."""
+    """Rename ``new`` to ``path``, unless that exists. Raises FileExistsError; OSError if unsupported."""
     if not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
     with requests.asking():
@@ -331,13 +330,11 @@ def rename_new(new: Path, path: Path) -> None:
 
 
 def name_new(new: Path, path: Path) -> None:
-    """Give the file ``new`` the name ``path``, unless that exists; ``new`` may go with it.
+    """Give the file ``new`` the name ``path``, unless that exists; its old name may go.
 
-    A hard link decides between racing callers, also over NFS; where there is none, RENAME_NOREPLACE.
+    A hard link decides between racing callers, also over NFS; else RENAME_NOREPLACE.
 
-    Raises:
-        FileExistsError: ``path`` exists.
-        OSError: one of ``CANNOT_LINK`` if the file system supports neither.
+    Raises FileExistsError; OSError: one of ``CANNOT_LINK`` if neither is supported.
     """
     try:
         hard_link(new, path)
@@ -350,9 +347,9 @@ def name_new(new: Path, path: Path) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory tree. Follows no link, even if one is planted meanwhile. Raises OSError.
+    """Remove a directory tree, following no link, even if one is planted meanwhile. Raises OSError.
 
-    ``shutil.rmtree`` compares inode numbers, and removes nothing where those change at each look (FUSE).
+    ``shutil.rmtree`` compares inode numbers, and removes nothing if those change at each stat (FUSE).
     """
     try:
         folder = os.open(path, _FOLDER)
@@ -384,13 +381,13 @@ def _empty(folder: int) -> None:
         except FileNotFoundError:
             continue  # another process removes it too
         except OSError as error:
-            first = first or error  # what else can go goes
+            first = first or error  # remove as much as possible
     if first is not None:
         raise first
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """Return True for two names of one file. With unstable inode numbers, size and time decide. Raises OSError."""
+    """True for two names of one file. With unstable inode numbers, size and time decide. Raises OSError."""
     status, status_of_other = one.stat(), other.stat()
     if os.path.samestat(status, status_of_other):
         return True
@@ -399,12 +396,10 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 
 def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool:
-    """Link the file ``source`` to ``target``, durably. False without support for hard links (then copy).
+    """Link ``source`` to ``target``, durably. False without hard links (then copy).
 
-    Outside of a local root ``target`` gets the mode and the group of a new file there. False where it cannot.
-
-    Raises:
-        PreconditionFailedError: ``target`` is there and is another file.
+    Outside of a local root ``target`` gets the mode and group of a new file; False if that fails. Raises
+    PreconditionFailedError: ``target`` is another file.
     """
     with translated(target, tier):
         try:
@@ -425,10 +420,10 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 
 
 def _match_new_file(path: Path) -> bool:
-    """Give ``path``, made under a local root, the mode and the group of a new file in its directory.
+    """Give ``path``, made under a local root, the mode and group of a new file in its directory.
 
-    Its mode there is narrower than the umask lets it be, and its group this process's, whatever the directory's is.
-    A file made under another umask keeps its mode. False when that takes another file: an ACL, a group of others.
+    Its mode is narrower than the umask, and its group this process's, not the directory's. A file made under
+    another umask keeps its mode. False if another file is needed: an ACL, a group of others.
     """
     try:
         os.getxattr(path.parent, "system.posix_acl_default")
@@ -447,10 +442,7 @@ def _match_new_file(path: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Give the bytes of the file ``source`` the new name ``target``, durably. True for a hard link, False for a copy.
-
-    Raises as ``durable_link``; OSError.
-    """
+    """Link or copy ``source`` to ``target``, durably. True for a hard link. Raises as ``durable_link``; OSError."""
     if durable_link(source, target):
         return True
     with temporary_beside(target) as temporary:
@@ -468,7 +460,7 @@ def temporary_beside(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        # Failing to remove it must not hide the error that got us here; the name is never listed.
+        # Do not hide the original error; the name is never listed.
         with contextlib.suppress(OSError):
             os.unlink(temporary)  # noqa: PTH108
 
@@ -513,7 +505,7 @@ def fsync_file(path: Path) -> None:
 
 
 def refuse_file(directory: Path) -> None:
-    """Raise ConfigError when ``directory``, which is to be filled, is a file, or its name is too long."""
+    """Raise ConfigError when the target ``directory`` is a file, or its name is too long."""
     check_names(directory)
     with translated(directory):
         is_file = directory.is_file()

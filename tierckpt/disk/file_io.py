@@ -1,7 +1,7 @@
-"""Reads and writes of local files at an offset: past the page cache (direct I/O), or through it.
+"""Reads and writes local files at an offset: past the page cache (direct I/O), or through it.
 
-Direct I/O needs whole disk blocks and memory aligned to a block. Writers pad the last block with zeros; ``cut``
-removes them. ``Resident`` finds the bytes that the page cache holds; ``open_beneath`` follows no symbolic link.
+Direct I/O needs whole disk blocks and block-aligned memory. Writers pad the last block with zeros; ``cut`` removes
+them. ``Resident`` finds bytes in the page cache; ``open_beneath`` follows no symbolic link.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 def open_beneath(directory: Path, relative: str) -> int:
     """Open the regular file ``relative`` of ``directory`` for reading; the caller closes it.
 
-    The last part of ``directory`` may be no link either; what leads there is the administrator's.
-
-    Raises:
-        OSError: it is not there, is no regular file, or some part of it is a symbolic link or leads out.
+    The last part of ``directory`` may be no link either; the path to it is the administrator's. Raises OSError:
+    missing, no regular file, or a part is a symbolic link or leads out.
     """
     *folders, name = relative.split("/")
     if "\0" in relative or any(part in ("", ".", "..") for part in (*folders, name)):
@@ -57,17 +55,17 @@ def open_beneath(directory: Path, relative: str) -> int:
 PAGE_BYTES = mmap.PAGESIZE
 
 WINDOW_BYTES = 64 << 20
-"""Range per cached result of "not in the page cache": a load asks for each 2 MiB."""
+"""Range per cached result of "not in the page cache": a load checks each 2 MiB."""
 
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Resident:
-    """Asks the kernel by ``mincore(2)`` on a mapping of ``file`` that nobody ever touches.
+    """Queries ``mincore(2)`` on a mapping of ``file`` that is never touched.
 
-    If residency is unknown (no mapping, or the kernel hides it for a file of another user), none is assumed.
-    Pages that appear after a window was found empty are not used: the range is read past the page cache.
+    Unknown residency (no mapping, or another user's file) counts as none. Pages that appear after a window was found
+    empty are not used: the range is read past the page cache.
     """
 
     def __init__(self, file: int) -> None:
@@ -75,14 +73,14 @@ class Resident:
         self._is_empty: dict[int, bool] = {}
         try:
             self._size_bytes = os.fstat(file).st_size
-            # Copy-on-write, so that ctypes may have its address; without a write there is no copy.
+            # Copy-on-write, so that ctypes may have its address; nothing is written.
             self._map = mmap.mmap(file, self._size_bytes, access=mmap.ACCESS_COPY)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         except (OSError, ValueError):
             self._map = None
 
     def has(self, byte_range: ByteRange) -> bool:
-        """True when every page of ``byte_range`` is in the page cache now."""
+        """True if all of ``byte_range`` is in the page cache now."""
         start = byte_range.start // PAGE_BYTES * PAGE_BYTES
         if self._map is None or not start < byte_range.stop <= self._size_bytes:
             return False
@@ -92,14 +90,14 @@ class Resident:
         return b"\0" not in self.pages(start, byte_range.stop)
 
     def _was_empty(self, window: int) -> bool:
-        """Return True if none of it was in the page cache at the first check."""
+        """True if none of it was in the page cache at the first check."""
         if window not in self._is_empty:
             start = window * WINDOW_BYTES
             self._is_empty[window] = b"\1" not in self.pages(start, min(start + WINDOW_BYTES, self._size_bytes))
         return self._is_empty[window]
 
     def pages(self, start: int, stop: int) -> bytes:
-        """One byte for each page: 1 where it is in the page cache, 0 where it is not, or the kernel does not tell."""
+        """One byte per page: 1 in the page cache; 0 not, or unknown."""
         pages = -(-(stop - start) // PAGE_BYTES)
         found = ctypes.create_string_buffer(pages)
         if _mincore(self._address + start, stop - start, found):
@@ -111,12 +109,12 @@ log = logger("disk")
 
 FICLONERANGE = 0x4020940D
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Errors of a file system without direct I/O: mostly of ``open``, some of reads and writes."""
+"""Errors without direct I/O: mostly of ``open``, some of reads and writes."""
 devices_without: set[int] = set()
 
 
 def open_direct(path: Path, flags: int) -> int | None:
-    """Open ``path`` for direct I/O; None where the file system has none, said once a device. Raises OSError."""
+    """Open ``path`` for direct I/O; None if unsupported, logged once per device. Raises OSError."""
     try:
         with requests.asking():
             return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, file_mode(path))
@@ -131,14 +129,14 @@ def open_direct(path: Path, flags: int) -> int | None:
 
 
 class DirectFile:
-    """A file written at offsets, by any number of threads: past the page cache (``direct``) or through it."""
+    """A file written at offsets by several threads: past the page cache (``direct``) or through it."""
 
     def __init__(self, fd: int = -1, *, direct: bool = True) -> None:
         self.fd = fd
         self.direct = direct
 
     def create(self, path: Path) -> None:
-        """Make the file. Without direct I/O in the file system, it is written through the page cache."""
+        """Make the file; without direct I/O, it is written through the page cache."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         if self.direct:
             fd = open_direct(path, flags)
@@ -150,9 +148,9 @@ class DirectFile:
         self.fd = os.open(path, flags | os.O_CLOEXEC, file_mode(path))
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of ``view``. A short direct write goes on from the last whole block.
+        """Write all of ``view``. A short direct write continues from the last whole block.
 
-        Where direct I/O is refused only now, or wants more alignment than there is, the page cache is used.
+        If direct I/O is only refused now, or needs more alignment, the page cache is used.
         """
         while view:
             was_direct = self.direct  # another thread may leave direct I/O meanwhile
@@ -171,8 +169,9 @@ class DirectFile:
             view, offset = view[count:], offset + count
 
     def _leave_direct(self) -> None:
-        """Reopen the file under the same descriptor: other threads write to it, and FUSE reads flags only in ``open``.
-        Raises OSError."""
+        """Reopen the file under the same descriptor: other threads write to it, and FUSE reads flags only in
+        ``open``. Raises OSError.
+        """
         file = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.dup2(file, self.fd, inheritable=False)
@@ -181,7 +180,7 @@ class DirectFile:
             os.close(file)
 
     def cut(self, size_bytes: int, *, durable: bool) -> None:
-        """Cut off what pads the last block, and have all bytes on the disk. The name is the caller's to fsync."""
+        """Cut off the last block's padding, and sync all bytes. The caller syncs the name."""
         with requests.asking():
             if size_bytes % DISK_BLOCK_BYTES:
                 os.ftruncate(self.fd, size_bytes)
@@ -195,9 +194,9 @@ class DirectFile:
 
 
 def read_direct(file: int, into: memoryview, offset: int, through: memoryview | None = None) -> int:
-    """Read whole blocks into ``into``, ``through`` a buffer if there is one. Returns how many bytes came.
+    """Read whole blocks into ``into``, ``through`` a buffer if given. Returns the number of bytes.
 
-    An error ends it as the end of the file does: the read of the rest through the page cache raises it.
+    An error ends it like the end of the file: reading the rest through the page cache raises it.
     """
     done = 0
     with contextlib.suppress(OSError):
@@ -213,7 +212,7 @@ def read_direct(file: int, into: memoryview, offset: int, through: memoryview | 
 
 
 def read_into(file: int, into: memoryview, offset: int) -> int:
-    """Read through the page cache until ``into`` is full. Returns how many bytes there were. Raises OSError."""
+    """Fill ``into`` through the page cache. Returns the number of bytes. Raises OSError."""
     done = 0
     while done < len(into):
         count = os.preadv(file, [into[done:]], offset + done)
@@ -224,17 +223,17 @@ def read_into(file: int, into: memoryview, offset: int) -> int:
 
 
 def stat_version(status: os.stat_result) -> str:
-    """Return the version of a file according to its status: the time of the last write, and the size.
+    """Return the version of a file: last write time and size.
 
-    No inode number: FUSE servers give one file another at each look, and a copy of a tree has others. No ctime: a hard
-    link or a chmod changes it, and no byte. So a rewrite within one tick of the file system's clock (2 s on vfat, some
-    milliseconds on ext4) that keeps the size is not seen. ``LocalStore`` makes sure that its own writes are.
+    No inode number: FUSE servers change it at each stat, and a copied tree has others. No ctime: a hard link or a
+    chmod changes it, and no byte. So a rewrite of the same size within one tick of the file system's clock (2 s on
+    vfat, some milliseconds on ext4) is missed. ``LocalStore`` makes sure that its own writes are not.
     """
     return f"{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def address_of(memory: memoryview | bytearray) -> int:
-    """Where ``memory``, which is writable and not empty, begins."""
+    """The start address of writable, nonempty ``memory``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -257,7 +256,7 @@ def pread_all(file: int, byte_range: ByteRange, path: Path, tier: Tier = Tier.LO
         while offset < byte_range.stop:
             piece = os.pread(file, byte_range.stop - offset, offset)
             if not piece:
-                break  # shorter than the manifest says: the digest check names it
+                break  # the digest check reports a short file
             pieces.append(piece)
             offset += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -277,10 +276,10 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def allocate(file: int, size_bytes: int) -> None:
-    """Take the room of ``size_bytes`` on the disk: a full one is found before the first byte, and extents are long.
+    """Allocate ``size_bytes`` on the disk: a full one is found before the first byte, and extents are long.
 
-    The system call itself and not ``posix_fallocate``: where a file system has none, that one writes zeros, over what
-    another process may just have written. There the room is not taken.
+    Not ``posix_fallocate``: without support by the file system it writes zeros, over what another process may just
+    have written. Then nothing is allocated.
     """
     while size_bytes and libc.fallocate(file, 0, 0, size_bytes):
         number = ctypes.get_errno()
@@ -291,7 +290,7 @@ def allocate(file: int, size_bytes: int) -> None:
 
 
 def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
-    """Have ``target`` share the blocks of ``source`` in the range (reflink). False where the file system cannot.
+    """Share the blocks of ``source`` in the range with ``target`` (reflink); False if unsupported.
 
     Later writes to one of them are not visible in the other.
     """
@@ -305,5 +304,5 @@ def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
 
 
 def begin_writeback(file: int, start: int, size_bytes: int) -> None:
-    """Start writeback of this range of the page cache. A hint: errors are reported by the fsync."""
+    """Start writeback of this range of the page cache. A hint: the fsync reports errors."""
     libc.sync_file_range(file, start, size_bytes, _SYNC_FILE_RANGE_WRITE)

@@ -36,7 +36,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.E
 """Errors of flock on a mount without flock support."""
 
 _RECORD = struct.Struct("hhqqi4x")
-"""``struct flock`` where off_t has 64 bits: type, whence, start, length, pid."""
+"""``struct flock`` with a 64-bit off_t: type, whence, start, length, pid."""
 
 _files: set[int] = set()
 """Descriptors of this process that may hold a lock, except inherited ones."""
@@ -58,10 +58,10 @@ class LockAttempt:
 def try_lock(
     path: Path, *, remove: bool = False, is_shared: bool = False, inherited: int | None = None
 ) -> Iterator[LockAttempt]:
-    """Yield a true ``LockAttempt`` while holding ``path``, or a false one at once if another holder has it.
+    """Yield a true ``LockAttempt`` while holding ``path``, or at once a false one if another holder has it.
 
-    Its directory must exist. ``is_shared``: with any number of other holders; with ``remove`` the last of them
-    removes the file. ``inherited``: the descriptor of a holder that may be dead (K4); closed at the end.
+    Its directory must exist. ``is_shared``: with other holders; with ``remove`` the last of them removes the file.
+    ``inherited``: the descriptor of a holder that may be dead (K4); closed at the end.
     """
     file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
     held = False
@@ -99,7 +99,7 @@ def try_lock(
 
 @contextmanager
 def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
-    """Hold ``path``, waiting for it at most ``timeout_seconds``. Raises OperationTimeoutError."""
+    """Hold ``path``, waiting at most ``timeout_seconds``. Raises OperationTimeoutError."""
     for _ in Poll(timeout_seconds, BRIEF):
         with try_lock(path) as held:
             if held:
@@ -128,10 +128,10 @@ def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
 
 
 def lock_record(file: int, kind: int, at: int = 0, *, is_process: bool = False) -> bool:
-    """Set byte ``at`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. Return False if another holder conflicts.
+    """Set byte ``at`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. False if another holder conflicts.
 
-    The lock ends with the open file, which forked children share. ``is_process``: it ends with this process, and when
-    this process closes any descriptor of the file. Never blocks. Cost: about 1 microsecond.
+    The lock ends with the open file, which forked children share; with ``is_process``, with this process, or when
+    it closes any descriptor of the file. Never blocks. Cost: about 1 microsecond.
     """
     try:
         fcntl.fcntl(file, fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK, _RECORD.pack(kind, os.SEEK_SET, at, 1, 0))
@@ -173,7 +173,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_file(file: int, path: Path) -> bool:
-    """Whether ``path`` is a name of ``file``. If inode numbers change at each stat (FUSE): whether it has any name."""
+    """Whether ``path`` names ``file``. If inode numbers change at each stat (FUSE): whether it has any name."""
     try:
         status = os.fstat(file)
         if os.path.samestat(status, path.lstat()):

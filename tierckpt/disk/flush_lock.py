@@ -1,10 +1,10 @@
 """The flush lock: drains yield the disk to a process of this node that flushes a checkpoint (P8).
 
-The flush holds a shared lock on a file of the local root for its whole duration. Movers only test the lock, and take
-none. So neither waits for the other's lock, and a lock ends with its process.
+The flush holds a shared lock on a file of the local root throughout. Movers only test the lock. So neither waits for
+the other, and a lock ends with its process.
 
-    G3  Drains pause for at most ``STEP_BACK_SECONDS_MAX`` at a time, and then run for at least as long: a drain gets
-        half of the time however often training saves.
+    G3  Drains pause for at most ``STEP_BACK_SECONDS_MAX`` at a time, then run for at least as long: a drain gets half
+        of the time however often training saves.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ STEP_BACK_SECONDS_MAX = 2.0
 
 @contextmanager
 def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
-    """Mark that this process writes a checkpoint to the local tier: drains of the node yield the disk (G3).
+    """Mark that this process writes a checkpoint to the local tier: the node's drains yield the disk (G3).
 
-    Best effort; never blocks or fails a save: the mark is a shared lock, which nothing conflicts with (movers only test
-    it), and which ends with the process. Cost: about 5 microseconds.
+    Best effort; never blocks or fails a save: nothing conflicts with the shared lock, which ends with the process.
+    Cost: about 5 microseconds.
     """
     file, pid = _mark(local_root), os.getpid()
     begun = time.monotonic()
@@ -44,7 +44,7 @@ def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
     finally:
         if file >= 0 and pid == os.getpid():
             with suppress(OSError):
-                # Unlock besides closing: a child forked by C code may have a copy of the descriptor.
+                # Also unlock: a child forked by C code may have a copy of the descriptor.
                 lock_record(file, fcntl.F_UNLCK)
             close_lock(file)
 

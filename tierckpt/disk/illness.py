@@ -1,6 +1,6 @@
-"""Tells a disk that is slow from one that is ill, for training, which waits for the first and not for the second.
+"""Distinguishes a slow disk from a hanging one, for which training does not wait.
 
-A disk is ill if it has completed none of this process's requests for ``ILL_SECONDS``, while it had one.
+A disk hangs if it has completed none of this process's requests for ``ILL_SECONDS``, while it had one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..types import Tier
 T = TypeVar("T")
 
 ILL_SECONDS = 0.4
-"""Of the half second that training may wait for a disk that is ill."""
+"""Of the half second that training may wait for a hanging disk."""
 HINT = "look for a hung disk or mount (dmesg)"
 
 
@@ -46,8 +46,9 @@ class Requests:
             self._ended_at = time.monotonic()
 
     def seconds_left(self) -> float:
-        """Return the seconds until the disk is ill, unless it completes a request: 0 if it is; ``ILL_SECONDS`` without
-        a request."""
+        """Return the seconds until the disk counts as hanging, unless it completes a request; ``ILL_SECONDS``
+        without one.
+        """
         begun = min(tuple(self._begun.values()), default=None)
         if begun is None:
             return ILL_SECONDS
@@ -62,11 +63,11 @@ class Requests:
 
 
 requests = Requests()
-os.register_at_fork(after_in_child=requests.forget)  # what threads of the parent have asked for
+os.register_at_fork(after_in_child=requests.forget)  # threads of the parent made them
 
 
 def ill_disk(where: object, **context: object) -> CheckpointSkippedError:
-    """The error of a save that is left out because the disk below ``where`` is ill."""
+    """The error of a save skipped because the disk below ``where`` hangs."""
     return CheckpointSkippedError(
         f"the disk below {where} has not ended a request for {ILL_SECONDS:g} s",
         hint=f"Training goes on, and the next save is tried again. Meanwhile {HINT}",
@@ -76,9 +77,9 @@ def ill_disk(where: object, **context: object) -> CheckpointSkippedError:
 
 
 class Errands:
-    """Has a thread do what asks the disk below ``where``, so that the caller waits for it no longer than it gets on.
+    """Runs requests to the disk below ``where`` on a thread; the caller waits only while they progress.
 
-    It does when it takes processor time. While one errand hangs no other is begun: there is one such thread at most.
+    Progress is processor time. While one request hangs no other begins: there is at most one such thread.
     """
 
     def __init__(self, where: object) -> None:
@@ -87,10 +88,10 @@ class Errands:
         self._last.set_result(None)
         self._clocks: list[int] = []
         self._hung_at = -1.0
-        """Processor time of the last abandoned errand."""
+        """Processor time of the last abandoned request."""
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Have ``work`` done, as one request of the disk. Raises CheckpointSkippedError while an earlier one hangs."""
+        """Run ``work`` as one disk request. Raises CheckpointSkippedError while an earlier one hangs."""
         if not self._last.done() and (self._progress() == self._hung_at or not self.gets_on()):
             raise ill_disk(self._where)
         done, clocks = Future[T](), list[int]()
@@ -114,7 +115,7 @@ class Errands:
         return done
 
     def gets_on(self) -> bool:
-        """Wait for the errand that was begun last. False when it hangs."""
+        """Wait for the last request. False if it hangs."""
         is_done = wait_while([self._last], self._progress)
         self._hung_at = self._progress()
         return is_done
@@ -125,10 +126,8 @@ class Errands:
         return -1.0
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, or raise its error.
-
-        Raises:
-            CheckpointSkippedError: it hangs, or an earlier one does.
+        """Return the result of ``work``, or raise its error; CheckpointSkippedError if it, or an earlier one,
+        hangs.
         """
         done = self.begin(work)
         if not self.gets_on():
@@ -136,7 +135,7 @@ class Errands:
         return done.result()
 
     def tried(self, work: Callable[[], object]) -> CheckpointSkippedError | None:
-        """As ``run``. Returns why it was not done, where that raises."""
+        """``run``, but return the CheckpointSkippedError."""
         try:
             self.run(work)
         except CheckpointSkippedError as error:

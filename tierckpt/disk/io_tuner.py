@@ -1,21 +1,19 @@
-"""The I/O tuner: measures on real loads and flushes how a device is read and written fastest. Makes no test I/O.
+"""Measures on real loads and flushes how a device is read and written fastest. No test I/O.
 
-Writes: every flush that is large enough to tell is a measurement of how many writes at a time, and how large. The first
-ones try each shape once, the rest use the cheapest of those that are as good as the best, and now and then another
-shape gets a second chance, because devices and neighbours change.
+Writes: every large flush measures a number and size of concurrent writes. The first ones try each shape once, the rest
+use the cheapest of those as good as the best; now and then another shape is retried, because devices and neighbours
+change.
 
-Reads: past the page cache, or through it, into place or through buffers. The first large load from a device tries each
-mode on a part of its own bytes, and continues in the fastest. The result is kept under the local root for all
-later loads of the node, until it reboots. A small load, or one with its bytes in memory, does not
-count.
+Reads: past the page cache, or through it, in place or through buffers. The first large load from a device tries each
+mode on a part of its bytes, and continues in the fastest. The result is kept under the local root for all loads of the
+node, until it reboots. Small loads, and bytes in memory, do not count.
 
-Chunks of a checkpoint are read into buffers and verified there. Model files are verified in place, so they have
-one more mode: straight into the tensors. That copies nothing, and yet is not always the fastest: the few
-buffers stay in the processor's caches, which a disk, or a hypervisor that copies the disk's data, may fill faster
-than memory.
+Chunks of a checkpoint are read into buffers and verified there. Model files are verified in place, so they have one
+more mode: straight into the tensors. That copies nothing, and yet is not always fastest: the few buffers stay in the
+CPU caches, which a disk, or a hypervisor that copies its data, may fill faster than memory.
 
-Source: the modes are ordered by their processor time, measured in docs/internals/load.md; the shapes
-in docs/adr/0007-flush.md.
+Source: the modes are ordered by processor time, measured in docs/internals/load.md; the shapes in
+docs/adr/0007-flush.md.
 """
 
 from __future__ import annotations
@@ -46,13 +44,13 @@ log = logger("restore")
 MiB = 1 << 20
 
 AS_GOOD = 0.95
-"""Modes within this share of the fastest count as equal: the difference is noise, and the cheaper one is chosen."""
+"""Modes within this share of the fastest count as equal (noise), and the cheapest is chosen."""
 
 T = TypeVar("T")
 
 
 def cheapest(rates: Mapping[T, float]) -> T:
-    """The first of ``rates``, which begin with the cheapest in processor time, that is as good as the fastest."""
+    """Return the first of ``rates``, ordered by processor time, that is as good as the fastest."""
     fastest = max(rates.values())
     return next(one for one, rate in rates.items() if rate >= AS_GOOD * fastest)
 
@@ -69,8 +67,8 @@ RETRY_EVERY = 8
 class IoShape:
     """Threads, how many of them may write at a time, and the bytes of one write.
 
-    A thread that does not write prepares its next segment: with one more thread than writes the disk never waits, and
-    no processor is taken from training for nothing.
+    Idle threads prepare their next segments: with one more thread than writes the disk never waits, at the least
+    processor time.
     """
 
     threads: int
@@ -83,14 +81,14 @@ class IoShape:
 
 
 SHAPES = (IoShape(2, 8 * MiB, 1), IoShape(3, 8 * MiB, 2), IoShape(4, 16 * MiB, 3), IoShape(8, 8 * MiB))
-"""From the cheapest to the dearest in processor time. Measured: docs/adr/0007-flush.md."""
+"""Ordered by processor time. Measured: docs/adr/0007-flush.md."""
 
 WRITE_BYTES_MAX = max(shape.size_bytes for shape in SHAPES)
 WRITE_THREADS_MAX = max(shape.threads for shape in SHAPES)
 
 
 def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
-    """The size of one write: as many whole chunks as make about ``io_size_bytes``."""
+    """The size of one write: whole chunks of about ``io_size_bytes`` in total."""
     return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
 
 
@@ -116,7 +114,7 @@ class WriteTuner:
             return self._best()
 
     def learn(self, shape: IoShape, size_bytes: int, seconds: float) -> None:
-        """Note how a flush went. Small ones say more about the caller than about the device."""
+        """Record a flush. Small ones say more about the caller than about the device."""
         if size_bytes < MEASURED_BYTES_MIN or seconds <= 0:
             return
         with self._lock:
@@ -137,10 +135,10 @@ BUFFERED_GAIN_MIN = 1.25
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """Read with O_DIRECT (``direct``) or with readahead through the page cache, by so many threads.
+    """Read with O_DIRECT (``direct``) or with readahead through the page cache, on several threads.
 
-    ``straight``: into the final memory, without a copy from small buffers.
-    ``ranks``: number of processes of this node that read the same files now; 0: unknown.
+    ``straight``: into the final memory, without buffers. ``ranks``: processes of this node that read the same
+    files now; 0: unknown.
     """
 
     direct: bool
@@ -166,14 +164,15 @@ class ReadMode:
 
 
 WAYS = (ReadMode(True, 8), ReadMode(False, 4))
-"""Modes to try, ordered by processor time. Eight threads keep a disk busy while some of them
-digest and copy; the kernel reads ahead for the page cache, which needs fewer."""
+"""Modes to try, ordered by processor time. Eight threads keep a disk busy while some digest and copy; the kernel's
+readahead needs fewer.
+"""
 
 MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
 """The same for model files."""
 
 SHARED_WAYS = (ReadMode(False, 4),)
-"""For model files that several processes of a node read at the same time: the page cache reads each byte once."""
+"""For model files that several processes of a node read at once: the page cache reads each byte once."""
 
 READ_THREADS_MAX = max(way.threads for way in WAYS + MODEL_WAYS)
 
@@ -181,18 +180,15 @@ READ_THREADS_MAX = max(way.threads for way in WAYS + MODEL_WAYS)
 class ReadTuner:
     """Knows how to read checkpoints, or model files, from each device of this node. Thread-safe.
 
-    Args:
-        settings: ``local_root`` is where the result is kept.
-        ways: ``WAYS`` or ``MODEL_WAYS``: what there is to try.
+    ``settings.local_root`` has the result; ``ways``: ``WAYS`` or ``MODEL_WAYS``, the modes to try.
     """
 
     def __init__(self, settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> None:
         use_local_root(settings)
         self.ways = ways
-        """What there is to try."""
         self.path = (model_read_modes if ways == MODEL_WAYS else read_modes)(settings.local_root)
         self._format_1_path = self.path.with_name(self.path.name.replace("modes", "ways"))
-        """Results of an earlier process: valid until the node reboots, then everything is measured again."""
+        """An earlier process's results: valid until the node reboots."""
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
@@ -206,13 +202,13 @@ class ReadTuner:
             return self._known.get(device, self.ways[0])
 
     def is_known(self, device: str) -> bool:
-        """Return True if no mode is to be tried: done before, or only one mode."""
+        """True if no mode is to be tried: done before, or only one mode."""
         self.way(device)
         return device in self._known or len(self.ways) < 2
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[bool]:
-        """Yield True when no other process of the node tries now: two at a time would measure each other."""
+        """Yield True if no other process of the node tries now: two would measure each other."""
         with contextlib.ExitStack() as stack:
             try:
                 make_dirs(self.path.parent)
@@ -223,7 +219,7 @@ class ReadTuner:
             yield is_ours
 
     def decide(self, device: str, rates: Mapping[ReadMode, float], where: str) -> ReadMode:
-        """Choose by bytes per second, remember it, and say so."""
+        """Choose by bytes per second, record and log it."""
         way = best(rates)
         with self._lock:
             self._known[device] = way
@@ -241,7 +237,7 @@ class ReadTuner:
         return ways
 
     def _record(self, device: str, way: ReadMode, rates: Mapping[ReadMode, float]) -> None:
-        """A result that cannot be kept is measured again by the next process."""
+        """If this fails, the next process measures again."""
         entry = {"mode": str(way), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
         kept = {known: value for known, value in recorded(self.path).items() if known.endswith(boot)}
@@ -252,7 +248,7 @@ class ReadTuner:
 
 
 def best(rates: Mapping[ReadMode, float]) -> ReadMode:
-    """The cheapest of ``rates`` that is as good as the fastest, where the page cache has to be faster by a quarter."""
+    """Return the cheapest of ``rates`` as good as the fastest; the page cache must be faster by a quarter."""
     worth = {way: rate if way.direct else rate / BUFFERED_GAIN_MIN for way, rate in rates.items()}
     return cheapest(worth)
 
@@ -261,7 +257,7 @@ RECORD_BYTES_MAX = 1 << 20
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """Return the results kept at ``path``, by device; {} if the file is missing or belongs to another user."""
+    """Return the results at ``path``, by device; {} if the file is missing or another user's."""
     try:
         found: Json = json.loads(read_whole(path, RECORD_BYTES_MAX))
     except (TierckptError, ValueError):
@@ -288,13 +284,11 @@ _making = threading.Lock()
 
 
 def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
-    """The process's tuner of reads for these settings."""
     with _making:
         return tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
 
 
 def write_tuner_for(directory: Path) -> WriteTuner:
-    """The process's tuner of writes for the device that holds ``directory``."""
     device = directory.stat().st_dev
     with _making:
         return _write_tuners.setdefault(device, WriteTuner(SHAPES))

@@ -1,4 +1,4 @@
-"""The disk under the local root: can it be written, is it a disk at all, and what have killed processes left on it."""
+"""The disk under the local root: checks its kind and access, and removes leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logger("disk")
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 LEFTOVER_SECONDS = 3600.0
-"""A temporary file without a write for so long is abandoned: a live transfer writes more often."""
+"""A temporary file unwritten for this long is abandoned: a live transfer writes more often."""
 
 checked: set[Path] = set()
 
@@ -29,21 +29,18 @@ _MODES = {"user": 0o700, "group": 0o750, "all": 0o755}
 
 
 def use_local_root(settings: Settings) -> None:
-    """Say that this process uses ``local_root``: it is checked, and from then on all that is used below it. Makes
-    nothing.
+    """Check ``local_root`` and mark it as used by this process. Makes nothing.
 
-    Raises:
-        PermissionDeniedError: another user owns it, can write to it, or controls a link on the way to it.
+    Raises PermissionDeniedError: another user owns it, can write to it, or controls a link above it.
     """
     open_root(settings.local_root, _MODES[settings.local_readable_by])
 
 
 def make_local_root(settings: Settings) -> Path:
-    """Make ``local_root`` where it is missing, and return it.
+    """Make and return ``local_root``.
 
-    Raises:
-        PermissionDeniedError: not safe to use, not writable, or on a read-only mount.
-        ConfigError: it cannot be a directory.
+    Raises PermissionDeniedError: not safe to use, not writable, or read-only. ConfigError: it cannot be a
+    directory.
     """
     root = settings.local_root
     use_local_root(settings)
@@ -59,7 +56,7 @@ def make_local_root(settings: Settings) -> Path:
 
 
 def check_local_root(settings: Settings) -> None:
-    """``make_local_root``; once per process, warn when it is memory and not a disk, and clear it of leftovers."""
+    """``make_local_root``; once per process, warn if it is in memory, and clear leftovers."""
     root = make_local_root(settings)
     if root in checked:
         return
@@ -75,11 +72,11 @@ def check_local_root(settings: Settings) -> None:
 
 
 def clear_leftovers(local_root: Path) -> int:
-    """Remove what killed processes left under names nobody looks for: temporary files, locks. Returns how many.
+    """Remove temporary files and locks of killed processes. Returns how many.
 
-    Files of ended processes of this machine are removed at once: the name tells the process. Other files only after
-    LEFTOVER_SECONDS without a write. A lock is removed while it is held (K3), and never if its journal
-    entry exists: its next owner would take the lock's name for the entry's.
+    Files of ended processes of this machine, named after them, are removed at once; others after LEFTOVER_SECONDS
+    without a write. A lock is removed while it is held (K3), and never if its journal entry exists: its next owner
+    would take the lock's name for the entry's.
 
     Cost: one walk over the names below ``local_root``, and a stat for each temporary file and lock.
     """
@@ -88,7 +85,7 @@ def clear_leftovers(local_root: Path) -> int:
     for folder, _, names in os.walk(local_root):
         for name in names:
             if is_temporary(name) or name.endswith(".lock"):
-                with contextlib.suppress(OSError, TierckptError):  # in use, gone meanwhile, or another's: it stays
+                with contextlib.suppress(OSError, TierckptError):  # in use, gone, or another user's: it stays
                     removed += _clear(Path(folder, name), before)
     if removed:
         log.info("removed %d files that killed processes had left under %s", removed, local_root)
@@ -97,7 +94,7 @@ def clear_leftovers(local_root: Path) -> int:
 
 def _clear(path: Path, before_unix_seconds: float) -> bool:
     if is_abandoned(path.name):
-        path.unlink()  # its process has ended, and no other process writes under this name
+        path.unlink()  # its process has ended, and no other uses this name
         return True
     if path.stat().st_mtime > before_unix_seconds:
         return False
@@ -111,7 +108,7 @@ def _clear(path: Path, before_unix_seconds: float) -> bool:
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the file system that holds ``path`` (``ext4``, ``tmpfs``, ``nfs4``), '' if unknown."""
+    """Return the file system type of ``path`` (``ext4``, ``tmpfs``, ``nfs4``), '' if unknown."""
     best, kind = "", ""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -1,7 +1,7 @@
 """Low priority, and a small share of a busy node, for background threads: training comes first (P8).
 
-A low priority is not enough. It orders two threads that want one processor, but does not limit what two hardware
-threads of one core take from each other, nor the interpreter lock. So the flush does less work per second.
+A low priority orders two threads that want one processor, but does not limit what two hardware threads of one core
+take from each other, nor the interpreter lock. So the flush does less work per second.
 
 Two measures detect a busy node: this process's own processor time, exact within milliseconds, and the node's, which
 the kernel counts in ticks of 10 ms. Neither counts a flush: ours is subtracted, and flushes of other ranks are niced.
@@ -20,16 +20,16 @@ from ..telemetry import logger
 
 STAT = Path("/proc/stat")
 BACKGROUND_CPU_SHARE = 0.04
-"""Of one processor, for a background flush while the node is busy. Measured: docs/adr/0007-flush.md."""
+"""Of one processor, for a background flush on a busy node. Measured: docs/adr/0007-flush.md."""
 BUSY_SHARE = 0.4
-"""Of the node's processor time, spent on work of normal priority."""
+"""Share of the node's processor time at normal priority."""
 OWN_WINDOW_SECONDS = 0.01
 NODE_WINDOW_SECONDS = 0.1
 REST_SECONDS_MAX = 0.5
 
 
 class CpuThrottle:
-    """Rests after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never rests.
+    """Sleeps after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never sleeps.
 
     One for all ``threads`` of a flush: each gets its part of the share.
     """
@@ -37,7 +37,7 @@ class CpuThrottle:
     def __init__(self, share: float = 1.0, threads: int = 1) -> None:
         self.share = share if share >= 1.0 else share / threads
         self.rested = False
-        """Whether any thread ever rested: then the flush says nothing about how fast the device is."""
+        """True if any thread ever slept: then the flush does not measure the device."""
         if self.share >= 1.0:
             return
         self._processors = len(os.sched_getaffinity(0))
@@ -70,7 +70,7 @@ class CpuThrottle:
 
 
 def _ticks() -> tuple[int, int]:
-    """Processor time of normal priority, and of all kinds, since the start; zeros where the kernel does not say.
+    """Return processor time at normal priority, and in total, since the start; zeros if unknown.
 
     Source: proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
     """
@@ -86,7 +86,7 @@ def _ticks() -> tuple[int, int]:
 log = logger("flush")
 
 BACKGROUND_NICE = 10
-"""How far background work steps back from training (P8)."""
+"""Niceness of background work (P8)."""
 
 _libc = ctypes.CDLL(None)
 
@@ -98,8 +98,7 @@ BEST_EFFORT_LOWEST = (2 << 13) | 7
 def lower_this_thread(nice: int) -> None:
     """Lower the CPU and I/O priority of the calling thread, for good: raising it again needs privileges.
 
-    Linux keeps both per thread, and a new thread inherits them. Best effort:
-    a refusal of the kernel is logged and the thread continues unchanged.
+    Linux keeps both per thread, and a new thread inherits them. Best effort: a refusal of the kernel is logged.
     """
     _lower(threading.get_native_id(), nice)
 

@@ -1,7 +1,7 @@
-"""Identifies processes across pid reuse, containers and hosts, and the temporary files of each.
+"""Identifies processes across pid reuse, containers and hosts, and their temporary files.
 
-A pid is valid within one pid namespace of one boot of one machine. The number of a namespace alone does not identify
-a host: the number of the first one is the same on every machine.
+A pid is valid within one pid namespace of one boot of one machine. A namespace number alone does not identify a host:
+the first one's is the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of this boot of this machine; without one in the kernel, an id of this process and its children."""
+    """The id of this boot of this machine; else an id of this process and its children."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or secrets.token_hex(16)
     except OSError:
@@ -24,13 +24,13 @@ def boot_id() -> str:
 
 
 def host_id() -> int:
-    """32 bits that differ between machines, and between boots of one; equal in all containers of one kernel."""
+    """32 bits that differ between machines and boots; equal in all containers of one kernel."""
     return zlib.crc32(boot_id().encode())
 
 
 @functools.cache
 def pid_namespace() -> int:
-    """Return 32 bits that differ between pid namespaces of all hosts; 0 if pids of this process cannot be looked up."""
+    """32 bits that differ between pid namespaces of all hosts; 0 if this process's pids cannot be looked up."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115  # /proc is of another namespace
             return 0
@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=pid_namespace.cache_clear)
 
 
 def start_ticks(pid: int) -> int:
-    """Clock ticks from boot to the start of ``pid`` (proc(5)); 0 when there is none, or only its remains (a zombie)."""
+    """Return clock ticks from boot to the start of ``pid`` (proc(5)); 0 without one, or for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -52,14 +52,14 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, started_ticks: int, namespace: int) -> bool | None:
-    """Return True if that process has ended, False if it lives, None if it is in another namespace (unknown)."""
+    """Return whether that process has ended; None in another namespace (unknown)."""
     if not namespace or namespace != pid_namespace():
         return None
     return start_ticks(pid) != started_ticks
 
 
 def current_umask() -> int | None:
-    """The umask of this process, which ``os.umask`` cannot read without a change; None where the kernel is silent."""
+    """Return the umask, which ``os.umask`` cannot read without a change; None if unknown."""
     try:
         match = re.search(rb"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_bytes(), re.MULTILINE)
     except OSError:
@@ -73,11 +73,11 @@ _MADE_HERE = re.compile(r"^\..+\.(?:[0-9a-f]{12}|[0-9a-f]{40})\.tmp$", re.DOTALL
 
 
 STEM_BYTES_MAX = 97
-"""Maximum name length: 255 bytes, 143 on eCryptfs, of which a temporary name needs up to 46 for itself."""
+"""Of 255 name bytes (143 on eCryptfs), a temporary name needs up to 46."""
 
 
 def stem_of(name: str) -> str:
-    """The part of ``name`` in the names of its temporary files and locks: all of it, or its beginning and a digest."""
+    """The part of ``name`` in its temporary files and locks: all of it, or its beginning and a digest."""
     raw = os.fsencode(name)
     if len(raw) <= STEM_BYTES_MAX:
         return name
@@ -85,23 +85,23 @@ def stem_of(name: str) -> str:
 
 
 def beside(path: Path, ending: str) -> Path:
-    """The path of a file that belongs to ``path``: ``.<name><ending>``, short enough whatever the name is."""
+    """The path ``.<name><ending>`` of a file that belongs to ``path``, shortened if needed."""
     return path.with_name(f".{stem_of(path.name)}{ending}")
 
 
 def set_aside_name(path: str) -> str:
-    """The path under which the damaged file ``path`` of a checkpoint is kept."""
+    """The path of the damaged checkpoint file ``path`` after set_aside."""
     directory, slash, name = path.rpartition("/")
     return f"{directory}{slash}{stem_of(name)}.bad"
 
 
 def is_temporary(name: str) -> bool:
-    """True for ``.<name>.<random>.tmp``: an object on its way, never listed."""
+    """True for ``.<name>.<random>.tmp``: an incomplete object, never listed."""
     return bool(_TEMPORARY.match(name))
 
 
 def is_made_here(name: str) -> bool:
-    """Return True for a temporary name of this version. A user's file may resemble one of another version."""
+    """True for a temporary name of this version. A user's file may resemble one of another version."""
     return bool(_MADE_HERE.match(name))
 
 
@@ -111,10 +111,9 @@ def temporary_of_this_process(name: str) -> str:
 
 
 def is_abandoned(name: str) -> bool:
-    """Return True for a temporary name of an ended process of this machine.
+    """True for a temporary name of an ended process of this machine; unknown for other containers and hosts.
 
-    A reused pid has another start time. For a process of another container, or of another host that
-    mounts the directory, this is unknown.
+    A reused pid has another start time.
     """
     match = _OWNED.search(name)
     if match is None:

@@ -27,7 +27,7 @@ log = logger("disk")
 
 QUARANTINE = "quarantine"
 _OTHER_KIND = {errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV}
-"""What open() answers about a link, a directory, a socket, a FIFO without a reader, a device without a driver."""
+"""open() errors for a link, a directory, a socket, a FIFO without reader, a device without driver."""
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a directory",
@@ -46,7 +46,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
         OSError: as ``os.open``.
         StoreError: an entry of another kind that cannot be quarantined.
         PermissionDeniedError: its directory is not safe to use, or under a local root another user owns it
-            (``ownership``): it dates from a time when others could write to the directory.
+            (``ownership``): others could write to the directory before.
     """
     is_state = check(path.parent)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_state else 0)
@@ -78,9 +78,9 @@ def _check_owner(file: int, status: os.stat_result, path: Path) -> None:
 
 
 def set_aside(path: Path) -> bool:
-    """Move the unexpected entry ``path`` into the quarantine of its local root; log and count it.
+    """Quarantine the unexpected entry ``path`` of a local root; log and count it.
 
-    False if it is under no local root, or cannot be moved. True if it is gone already.
+    False if it is under no local root, or cannot be moved. True if it is gone.
     """
     root = root_of(path)
     if root is None or root == path:

@@ -32,9 +32,9 @@ REMOVAL_SECONDS_MAX = 60.0
 
 @contextmanager
 def reading(local_root: Path, directory: Path) -> Iterator[None]:
-    """Protect the checkpoint that ``directory`` mirrors from removal. Any number of readers at a time.
+    """Protect the checkpoint that ``directory`` mirrors from removal, with any number of readers.
 
-    Check in the block that the checkpoint exists: it may have been removed before the lease was held.
+    Check in the block that it exists: it may have been removed before the lease was held.
     """
     with holding(lease_path(local_root, directory)):
         yield
@@ -42,7 +42,7 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def holding(path: Path) -> Iterator[None]:
-    """Hold the lease file ``path`` with any number of others. A removal holds it alone (``try_lock``)."""
+    """Hold the lease file ``path`` with other readers. A removal holds it alone (``try_lock``)."""
     for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):
         with _leased(path) as is_had:
             if is_had:
@@ -53,7 +53,6 @@ def holding(path: Path) -> Iterator[None]:
 
 @asynccontextmanager
 async def reading_async(local_root: Path, directory: Path) -> AsyncIterator[None]:
-    """``reading`` for coroutines."""
     async for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):  # another process holds it, so no event of ours fires
         with _leased(lease_path(local_root, directory)) as is_had:
             if is_had:
@@ -98,7 +97,7 @@ def is_held(path: Path) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Return the processes that hold the lease file ``path``, according to the kernel; 0 for unnamed ones."""
+    """Return the processes that hold the lease file ``path``, from the kernel; 0 for unnamed ones."""
     if not is_held(path):
         return []
     with contextlib.suppress(OSError):
@@ -110,7 +109,7 @@ def holders(path: Path) -> list[int]:
 
 
 def forget_dead(local_root: Path) -> None:
-    """Remove the files of leases whose holder was killed. They hold no lock."""
+    """Remove lease files of killed holders. They hold no lock."""
     for path in matching(local_root / "leases", "*.lock"):
         with contextlib.suppress(OSError, TierckptError), try_lock(path, remove=True):
             pass

@@ -1,6 +1,6 @@
-"""The tensors that ``.metadata`` of a DCP checkpoint names, read without torch and without running anything in it.
+"""Lists the tensors in a DCP checkpoint's ``.metadata``, without torch and without running anything in it.
 
-For a process that shows them (the agent's page). ``dcp/sealed`` is for those that load: it checks every chunk.
+For display (the agent's page). Loads use ``dcp/sealed``, which checks every chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BITS = {
     **dict.fromkeys(("float8_e5m2fnuz", "float8_e8m0fnu", "qint8", "quint8", "float4_e2m1fn_x2"), 8),
     **dict.fromkeys(("complex128", "cdouble"), 128),
 }
-"""Bits of an element, by the name of the dtype."""
+"""Bits of an element, by dtype name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,10 @@ class _Index:
 
 
 def tensors_in(data: bytes, where: str) -> list[TensorRow]:
-    """Return the entries that ``data``, a whole ``.metadata``, names, by name.
+    """Return the entries of a whole ``.metadata``, by name. ``where``: the file, for errors.
 
-    Args:
-        where: the file, for errors.
-
-    Raises:
-        UnsafeCheckpointError: more than ``METADATA_BYTES_MAX``, damaged, or not written by DCP.
-    Cost: about 5 microseconds an entry, of one core.
+    Raises UnsafeCheckpointError: more than ``METADATA_BYTES_MAX``, damaged, or not written by DCP. Cost: about 5
+    microseconds an entry, of one core.
     """
     if len(data) > METADATA_BYTES_MAX:
         raise UnsafeCheckpointError(f"{where} has {len(data)} bytes: too many to list its tensors", file=where)
@@ -95,7 +91,7 @@ def _object_sizes(storage: Any) -> dict[str, int]:
 
 
 def _fields(record: Any, *names: str) -> Any:
-    """The state of ``record``: its fields by name, or in order where it was pickled as a tuple (``names``)."""
+    """Return the fields of ``record`` by name, or in order if pickled as a tuple (``names``)."""
     state = record.state if type(record) is InertObject else None
     if names and type(state) is tuple:
         return state

@@ -64,26 +64,27 @@ HANDOFF_DIR = ".tierckpt/handoff"
 ORIGIN_DIR = ".tierckpt/origin"
 REPLICA = ".tierckpt/replica.json"
 REPLICATED = ".tierckpt/replicated.json"
-"""Local tier only: what ranks of this node saved of this attempt, and copies of others', are on all their holders."""
+"""Local only: this node's saves of this attempt, and its copies of others', are on all their holders."""
 INCOMING_DIR = ".tierckpt/incoming"
-"""Local tier only: files on their way here, each in a directory of its own."""
+"""Local only: incoming files, each in a directory of its own."""
 SUPERSEDED = ".tierckpt/superseded.json"
-"""Local tier only: this attempt was not drained and this node has newer ones, so the local copy may be evicted."""
+"""Local only: this attempt was not drained and this node has newer ones: the copy may be evicted."""
 DRAINED = ".tierckpt/drained.json"
-"""Local tier only: the shared tier has committed this attempt, so the local copy may be evicted."""
+"""Local only: the shared tier has committed this attempt: the copy may be evicted."""
 
 GRADIENTS_DIR = ".tierckpt-gradients"
-"""Of a run, on the local tier: the steps after its checkpoints, one directory per rank (training/every_step)."""
+"""Of a run, local: the steps after its checkpoints, one directory per rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
-"""Of a run, next to its checkpoints: records of the time of its processes, one small file for each start; and
-the times of commits on other tiers, one ``COMMITS_SUFFIX`` file for each node."""
+"""Of a run: time records of its processes, one small file per start; and commit times on other tiers, one
+``COMMITS_SUFFIX`` file per node.
+"""
 COMMITS_SUFFIX = ".commits"
 
 BRANCHES_DIR = ".tierckpt-branches"
-"""Of a run: which steps were abandoned when a job went back to an older one (checkpoint/branches.py)."""
+"""Of a run: the steps abandoned when a job restored an older one (checkpoint/branches.py)."""
 
 WINDOWS_DIR = ".tierckpt-windows"
-"""Of a run: redo logs by step, each of which becomes a checkpoint of that step by replay."""
+"""Of a run: redo logs by step, each of which becomes a checkpoint by replay."""
 
 SHARD_SUFFIX = ".distcp"
 
@@ -91,12 +92,11 @@ _STEP = re.compile(r"(\d+)$")
 
 
 def local_dir(local_root: Path, location: Location) -> Path:
-    """Directory of the local tier that mirrors ``location``."""
     return Path(local_root, "checkpoints", location.scheme, location.authority or "_", location.path.strip("/"))
 
 
 def location_at(local_root: Path, directory: Path) -> Location | None:
-    """The location that ``directory`` of the local tier mirrors; None when it is none's."""
+    """Return the location that ``directory`` of the local tier mirrors, or None."""
     try:
         scheme, authority, *path = directory.relative_to(Path(local_root, "checkpoints")).parts
     except ValueError:
@@ -111,7 +111,7 @@ def journal_dir(local_root: Path) -> Path:
 
 
 RETENTION_DIR = "retention"
-"""Of the local root: notes of the runs that are to be pruned (checkpoint/prune.py)."""
+"""Of the local root: notes of runs to prune (checkpoint/prune.py)."""
 
 
 def written_file(local_root: Path, token: str) -> Path:
@@ -151,22 +151,22 @@ def attempt_metadata(attempt: str) -> str:
 
 
 def blocks_file(token: str) -> str:
-    """Name of the digests of the blocks of one rank's shards, which partial reads check against."""
+    """Block digests of one rank's shards, for partial reads."""
     return f"{BLOCKS_DIR}/{token}"
 
 
 def origin_file(token: str) -> str:
-    """Name of the mark that a rank of this node makes this save. It is empty, and losing it costs a copy on peers."""
+    """Mark that a rank of this node makes this save. Empty; losing it costs a copy on peers."""
     return f"{ORIGIN_DIR}/{token}"
 
 
 def private_files(token: str) -> tuple[str, ...]:
-    """Return the private files of a rank's save, besides its shards."""
+    """Return the private files of a rank's save, without its shards."""
     return attempt_metadata(token), blocks_file(token), origin_file(token)
 
 
 def adopted_dir(token: str) -> str:
-    """Name of the directory that holds the files one rank has adopted, under the names that their writer gave them."""
+    """Directory of the files that one rank has adopted, under their original names."""
     return f"files-{token}"
 
 
@@ -179,17 +179,17 @@ def part(token: str) -> str:
 
 
 def rank_metadata(rank: int) -> str:
-    """Name of the metadata of one rank in a save without collectives (DCP's own name)."""
+    """Metadata of one rank in a save without collectives (DCP's own name)."""
     return f"__{rank}{METADATA}"
 
 
 def shard_name(prefix: str, index: int, token: str) -> str:
-    """Name of a shard. ``prefix`` is DCP's per-rank prefix (``__3_``); the token makes the name new for every save."""
+    """``prefix`` is DCP's per-rank prefix (``__3_``); the token makes the name new for every save."""
     return f"{prefix}{index}-{token}{SHARD_SUFFIX}"
 
 
 def step_of(name: str) -> int | None:
-    """Step number in the last part of a checkpoint URI (``step-100`` -> 100), None when it has none."""
+    """Return the step of a checkpoint URI's last part (``step-100`` -> 100), or None."""
     match = _STEP.search(name.rstrip("/"))
     return int(match[1]) if match else None
 

@@ -25,26 +25,26 @@ from ..types import Buffer, ByteRange
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """What a shard has become."""
+    """The flush result of a shard."""
 
     path: Path
     size_bytes: int
     digests: tuple[str, ...]
     blocks: bytes = b""
-    """The digests of the blocks of all chunks (``manifest.blocks_of``)."""
+    """Block digests of all chunks (``manifest.blocks_of``)."""
 
 
 FORMAT = "tierckpt-manifest"
 VERSION = 2
 DIGEST = "xxh3-128"
-"""Digests of whole chunks. Read by this release, and written while no chunk has more than one block."""
+"""Digests of whole chunks. Read by this release, and written if no chunk has more than one block."""
 TREE_DIGEST = "xxh3-128-blocks"
-"""Digests of larger chunks are of the digests of their blocks (docs/adr/0011-digests-of-blocks.md)."""
+"""Digests of larger chunks: of their block digests (docs/adr/0011-digests-of-blocks.md)."""
 DIGEST_BLOCK_BYTES = 256 * 1024
 """Bytes per block digest: the minimum that a partial read must read to verify a byte."""
 BLOCK_DIGEST_BYTES = 16
 BASE_NOTE = "gradient log"
-"""Among the notes: what gradient logs call this checkpoint, which lead on from it."""
+"""Note with the name of this checkpoint in gradient logs that start from it."""
 SIZE_BYTES_MAX = 1 << 50
 FILES_MAX = 4_000_000
 RANKS_MAX = 10_000_000
@@ -59,22 +59,21 @@ _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
 
 
 def digest_of(data: Buffer) -> str:
-    """The digest of a chunk: XXH3-128, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
+    """Return the XXH3-128 of a chunk, seed 0, as 32 lower-case hex digits, most significant first (canonical
+    form).
 
-    For a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the concatenated digests of its
-    blocks, so a block can be verified without the rest of the chunk.
-
-    It detects damage, not malice: other bytes with the same digest can be made on purpose.
+    For a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the concatenated block digests,
+    so a block can be verified alone. It detects damage, not malice: collisions can be made on purpose.
     docs/adr/0006-digest-xxh3.md says why that is enough, docs/adr/0011-digests-of-blocks.md why blocks.
 
-    Cost: 0.04 CPU-seconds per GiB. Data of more than 64 KiB is digested without the GIL, less than that with it
-    (it takes 3 microseconds). ``update``, because the one-shot functions hold the GIL throughout before xxhash 4.
+    Cost: 0.04 CPU-seconds per GiB. More than 64 KiB is digested without the GIL, less with it (3 microseconds).
+    ``update``, because the one-shot functions hold the GIL throughout before xxhash 4.
     """
     return ChunkDigest.of(blocks_of(data))
 
 
 class ChunkDigest(str):
-    """The result of ``digest_of``, with the digests of the blocks."""
+    """The result of ``digest_of``, with the block digests."""
 
     __slots__ = ("blocks",)
     blocks: bytes
@@ -87,7 +86,7 @@ class ChunkDigest(str):
 
 
 class BlockDigests:
-    """Computes the block digests of one chunk from its bytes, in order, in pieces of any size."""
+    """Computes the block digests of one chunk from pieces of any size, in order."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -106,14 +105,14 @@ class BlockDigests:
                 self._block, self._room = xxh3_128(), DIGEST_BLOCK_BYTES
 
     def end(self) -> bytes:
-        """The digests, one after another: ``BLOCK_DIGEST_BYTES`` each."""
+        """The concatenated digests, ``BLOCK_DIGEST_BYTES`` each."""
         if self._room < DIGEST_BLOCK_BYTES or not self._found:
             self._found.append(self._block.digest())
         return b"".join(self._found)
 
 
 def blocks_of(*pieces: Buffer) -> bytes:
-    """The digests of the blocks of one chunk, one after another: ``BLOCK_DIGEST_BYTES`` each. The cost of a digest.
+    """Return a chunk's concatenated block digests, ``BLOCK_DIGEST_BYTES`` each, at the cost of a digest.
 
     ``pieces``: the chunk, or its parts in order; nothing is copied.
     """
@@ -124,26 +123,26 @@ def blocks_of(*pieces: Buffer) -> bytes:
 
 
 def block_digest(data: Buffer) -> bytes:
-    """The digest of one block, at most ``DIGEST_BLOCK_BYTES``."""
+    """Digest one block of at most ``DIGEST_BLOCK_BYTES``."""
     digest = xxh3_128()
     digest.update(data)
     return digest.digest()
 
 
 def digest_of_blocks(blocks: bytes) -> str:
-    """Return the digest of the chunk with these block digests. A chunk of one block is not digested twice."""
+    """Return the digest of the chunk with these block digests. A single block is not digested twice."""
     return blocks.hex() if len(blocks) == BLOCK_DIGEST_BYTES else f"t{xxh3_128(blocks).hexdigest()}"
 
 
 def has_digest(data: Buffer, digest: str) -> bool:
-    """True when ``digest`` is the digest of the chunk ``data``, in the form of this release or of the first."""
+    """True if ``digest`` is of the chunk ``data``, in the form of this release or of the first."""
     if digest.startswith("t") or len(data) <= DIGEST_BLOCK_BYTES:
         return digest_of(data) == digest
     return _plain_digest(data) == digest
 
 
 def _plain_digest(data: Buffer) -> str:
-    """One digest whatever the size: of our records, and of chunks in manifests of ``DIGEST``."""
+    """One digest for any size: for records, and for chunks in manifests of ``DIGEST``."""
     digest = xxh3_128()
     digest.update(data)
     return digest.hexdigest()
@@ -154,23 +153,23 @@ def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
 
 
 def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
-    """Return the number of blocks of a file. Each chunk starts a new block, so no block spans two chunks."""
+    """Return the number of blocks of a file. No block spans two chunks."""
     chunks, rest = divmod(size_bytes, chunk_size_bytes)
     return chunks * chunk_count(chunk_size_bytes, DIGEST_BLOCK_BYTES) + chunk_count(rest, DIGEST_BLOCK_BYTES)
 
 
 def digests_of(data: Buffer, chunk_size_bytes: int) -> tuple[str, ...]:
-    """One digest a chunk of a file that is in memory. The cost of ``digest_of``; no copy."""
+    """One digest per chunk of a file in memory, at the cost of ``digest_of``; no copy."""
     view = memoryview(data).cast("B")
     return tuple(digest_of(view[at : at + chunk_size_bytes]) for at in range(0, len(view), chunk_size_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file: path below the checkpoint directory, size, and one digest for each chunk.
+    """One file: path below the checkpoint directory, size, and one digest per chunk.
 
-    ``source`` is where the bytes lie when that is not ``path``: the metadata of an attempt is kept under a name of
-    its own, so that a later save to the same id cannot pull it away from under the manifest.
+    ``source``: location of the bytes if not ``path``. Each attempt's metadata has its own name, so that a later
+    save to the same id cannot replace it.
     """
 
     path: str
@@ -193,7 +192,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A committed checkpoint, or the fragment of one rank of a save without collectives."""
+    """A committed checkpoint, or one rank's fragment of a save without collectives."""
 
     attempt: str
     world_size: int
@@ -201,10 +200,10 @@ class Manifest:
     metadata: tuple[FileEntry, ...]
     files: tuple[FileEntry, ...]
     replaces: tuple[str, ...] = ()
-    """Attempts that this one may replace: those under the id when the save began."""
+    """Attempts under the id when the save began, which this one may replace."""
     created_unix_seconds: float = 0.0
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """Notes of the writer, for people: how its steps were replayed, and whether bit for bit."""
+    """The writer's notes for display: how its steps were replayed, and whether bit for bit."""
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -221,7 +220,7 @@ class Manifest:
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """Every file the checkpoint needs: shards first, metadata last."""
+        """Every file of the checkpoint: shards first, metadata last."""
         return self.files + self.metadata
 
     def encode(self) -> bytes:
@@ -244,7 +243,7 @@ class Manifest:
 
 
 def merge(fragments: Sequence[Manifest]) -> Manifest:
-    """Join the fragments of all ranks of a save without collectives into the manifest of the whole checkpoint."""
+    """Join the fragments of all ranks of a save without collectives into one manifest."""
     first = fragments[0]
     if len({fragment.attempt for fragment in fragments}) != 1 or len(fragments) != first.world_size:
         raise ManifestError(
@@ -252,7 +251,7 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
         )
     files: dict[str, FileEntry] = {}
     for entry in (entry for fragment in fragments for entry in fragment.files):
-        other = files.setdefault(entry.path, entry)  # ranks that see one directory have adopted the same files
+        other = files.setdefault(entry.path, entry)  # ranks with a common directory have adopted the same files
         if (other.size_bytes, other.digests) != (entry.size_bytes, entry.digests):
             raise ManifestError(
                 f"{entry.path} of rank {entry.rank} differs from the file of rank {other.rank}",
@@ -269,10 +268,8 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
 
 
 def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
-    """Decode and validate.
-
-    Raises:
-        ManifestError: not JSON, duplicate keys, another format or version, damaged (M3), or refused by M1.
+    """Decode and validate. Raises ManifestError: not JSON, duplicate keys, another format or version, damaged
+    (M3), or rejected by M1.
     """
 
     def bad(
@@ -285,7 +282,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         bad("not a tierckpt manifest")
     version, digest = body.get("version"), body.get("digest")
     if version != VERSION or isinstance(version, bool) or digest not in (DIGEST, TREE_DIGEST):
-        # Never half-believed: what another release means by a digest or a field is not ours to guess.
+        # Reject completely: another release may define digests and fields differently.
         bad(
             f"version {version!r:.40} with digest {digest!r:.40} is not known to this release, "
             f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
@@ -334,13 +331,11 @@ def unseal(
     newer: frozenset[str] = frozenset(),
     size_bytes_max: int = RECORD_BYTES_MAX,
 ) -> dict[str, Any]:
-    """Decode a small record that ``seal`` made: exactly ``fields``, and any of ``newer``. Values are not checked.
+    """Decode a small record of ``seal``: exactly ``fields``, and any of ``newer``. Values are not checked.
 
-    A record without a ``self_digest`` is of release 0.1 and is accepted if its fields are exactly these: so
-    a damaged digest name does not pass for an old record.
-
-    Raises:
-        ManifestError: not JSON, larger than ``size_bytes_max``, other fields, or damaged.
+    A record without a ``self_digest`` is of release 0.1 and accepted only with exactly these fields, so that a
+    damaged digest name does not pass for one. Raises ManifestError: not JSON, larger than ``size_bytes_max``,
+    other fields, or damaged.
     """
 
     def bad(reason: str) -> NoReturn:
@@ -364,7 +359,7 @@ def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
 
 
 def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
-    """Take ``self_digest`` out of ``body``; refuse if it is not the rest's digest, or ``data`` not canonical (M3)."""
+    """Remove ``self_digest`` from ``body``; reject if it is not the rest's digest, or ``data`` not canonical (M3)."""
     claimed = body.pop("self_digest", None)
     try:
         rest = canonical(body)
@@ -377,7 +372,7 @@ def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
 
 
 def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[FileEntry, ...]:
-    """Decode and validate file entries on their own (the journal keeps some). Raises ManifestError."""
+    """Decode and validate file entries alone (the journal keeps some). Raises ManifestError."""
 
     def bad(reason: str) -> NoReturn:
         raise ManifestError(f"{where}: {reason}")
@@ -402,7 +397,7 @@ def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
         bad(f"{path}: size {size!r:.80} is not possible")
     if not is_int(rank) or not 0 <= rank < RANKS_MAX or (token != "" and not is_token(token)):
         bad(f"{path}: rank {rank!r:.80} or token {token!r:.80} is not possible")
-    # The list is already in memory, so counting it allocates nothing however absurd the size.
+    # The list is in memory: counting it allocates nothing, whatever its size.
     if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
         bad(f"{path}: {size} bytes need {chunk_count(size, chunk)} digests")
     if not all(isinstance(digest, str) and _DIGEST.match(digest) for digest in digests):
@@ -411,19 +406,19 @@ def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
 
 
 def _algorithm(entries: Iterable[FileEntry]) -> str:
-    """The name of what ``entries`` are digested with."""
     has_tree = any(digest.startswith("t") for entry in entries for digest in entry.digests)
     return TREE_DIGEST if has_tree else DIGEST
 
 
 def is_safe_path(path: Any) -> TypeGuard[str]:
-    """True for a relative path of plain names a file system takes: no absolute path, ``..``, ``.``, empty part,
-    backslash or NUL, at most 255 bytes each."""
+    """True for a relative path that file systems accept: no absolute path, ``..``, ``.``, empty part, backslash or
+    NUL, at most 255 bytes per part.
+    """
     if not isinstance(path, str) or not path or len(path) > 1024 or "\\" in path or "\0" in path:
         return False
     try:
         names = path.encode().split(b"/")
-    except UnicodeEncodeError:  # half of a surrogate pair: no file system and no store has a name for it
+    except UnicodeEncodeError:  # half of a surrogate pair: no file system or store can name it
         return False
     return all(name not in {b"", b".", b".."} and len(name) <= NAME_BYTES_MAX for name in names)
 
@@ -457,7 +452,7 @@ def _no_constants(name: str) -> NoReturn:
 
 
 def is_token(value: Any) -> TypeGuard[str]:
-    """Return True for a valid name of an attempt or a rank's save."""
+    """True for a valid name of an attempt or a rank's save."""
     return isinstance(value, str) and bool(_TOKEN.match(value))
 
 
@@ -474,12 +469,12 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
-    """Return the files of ``old`` that ``new`` does not name. Only files of a manifest of ours are ever deleted."""
+    """Return the files of ``old`` that ``new`` lacks. Only files in a manifest are ever deleted."""
     kept = {entry.key for entry in new.entries}
     return [entry for entry in old.entries if entry.key not in kept]
 
 
 def stale_metadata(old: Manifest, new: Manifest) -> list[str]:
-    """Stock metadata of ``old`` that ``new`` does not write over: the one was saved with collectives, the other not."""
+    """Stock metadata of ``old`` that ``new`` does not overwrite: only one was saved with collectives."""
     kept = {entry.path for entry in new.metadata}
     return [entry.path for entry in old.metadata if entry.path not in kept]

@@ -1,17 +1,15 @@
-"""A machine for the part of the pickle language that ``.metadata`` is written in. It is not an unpickler.
+"""Interprets the part of the pickle language in which ``.metadata`` is written. It is not an unpickler.
 
-It makes numbers, strings, containers, the few constants of its caller's table, and inert records: objects with
-a class name and a state. Its language has no way to import, to call anything but the caller's functions (which
-may make objects of their own), or to set an attribute. CPython's unpickler is not involved, so the
-checked data and the built data are the same.
+It makes numbers, strings, containers, constants from its caller's table, and inert records: a class name and a state.
+It cannot import, call anything but the caller's functions (which may make their own objects), or set an attribute.
+CPython's unpickler is not involved, so the checked data and the built data are the same.
 
 Invariants (tests cite them):
-    S1  Only globals in the caller's exact table are known. All others are refused by name.
-    S2  No allocation exceeds the length of the data; memory and time are linear in it
-        (at worst 75 bytes for each byte; what DCP writes takes about 10). A repeated reference to one object
-        costs as little as it takes to write.
-    S3  No hash, comparison or recursion reaches a nested value: dict keys are strings, integers, records, or
-        objects that the caller's functions made as keys.
+    S1  Only globals in the caller's exact table are known. All others are rejected by name.
+    S2  No allocation exceeds the length of the data; memory and time are linear in it (at worst 75 bytes per byte;
+        DCP's data take about 10). A repeated reference costs as little as it takes to write.
+    S3  No hash, comparison or recursion reaches a nested value: dict keys are strings, integers, records, or objects
+        that the caller's functions made as keys.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ PROTOCOLS = range(2, 6)
 
 
 class RefusedPickle(Exception):
-    """The data asks for something that is not given.
+    """The data contains an unsupported opcode or global.
 
-    ``wanted`` is the global that is unknown, if that is the reason. ``is_hostile``: no writer writes this; only damage
-    or intent explains it.
+    ``wanted``: the unknown global, if any. ``is_hostile``: only damage or intent explains it.
     """
 
     def __init__(self, reason: str, wanted: str = "", *, is_hostile: bool = False) -> None:
@@ -43,7 +40,7 @@ class RefusedPickle(Exception):
 
 
 class Function:
-    """A function of the caller that the data may call. It must check its arguments: they can be anything made here."""
+    """A caller's function that the data may call. It must check its arguments, which can be anything made here."""
 
     __slots__ = ("call",)
 
@@ -52,7 +49,7 @@ class Function:
 
 
 class Class(Function):
-    """Stands for a class the data may make records of, or call. It is not that class and leads nowhere."""
+    """Stands for a class of which the data may make records, or that it may call; it is not that class."""
 
     __slots__ = ("name",)
 
@@ -65,7 +62,7 @@ class Class(Function):
 
 
 class InertObject:
-    """An instance as data: the name of its class, and its state (None: no state)."""
+    """An instance as data: its class name and state (None: no state)."""
 
     __slots__ = ("kind", "state")
 
@@ -84,14 +81,11 @@ _unpack_long = struct.Struct("<Q").unpack_from
 
 
 def run(data: bytes, known: Globals, keys: Iterable[type] = ()) -> Any:
-    """Return what ``data`` describes.
+    """Return the value that ``data`` describes.
 
-    Args:
-        keys: the types of what functions in ``known`` make that may be keys of dicts.
-
-    Raises:
-        Refused: anything outside the language, an unknown global, data that ends early or goes on after its end.
-    Cost: 0.13 microseconds an opcode; ten times the memory of what DCP writes.
+    ``keys``: types, made by functions in ``known``, that may be dict keys. Raises Refused: anything outside the
+    language, an unknown global, missing or extra data. Cost: 0.13 microseconds an opcode; ten times the memory of
+    DCP's data.
     """
     try:
         return PickleMachine(data, known, keys).run()
@@ -114,7 +108,7 @@ class PickleMachine:
         self.texts: dict[str, str] = {}
 
     def run(self) -> Any:
-        """One long loop, most frequent opcodes first: a call for each would take three times as long."""
+        """One loop, frequent opcodes first: a call for each would take three times as long."""
         data, memo = self.data, self.memo
         stack: list[Any] = []
         outer: list[list[Any]] = []  # stacks below the open marks
@@ -142,7 +136,7 @@ class PickleMachine:
                 else:
                     stack[-1] = arguments
             elif op == EMPTY_TUPLE:
-                if data[at : at + 5] == NEW_WITH_STATE:  # an object and its state begin: six opcodes as one
+                if data[at : at + 5] == NEW_WITH_STATE:  # six opcodes as one: an object and its state begin
                     record = _new(stack[-1], ())
                     state: Any = {}
                     memo += (record, state)
@@ -253,7 +247,7 @@ class PickleMachine:
         return at
 
     def _long(self, stack: list[Any], at: int) -> int:
-        """Accept at most 64 bits: sizes need no more, and wider integers could all be made to share one hash."""
+        """Accept at most 64 bits, enough for sizes: wider integers could all share one hash."""
         count = self.data[at]
         if count > 8:
             raise RefusedPickle(f"an integer of {count} bytes at byte {at}")
@@ -267,7 +261,7 @@ class PickleMachine:
     def _text(self, stack: list[Any], at: int) -> int:
         count: int = _unpack_unsigned(self.data, at)[0]
         text = str(self.take(at + 4, count), "utf-8", "surrogatepass")
-        # As keys of dicts two long texts that are equal would be compared letter by letter each time.
+        # As dict keys, two long equal texts would be compared letter by letter each time.
         stack.append(self.texts.setdefault(text, text))
         return at + 4 + count
 
@@ -295,7 +289,7 @@ class PickleMachine:
         return self.put_at(stack, _unpack_unsigned(self.data, at)[0], at + 4)
 
     def put_at(self, stack: list[Any], index: int, at: int) -> int:
-        """Picklers number memo entries consecutively. Another index would only make the memo large."""
+        """Picklers number memo entries consecutively. Another index would only enlarge the memo."""
         if index != len(self.memo):
             raise RefusedPickle(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
         self.memo.append(stack[-1])

@@ -1,7 +1,7 @@
-"""How a place is spelt: as a URL, or as a path of this node.
+"""Spelling of locations: a URL, or a path of this node.
 
-A URL means what fsspec means by it: after ``SCHEME://BUCKET/`` each character belongs to the name. ``#``, ``?`` and
-``%`` mean nothing else, so two names are two places, and other tools find the files under the name that was given.
+As in fsspec, each character after ``SCHEME://BUCKET/`` belongs to the name, ``#``, ``?`` and ``%`` too. So two names
+are two locations, and other tools find the files under the given name.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ TIER_FORMS = (
     "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
 )
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")
-"""Characters that no URL and no key of a bucket may hold: listings are XML, which cannot represent them."""
+"""Characters invalid in URLs and bucket keys: listings are XML, which cannot represent them."""
 
 _NOT_OF_A_BUCKET = re.compile(r"[^A-Za-z0-9_.:$\-]")
-"""A colon: ``example.com:bucket`` of GCS, ``tenant:bucket`` of Ceph, ``arn:...`` of an access point."""
+"""Colons: ``example.com:bucket`` of GCS, ``tenant:bucket`` of Ceph, ``arn:...`` of an access point."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|local|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
 _MISSPELT = re.compile(rf"(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
 """``s3:/bucket``, ``s3:bucket`` and ``s3//bucket``: as paths they would name directories called ``s3:`` and ``s3``."""
 _CHAINED = re.compile(r"::[A-Za-z][\w+.\-]*://")
-"""``simplecache::s3://bucket/key``: fsspec shows the files of the last one through the others."""
+"""``simplecache::s3://bucket/key``: fsspec shows the last one's files through the others."""
 _ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
 _VERSION = {"s3": "?versionId=", "az": "?versionid="}
-"""How s3fs and adlfs spell a version of an object: they would write such a name to another key."""
+"""Object versions in s3fs and adlfs, which would write such a name to another key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A checkpoint URI, normalised. Two spellings of one place compare equal.
+    """A normalised checkpoint URI: two spellings of one location compare equal.
 
     ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
-    leading or trailing slash except that file paths keep the leading one.
+    leading or trailing slash, except the leading one of file paths.
     """
 
     scheme: str
@@ -79,12 +79,12 @@ def parse_uri(uri: object) -> Location:
     """Normalise a URI, bare path or ``os.PathLike``.
 
     ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
-    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these after ``tierckpt://``.
+    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these after
+    ``tierckpt://``.
 
-    Raises:
-        ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without the bucket its scheme needs, of
-            another host's file or another account's container, with a password or a signature, or with a name that
-            its store cannot hold.
+    Raises ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without a required bucket, another
+    host's file or another account's container, with a password or a signature, or with a name that its store
+    cannot hold.
     """
     text = text_of(uri, "a checkpoint URI")
     if "\0" in text:
@@ -120,11 +120,9 @@ def parse_uri(uri: object) -> Location:
 
 
 def scheme_of(text: str) -> str:
-    """The scheme of the URL ``text``, in small letters; '' for a path.
+    """Return the scheme of the URL ``text``, in lower case; '' for a path.
 
-    Raises:
-        ConfigError: it is neither: a URL with a missing slash, with leading spaces, or a chained URL; the
-            hint corrects it.
+    Raises ConfigError with a corrected hint: a missing slash, leading spaces, or a chained URL.
     """
     trimmed = text.lstrip()
     if _CHAINED.search(trimmed) and re.match(r"[A-Za-z][\w+.\-]*:[:/]", trimmed):
@@ -143,7 +141,7 @@ def scheme_of(text: str) -> str:
 
 
 def text_of(value: object, what: str) -> str:
-    """Return the text or path ``value`` as text. Raises ConfigError: it is neither; the message names it ``what``."""
+    """Return the text or path ``value`` as text. Raises ConfigError, which names it ``what``."""
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
@@ -154,10 +152,8 @@ def text_of(value: object, what: str) -> str:
 
 
 def local_path(value: str | os.PathLike[str], what: str) -> Path:
-    """Return the path ``value`` of this node, absolute.
-
-    Raises:
-        ConfigError: it is a URL, spelt well or not, empty, or no text. The message names it ``what``.
+    """Return the path ``value`` of this node, absolute. Raises ConfigError, which names it ``what``: a URL, empty,
+    or no text.
     """
     text = text_of(value, what).strip()
     if not text or "\0" in text:
@@ -173,12 +169,11 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
 
 
 def absolute(path: str) -> Path:
-    """Return ``path``, absolute: one result for all spellings of a place.
+    """Return ``path``, absolute: one result for all spellings.
 
-    ``~`` is the home directory, also where no shell has replaced it (``--to=~/x``). ``..`` goes up from the target of
-    a symbolic link, as in the system. Other links stay: they may lead elsewhere later.
-
-    Raises ConfigError: it is relative, and the working directory was removed.
+    ``~`` is the home directory, even if no shell expanded it (``--to=~/x``). ``..`` goes up from a symbolic link's
+    target, as in the system. Other links stay, as their targets may change. Raises ConfigError for a relative path
+    in a removed working directory.
     """
     try:
         whole = Path(expand_user(path)).absolute()  # Path would fold "./~" to "~" first
@@ -230,8 +225,9 @@ def _file_path(text: str, rest: str) -> str:
 
 
 def _container(text: str, authority: str) -> str:
-    """The container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError: the environment's account is
-    another one, and would get the files."""
+    """Return the container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError if the environment
+    has another account, which would get the files.
+    """
     container, _, host = authority.partition("@")
     account, told = host.partition(".")[0], _azure_account()
     if account and told and account != told:
@@ -250,7 +246,7 @@ def _azure_account() -> str:
 
 
 def _check(text: str, location: Location) -> None:
-    """Raise ConfigError when ``location`` is no place of its own in its store, and on the local tier."""
+    """Raise ConfigError unless ``location`` is distinct in its store and on the local tier."""
     scheme, authority, parts = location.scheme, location.authority, location.path.split("/")
     if (scheme in {"s3", "az", "gs"} and not authority) or authority in {".", "..", "_"}:
         raise ConfigError(f"{text!r} names no bucket, container or host", hint=f"Write {scheme}://BUCKET/KEY", uri=text)

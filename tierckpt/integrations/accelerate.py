@@ -23,10 +23,9 @@ from .directories import Directories
 class TierState:
     """The states of one ``Accelerator``, saved as ``uri/NAME``. Every rank makes the same calls.
 
-    Args:
-        directory: output directory of Accelerate; on the file system of ``local_root`` no copy is made. Default: its
-            ``project_dir``, else ``./checkpoints``. Adopted files are removed there, except for checkpoints that
-            Accelerate names (``automatic_checkpoint_naming``): ``total_limit`` removes those.
+    ``directory``: output directory of Accelerate; on the file system of ``local_root`` no copy is made. Default:
+    its ``project_dir``, else ``./checkpoints``. Adopted files are removed there, except for checkpoints that
+    Accelerate names (``automatic_checkpoint_naming``): ``total_limit`` removes those.
     """
 
     def __init__(
@@ -40,15 +39,16 @@ class TierState:
         self.accelerator = accelerator
         self._configuration = accelerator.project_configuration
         self._names = bool(self._configuration.automatic_checkpoint_naming)
-        if self._names:  # its own place
+        if self._names:  # its own directory
             directory = Path(accelerator.project_dir or ".", "checkpoints")
         self.directory = Path(directory or accelerator.project_dir or "checkpoints")
         self.run = Directories(uri, settings, **overrides)
 
     def save(self, name: str | None = None, **options: Any) -> Adoption:
-        """``accelerator.save_state`` to ``name``, which ends in the step, adopted. No name where Accelerate gives it.
+        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names
+        it.
 
-        Raises: ConfigError: a name too many, none, or one without a step. As ``tierckpt.adopt``.
+        Raises ConfigError: a superfluous or missing name, or one without a step. As ``tierckpt.adopt``.
         """
         if (name is None) != self._names:
             raise ConfigError(
@@ -61,7 +61,7 @@ class TierState:
         begun = beside(self.directory.parent / place.name, "-begun")  # not inside: Accelerate would take it for its own
         if self.accelerator.is_local_main_process:
             if not self._names or begun.exists():
-                remove_tree(place, ignore_errors=True)  # of a save that was cut short
+                remove_tree(place, ignore_errors=True)  # of an interrupted save
             elif not place.exists():  # else Accelerate refuses: it is not of a save of ours
                 begun.parent.mkdir(parents=True, exist_ok=True)
                 begun.touch()
@@ -80,7 +80,7 @@ class TierState:
         return adopted
 
     def load(self, **options: Any) -> int | None:
-        """``accelerator.load_state`` of the newest usable checkpoint; return its step, None when there is none."""
+        """``accelerator.load_state`` of the newest usable checkpoint; return its step, or None."""
         found = self.run.restore(self.directory)
         if found is None:
             return None

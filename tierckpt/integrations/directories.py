@@ -1,4 +1,4 @@
-"""A run of checkpoints that a framework writes as directories: each is adopted, and the newest is given back."""
+"""Adopts a framework's checkpoint directories as a run, and restores the newest."""
 
 from __future__ import annotations
 
@@ -29,45 +29,43 @@ _lock = threading.Lock()  # not of the objects, which hosts copy and pickle
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 RESTORE_SECONDS = 600.0
-"""How long a node waits for the checkpoint that rank 0 has chosen: another one may still be draining it."""
+"""Maximum wait of a node for the checkpoint chosen by rank 0, which another node may still be draining."""
 
 
 class Directories:
-    """The run at ``uri``: one checkpoint ``uri/NAME`` for each directory ``NAME`` saved. Any thread may save."""
+    """The run at ``uri``: one checkpoint ``uri/NAME`` per saved directory ``NAME``. Any thread may save."""
 
     @short_traceback
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.location = check_location(parse_uri(uri))
         self.settings = Settings.load(settings, **overrides)
         self._saved: dict[str, Path] = {}
-        """Directories by the URI of their adoption, until a warning about them."""
+        """Directories by adoption URI, until a warning about them."""
 
     @short_traceback
     def save(
         self, directory: str | os.PathLike[str], name: str | None = None, *, is_written_once: bool = True
     ) -> Adoption:
-        """Adopt ``directory``. On every rank of a job.
+        """Adopt ``directory`` on every rank of a job, as ``name`` (default: the directory's).
 
-        Args:
-            name: of the checkpoint; by default the directory's.
-            is_written_once: replaced by name or deleted later, so that links take it in (and see ``make_way``).
+        ``is_written_once``: replaced by name or deleted later, so that links suffice (and see ``make_way``).
         """
         place = local_path(directory, "directory")
         uri = self.location.child(name or place.name).uri
         adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
         with _lock:
             self._say_what_was_removed()
-            if adopted.files:  # else it is another rank's to say
+            if adopted.files:  # else another rank warns
                 self._saved[adopted.uri] = place
         return adopted
 
     def forget(self, adopted: Adoption) -> None:
-        """Do not warn when the directory of ``adopted`` disappears: the caller removes it."""
+        """Do not warn when ``adopted``'s directory disappears: the caller removes it."""
         with _lock:
             self._saved.pop(adopted.uri, None)
 
     def _say_what_was_removed(self) -> None:
-        """The host's retention counts its own directories; an undrained one stays here, and a warning says so."""
+        """Warn if the host's retention removed an undrained directory, which stays here."""
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
         gone = [uri for uri, place in self._saved.items() if not place.exists()]
         for uri in gone:
@@ -78,13 +76,12 @@ class Directories:
 
     @short_traceback
     def restore(self, into: str | os.PathLike[str]) -> Path | None:
-        """Restore the newest usable checkpoint to ``into/NAME``; return that directory, None when there is none.
+        """Restore the newest usable checkpoint to ``into/NAME``; return that directory, or None.
 
-        In a job of ``torch.distributed`` every rank calls this, and all have the one that rank 0 finds.
+        In a job of ``torch.distributed`` every rank calls this, and gets rank 0's choice.
 
-        Raises:
-            ConfigError: a job of several ranks has no process group yet.
-            CheckpointError: this node has one that is newer than what rank 0 has found, and is not drained yet.
+        Raises ConfigError: several ranks without a process group. CheckpointError: this node has an undrained
+        one newer than rank 0's.
         """
         client = get_client(self.settings)
         client.enter(self.location, trains=False)
@@ -96,7 +93,7 @@ class Directories:
             return seen[-1]
 
         found = rank_0_finds(self.location.uri, find)
-        if not seen:  # rank 0 has looked
+        if not seen:  # rank 0 has checked
             with contextlib.suppress(StoreError):  # the store answered a moment ago, and the restore waits for it
                 find()
             if seen and age_of(seen[0]) > age_of(found):
@@ -107,7 +104,7 @@ class Directories:
         return self.restore_checkpoint(parse_uri(found), into) if found else None
 
     def restore_named(self, name: str, into: str | os.PathLike[str]) -> None:
-        """Restore ``uri/NAME`` to ``into/NAME``, if that is not there and rank 0 finds it. Every rank calls this."""
+        """Restore ``uri/NAME`` to ``into/NAME``, if missing there and found by rank 0. Every rank calls this."""
         client, location = get_client(self.settings), self.location.child(name)
 
         def find() -> str:
@@ -125,7 +122,9 @@ class Directories:
 
     @short_traceback
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
-        """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that directory."""
+        """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that
+        directory.
+        """
         client, target = get_client(self.settings), local_path(into, "into") / found.name
 
         async def once() -> RestoreResult:
@@ -136,7 +135,7 @@ class Directories:
 
 
 def make_way(directory: Path) -> None:
-    """Unlink the files of ``directory`` that were adopted by links: a host that writes in place would write into them.
+    """Unlink adopted files of ``directory``: a host that writes in place would write into the links.
 
     Only directories of other names are removed. Call it before any rank writes there.
     """
@@ -148,13 +147,12 @@ def make_way(directory: Path) -> None:
 
 
 def rank_0_finds(what: str, find: Callable[[], str]) -> str:
-    """Return what ``find`` returns on rank 0, on every rank of a ``torch.distributed`` job: ranks see different tiers.
+    """Return rank 0's result of ``find`` on every rank of a ``torch.distributed`` job: ranks see different tiers.
 
-    Every rank calls this, for the same things in the same order. What ``find`` raises is raised on every rank.
+    Every rank calls this, in the same order. An error of ``find`` is raised on every rank.
 
-    Raises:
-        ConfigError: ``WORLD_SIZE`` says that there are more ranks, and they have no process group yet.
-        OperationTimeoutError: rank 0 has not come.
+    Raises ConfigError: ``WORLD_SIZE`` above 1 without a process group. OperationTimeoutError: rank 0 did not
+    arrive.
     """
     of_job = ranks_of_job()
     if of_job is None and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -1,4 +1,4 @@
-"""Files of ``tierckpt://``: reading through the node cache, writing to the store at once when all of it is there."""
+"""Files of ``tierckpt://``: read through the node cache, written to the store when complete."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ BUFFER_BYTES = 256 << 10
 """Minimum bytes per read from the cache."""
 _CLOSING_FRAMES = 4
 _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
-"""Whose ``with`` closes its files also when an exception leaves it."""
+"""Modules whose ``with`` also closes files after an exception."""
 
 
 class _CachedFile(RangeFile):
-    """A file through the node cache. A forked child reopens it in the same version. Any thread may read."""
+    """A file through the node cache. Thread-safe; a forked child reopens it in the same version."""
 
     def __init__(self, thing: Thing, settings: Settings) -> None:
         super().__init__(thing.size_bytes)
@@ -80,7 +80,7 @@ class _CachedFile(RangeFile):
 
 
 class _LocalFile(VerifiedFile):
-    """A file of a checkpoint on the local tier, every chunk verified; damaged, it is read from farther away.
+    """A local-tier checkpoint file, with verified chunks; damaged ones are read from the shared tier.
 
     The checkpoint stays while this is open.
     """
@@ -95,7 +95,7 @@ class _LocalFile(VerifiedFile):
         super().__init__(ReplicatedFile(entry, chunk, copies))
 
     def _read_farther(self, byte_range: ByteRange) -> Buffer:
-        """Read the shared tier's copy, through the node cache, because the local one is damaged."""
+        """Read the shared tier's copy, through the node cache."""
         if self._farther is None:
             self._farther = _CachedFile(self._thing, self._settings)
             self._holding.callback(self._farther.close)
@@ -109,7 +109,7 @@ class _LocalFile(VerifiedFile):
 
 
 class _WrittenFile(RangeFile):
-    """A file that is not drained yet, every chunk verified. It stays while this is open, drained or not."""
+    """An undrained file, with verified chunks. It stays while this is open, drained or not."""
 
     def __init__(self, entry: JournalEntry, settings: Settings) -> None:
         (self._file,) = entry.files
@@ -145,9 +145,9 @@ class _WrittenFile(RangeFile):
 
 
 def open_raw(thing: Thing, settings: Settings) -> RangeFile:
-    """The bytes of ``thing``: of the local tier where it has them, else through the node cache."""
+    """The bytes of ``thing``: from the local tier if there, else through the node cache."""
     if not thing.size_bytes:
-        return RangeFile(0)  # there is nothing to fetch, nor to keep
+        return RangeFile(0)  # nothing to fetch or keep
     if thing.written is not None:
         try:
             return _WrittenFile(thing.written, settings)
@@ -162,11 +162,7 @@ def open_raw(thing: Thing, settings: Settings) -> RangeFile:
 
 
 class Reader(io.BufferedReader):
-    """A file open for reading: one version of it, whatever is written meanwhile.
-
-    Attributes:
-        path, size, details: as other files of fsspec have them.
-    """
+    """A file open for reading, in one version. ``path``, ``size``, ``details``: as in other fsspec files."""
 
     def __init__(self, fs: Any, path: str, thing: Thing, details: dict[str, Any], settings: Settings) -> None:
         super().__init__(open_raw(thing, settings), BUFFER_BYTES)
@@ -188,7 +184,7 @@ def _opened_anew(fs: Any, path: str, at: int) -> Any:
 
 
 class Writer(io.BufferedIOBase):
-    """A file open for writing: it appears when it is closed, whole, or not at all.
+    """A file open for writing: it appears on close, whole, or not at all.
 
     After an exception, or without ``close``, nothing is written. ``commit`` and ``discard`` are for transactions.
     """
@@ -232,7 +228,7 @@ class Writer(io.BufferedIOBase):
         """Do nothing: the file is invisible before it is complete."""
 
     def fileno(self) -> int:
-        """To be synced, as stock FsspecWriter does; where there is none, it syncs the whole machine."""
+        """For a sync, as by stock FsspecWriter; without it, the whole machine is synced."""
         self._check()
         return self._spool.fileno()
 
@@ -251,7 +247,7 @@ class Writer(io.BufferedIOBase):
             self.commit()
 
     def _is_left_by_an_exception(self) -> bool:
-        """True below a ``with fsspec.open(...)`` that an exception leaves: it closes the file, and does not say so."""
+        """True below a ``with fsspec.open(...)`` left by an exception, which closes the file without notice."""
         if sys.exception() in (None, self._handled):
             return False
         frames = islice(traceback.walk_stack(sys._getframe(2)), _CLOSING_FRAMES)
@@ -273,7 +269,7 @@ class Writer(io.BufferedIOBase):
             self._put(spool, size_bytes)
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Drop the written data."""
         self._is_open = False
         self._spool.close()
 
@@ -282,7 +278,7 @@ class Writer(io.BufferedIOBase):
             self.close()
             return
         self.discard()
-        # torch.save makes another error of it.
+        # torch.save would turn it into another error.
         if self._failure is not None and self._failure is not error and isinstance(error, Exception):
             raise self._failure
 
@@ -324,7 +320,6 @@ class CompressingWriter(io.BufferedIOBase):
             self._file.close()
 
     def discard(self) -> None:
-        """Forget what was written."""
         self._file.discard()
         with contextlib.suppress(ValueError):
             self._compressor.close()
@@ -360,11 +355,10 @@ def put(
     if_absent: bool,
     write_back: bool,
 ) -> None:
-    """Write ``stream``, all or nothing: to this node, from where it drains (``write_back``), or to the store.
+    """Write ``stream``, all or nothing: to this node, then drained (``write_back``), or to the store.
 
-    Raises:
-        FileExistsError: ``if_absent``, and it is there.
-        ConfigError: it belongs to a checkpoint of tierckpt, or can have no such name.
+    Raises FileExistsError: ``if_absent``, and it exists. ConfigError: part of a tierckpt checkpoint, or an invalid
+    name.
     """
     check_target(location, settings.local_root)
     root, key = root_of(location)

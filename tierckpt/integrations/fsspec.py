@@ -46,17 +46,16 @@ ARRIVE_SECONDS = 10.0
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Any store as a file system, read through the node cache.
 
-    Reading: an open file keeps its version; cached bytes are read from this node's SSD, missing
-    ones are fetched in chunks, by one process of the node, verified if digests are known, and kept. Writing: a closed
-    file is on this node, durable and complete: this node sees it from then on, and it drains to the store
-    in the background. Checkpoints of tierckpt appear when they commit on the local tier, and cannot be
-    changed here file by file.
+    Reading: an open file keeps its version; cached bytes are read from this node's SSD, missing ones are fetched
+    in chunks, once per node, verified if digests are known, and kept. Writing: a closed file is on this node,
+    durable and complete: this node sees it from then on, and it drains to the store in the background. Checkpoints
+    of tierckpt appear when they commit on the local tier, and cannot be changed here file by file.
 
     Args:
-        write_back: False writes to the store before ``close`` returns, for readers on other nodes that look at once.
+        write_back: False writes to the store before ``close`` returns, for immediate readers on other nodes.
         settings: a ``Settings``; other keywords are single fields of it (``local_root``, ``cache_bytes_max``).
 
-    Raises (every verb): ConfigError, with what to write instead, for a URL that cannot be; StoreError.
+    Raises (every verb): ConfigError, with a correction, for an invalid URL; StoreError.
     """
 
     protocol = "tierckpt"
@@ -81,7 +80,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return str(cls._strip_protocol(path)).rpartition("/")[0]
 
     def _location(self, path: str) -> Location:
-        """Where ``path`` is. Raises ConfigError, which says how to write it."""
+        """Return the location. Raises ConfigError, which says how to write it."""
         name = self._strip_protocol(path)
         try:
             return check_location(parse_uri(f"{self.protocol}://{name}"))
@@ -116,7 +115,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """False only when it is not there: a store that refuses or does not answer is an error."""
+        """False only if missing: a store that refuses or does not answer is an error."""
         return self._is_dir(path) is not None
 
     @short_traceback
@@ -128,7 +127,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._is_dir(path) is False
 
     def _is_dir(self, path: str) -> bool | None:
-        """None when it is not there."""
+        """None if missing."""
         try:
             return self._look(path).is_dir
         except FileNotFoundError:
@@ -153,7 +152,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> Any:
         name = self._strip_protocol(path)
         location = self._location(name)
-        if location.scheme == "file" or maxdepth is not None:  # directories of their own; or less than all
+        if location.scheme == "file" or maxdepth is not None:  # real directories; or less than all
             return super().find(name, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
         things = self._run(self._mover.browser.below(location))
         skip = len(location.path.rstrip("/")) + 1 if location.path else 0
@@ -165,7 +164,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return dict(sorted(found.items())) if detail else sorted(found)
 
     def expand_path(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> list[str]:
-        """As fsspec's, but a name that exists means itself: ``a[1]`` is not ``a1``, and ``a*`` is not all of them."""
+        """As fsspec's, but existing names are literal: ``a[1]`` is not ``a1``, and ``a*`` is not all of them."""
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         literal = {self._strip_protocol(one) for one in paths if self._is_literal(one)}
         others = [one for one in paths if self._strip_protocol(one) not in literal]
@@ -184,7 +183,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def open(self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any) -> Any:
-        """As fsspec's; a text or compressed file also appears complete or not at all."""
+        """As fsspec's; text and compressed files also appear complete or not at all."""
         if "r" in mode:
             return super().open(path, mode, *args, compression=compression, **kwargs)
         text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
@@ -238,7 +237,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: str = "return",
         **kwargs: Any,
     ) -> list[Any]:
-        """Every range; the file of several is opened once."""
+        """Every range; a file with several is opened once."""
         starts = starts if isinstance(starts, Iterable) else [starts] * len(paths)
         ends = ends if isinstance(ends, Iterable) else [ends] * len(paths)
         wanted: dict[str, list[tuple[int, Any, Any]]] = {}
@@ -294,14 +293,14 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def copy(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """As fsspec's, but ``path1`` means itself where it exists."""
+        """As fsspec's, but an existing ``path1`` is literal."""
         if isinstance(path1, str) and self._is_literal(path1):
             path1, path2 = self._pairs(path1, path2, self.isdir(path2), recursive, maxdepth)
         super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
 
     @short_traceback
     def get(self, rpath: Any, lpath: Any, recursive: bool = False, *args: Any, **kwargs: Any) -> None:
-        """As fsspec's, but ``rpath`` means itself where it exists."""
+        """As fsspec's, but an existing ``rpath`` is literal."""
         if isinstance(rpath, str) and self._is_literal(rpath):
             rpath, lpath = self._pairs(rpath, os.fspath(lpath), Path(lpath).is_dir(), recursive, kwargs.get("maxdepth"))
         super().get(rpath, lpath, recursive, *args, **kwargs)
@@ -320,9 +319,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
         """Wait until the store has this node's writes and removals at ``path`` and under it.
 
-        Raises:
-            OperationTimeoutError: not within ``timeout_seconds``; includes the error of the last attempt.
-            CommitAbandonedError: the drain of a file failed for too long; includes the reason.
+        Raises OperationTimeoutError, with the last error. CommitAbandonedError: the drain of a file failed for
+        too long; with the reason.
         """
         begun: set[str] = set()
         for _ in Poll(timeout_seconds, LOCAL):
@@ -343,7 +341,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def is_drained(self, path: str) -> bool:
-        """Return True if the store has this node's writes and removals at ``path`` and under it."""
+        """Return whether the store has this node's writes and removals at ``path`` and under it."""
         return not self._undrained(path)
 
     def _undrained(self, path: str) -> list[JournalEntry]:
@@ -371,7 +369,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Make a directory where a store has any; in names there is nothing to make."""
+        """Make a directory, if the store has any."""
         location = self._location(path)
         if location.scheme == "file":
             Path(location.path).mkdir(parents=create_parents)
@@ -396,7 +394,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise ConfigError(f"{new} lies in {old}", hint="Move it to a place outside")
         self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
         above = posixpath.commonpath([self._parent(old), self._parent(new)])
-        if "/" not in above:  # two stores, or buckets: nothing orders what drains to them
+        if "/" not in above:  # two stores, or buckets: drains to them are unordered
             self.wait(path2)
             above = ""
         self._remove(path1, recursive, maxdepth, above)
@@ -416,7 +414,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         is_behind = may_wait and not self.is_drained(moved_in or self._parent(path))
         beside = self._parent(self._parent(path))
         if may_wait and not (is_behind or moved_in or location.scheme == "file") and "/" in beside:
-            # An older step that is removed file by file waits as one that is removed as a whole does (W5).
+            # An older step removed file by file waits as one removed as a whole does (W5).
             is_behind = any(entry.files for entry in self._undrained(beside))
             moved_in = beside
         if thing.written is not None or is_behind:
@@ -430,8 +428,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm_behind(self, path: str) -> None:
-        """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does not wait
-        for the store."""
+        """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does
+        not wait for the store.
+        """
         location = self._location(path)
         if not write_back.can_carry(location):
             self.rm_file(path)
@@ -443,11 +442,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove files, and directories with ``recursive``. Checkpoints of tierckpt are left to ``tierckpt prune``."""
+        """Remove files, and directories with ``recursive``. ``tierckpt prune`` removes tierckpt checkpoints."""
         self._remove(path, recursive, maxdepth, "")
 
     def _remove(self, path: Any, recursive: bool, maxdepth: int | None, moved_in: str) -> None:
-        """``rm``. ``moved_in``: the place below which ``path`` was moved, not removed (mv)."""
+        """``rm``. ``moved_in``: the target of a move (mv), not a removal."""
         for name in self.expand_path(path):
             if not self.isdir(name):
                 self._remove_file(name, moved_in)
@@ -465,7 +464,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 entry.files and not f"{entry.uri}/".startswith(f"{location.uri}/") for entry in self._undrained(above)
             )
             beside = self._location(above) if is_behind else None
-            below.sort(key=lambda thing: thing.location.name != METADATA)  # first what says that it is whole
+            below.sort(key=lambda thing: thing.location.name != METADATA)  # first the file that marks it as whole
             for thing in below:
                 if is_behind or thing.written is not None:
                     self._remove_behind(thing.location, beside)
@@ -477,15 +476,14 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self._run(self._mover.store(root).delete_dir(key))
 
     def _let_arrive(self, path: str) -> None:
-        """Return when no file under ``path`` is being sent any more, after at most
-        ``ARRIVE_SECONDS``. Pending files were cancelled."""
+        """Wait at most ``ARRIVE_SECONDS`` for running transfers under ``path``. Pending files were cancelled."""
         for _ in Poll(ARRIVE_SECONDS, LOCAL):
             if not any(entry.files for entry in self._undrained(path)):
                 return
 
 
 def _directories(names: Iterable[str], above: str) -> set[str]:
-    """The directories that ``names`` lie in, up to ``above``."""
+    """The parent directories of ``names``, up to ``above``."""
     found = {above}
     for name in names:
         while (name := name.rpartition("/")[0]) not in found and len(name) > len(above):

@@ -39,9 +39,9 @@ log = logger("save")
 NEWEST = "newest"
 """Placeholder in a ``ckpt_path`` for the newest checkpoint of a directory, until the ranks can agree on it."""
 _OWN = re.compile(r"(\..+|hpc_ckpt_\d+)\.ckpt$")
-"""What Lightning saves for itself: weights of a spawned process, a tuner's state, what Slurm's requeue resumes from."""
+"""Lightning's own files: weights of a spawned process, a tuner's state, Slurm's requeue state."""
 RAY_NAME = "checkpoint.ckpt"
-"""What RayTrainReportCallback and TuneReportCheckpointCallback write to a temporary directory, and Ray then stores."""
+"""File that RayTrainReportCallback and TuneReportCheckpointCallback write to a temporary directory for Ray."""
 _lock = threading.Lock()  # not of the object, which spawning strategies pickle
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -49,10 +49,8 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 def newest(dirpath: str | os.PathLike[str]) -> str:
     """Return the ``ckpt_path`` of the newest checkpoint in ``dirpath``: ``last.ckpt``, else the highest step.
 
-    Of several versions (``last-v1.ckpt``) it is the latest.
-
-    Rank 0 looks for it once there is a process group, and all ranks load its result. Without a checkpoint,
-    training starts from the beginning.
+    Of several versions (``last-v1.ckpt``) it is the latest. Rank 0 finds it once there is a process group, and all
+    ranks load its result. Without a checkpoint, training starts from the beginning.
     """
     return f"{os.fspath(dirpath).rstrip('/')}/{NEWEST}"
 
@@ -60,22 +58,21 @@ def newest(dirpath: str | os.PathLike[str]) -> str:
 class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Writes checkpoints through ``tierckpt://``: durable on this node when saved, drained in the background.
 
-    A checkpoint that Lightning removes is still drained, and stays on shared storage until later ones
-    are there too. Checkpoints are read with ``weights_only=True`` unless the caller says otherwise.
+    A checkpoint removed by Lightning is still drained, and stays on shared storage until later ones are there too.
+    Checkpoints are read with ``weights_only=True`` by default.
     """
 
     def __init__(self) -> None:
         self._doomed: set[str] = set()
         """Paths to remove after the next save: the removal failed, or the SSD had no room for its entry."""
         self._saver: int | None = None
-        """The thread that saves. Another one than that which removes (``AsyncCheckpointIO``) may have yet to begin."""
+        """The saving thread. If another one removes (``AsyncCheckpointIO``), it may not have begun."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save to ``path``, a ``tierckpt://`` URL. What Lightning saves for itself may lie elsewhere.
-
-        Raises ConfigError: another place.
+        """Save to ``path``, a ``tierckpt://`` URL, except Lightning's own files. Raises ConfigError: another
+        location.
         """
         if not _is_ours(path) and is_of_host(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
@@ -85,7 +82,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         fs, name = _place(path)
         with _lock:
             self._saver, doomed, self._doomed = threading.get_ident(), self._doomed, set()
-        doomed.discard(os.fspath(path))  # it is there again
+        doomed.discard(os.fspath(path))  # it exists again
         try:
             with fs.open(name, "wb") as file:
                 torch.save(checkpoint, file)
@@ -98,12 +95,12 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load ``path``, on every rank of a job alike where it is ``newest``.
+        """Load ``path``; ``newest`` is alike on every rank of a job.
 
         Raises:
             UnsafeCheckpointError: it holds more than tensors and plain values.
-            CheckpointError: this node has a step that is newer than what rank 0 has found, and is not drained yet.
-            OperationTimeoutError: what rank 0 has found is not to be seen on this node within 600 s.
+            CheckpointError: this node has an undrained step newer than rank 0's.
+            OperationTimeoutError: rank 0's checkpoint is not visible on this node within 600 s.
         """
         fs, name = fsspec.core.url_to_fs(os.fspath(path))
         above, _, last = name.rpartition("/")
@@ -127,7 +124,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         if not is_later:
             self._remove(doomed)
             return
-        atexit.unregister(self.teardown)  # AsyncCheckpointIO tears nothing down but itself
+        atexit.unregister(self.teardown)  # AsyncCheckpointIO does not call teardown
         atexit.register(self.teardown)
 
     def teardown(self) -> None:
@@ -137,7 +134,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._remove(doomed)
 
     def _remove(self, doomed: set[str]) -> None:
-        """Write the removals to the journal, after the saves so far: they survive a kill, without a store request."""
+        """Journal the removals after the saves so far: they survive a kill, without a store request."""
         for path in sorted(doomed):
             fs, name = _place(path)
             try:
@@ -151,7 +148,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
 
 class _Nothing(dict[str, Any]):
-    """What Lightning restores nothing from."""
+    """Makes Lightning restore nothing."""
 
     def __bool__(self) -> bool:
         return False
@@ -163,7 +160,7 @@ def nothing_to_restore(place: str) -> dict[str, Any]:
 
 
 def is_of_host(path: str | os.PathLike[str]) -> bool:
-    """True for a file that Lightning saves for itself, or that Ray's callbacks save to hand it to Ray."""
+    """True for Lightning's own files, and those of Ray's callbacks."""
     place = Path(path)
     is_for_ray = place.name == RAY_NAME and place.is_relative_to(tempfile.gettempdir())
     return is_for_ray or _OWN.fullmatch(place.name) is not None
@@ -214,7 +211,7 @@ def _load(fs: Any, name: str, map_location: Any | None, weights_only: bool | Non
 
 
 def _load_as_rank_0(fs: Any, name: str, *how: Any) -> dict[str, Any]:
-    """Load ``name`` as rank 0 sees it: its node may have a version of it that is on its way to the others."""
+    """Load ``name`` as rank 0 sees it: its node may have an undrained version."""
     found, version = _loaded_anew(fs, name, None, *how)
     step = int(rank_0_finds(f"{name} step", lambda: str((found or {}).get("global_step", 0))))
     for _ in Poll(RESTORE_SECONDS, SHARED):
@@ -239,7 +236,7 @@ def _load_as_rank_0(fs: Any, name: str, *how: Any) -> dict[str, Any]:
 
 
 def _loaded_anew(fs: Any, name: str, version: Any, *how: Any) -> tuple[dict[str, Any] | None, Any]:
-    """What ``name`` holds, and its version; None where that is ``version``, or it is not there."""
+    """The content of ``name``, and its version; None if missing or of ``version``."""
     try:
         info = fs.info(name)
         return (None if info == version else _load(fs, name, *how)), info

@@ -27,9 +27,9 @@ from .lightning import NEWEST, is_of_host, nothing_to_restore
 
 
 class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
-    """Adopts each checkpoint directory that Lightning writes as ``uri/step-N``, on every rank of the job.
+    """Adopts Lightning's checkpoint directories as ``uri/step-N``, on every rank.
 
-    Raises (in saves): see ``tierckpt.adopt``. Cost: one additional read of the files.
+    Raises (in saves) as ``tierckpt.adopt``. Cost: one additional read of the files.
     """
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **options: Any) -> None:
@@ -43,7 +43,7 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if is_of_host(place):  # a tuner's, which is no step of the run
             super().save_checkpoint(checkpoint, place, storage_options)
             return
-        make_way(place)  # last.ckpt is written in place, again and again
+        make_way(place)  # last.ckpt is written in place, repeatedly
         self.barrier()
         super().save_checkpoint(checkpoint, place, storage_options)
         self.run.save(place, step_name(step))
@@ -51,7 +51,7 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load ``checkpoint_path``; where it is ``newest``, the newest usable checkpoint of the run, or nothing."""
+        """Load ``checkpoint_path``; for ``newest``, the newest usable checkpoint of the run, or nothing."""
         if Path(checkpoint_path).name != NEWEST:
             return dict(super().load_checkpoint(checkpoint_path, weights_only))
         found = self.run.restore(Path(checkpoint_path).parent)

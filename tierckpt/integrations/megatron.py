@@ -21,8 +21,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class MegatronRun:
-    """The checkpoints ``iter_NNNNNNN`` of one run, as ``uri/iter_NNNNNNN``."""
-
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
 
@@ -35,9 +33,8 @@ class MegatronRun:
         return adopt
 
     def restore(self, into: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint below ``into``, with Megatron's tracker; return ``into`` for ``--load``.
-
-        None when there is none.
+        """Restore the newest usable checkpoint below ``into``, with Megatron's tracker; return ``into`` for
+        ``--load``, or None.
         """
         found = self.run.restore(into)
         if found is None:

@@ -29,13 +29,12 @@ def upload(
 ) -> Callable[[Any, str], Any]:
     """Return a ``checkpoint_upload_fn`` that adopts the local checkpoint as ``uri/NAME`` and returns at once.
 
-    ``NAME`` is Ray's own name. ``uri`` is the experiment's directory in its ``storage_path``, as Ray requires:
-    its retention then removes drained checkpoints. Afterwards the local directory may be deleted or reused:
-    the files have been copied, or reflinked, to the local tier.
+    ``NAME`` is Ray's own name. ``uri`` is the experiment's directory in its ``storage_path``, as Ray requires: its
+    retention then removes drained checkpoints. Afterwards the local directory may be deleted or reused: the files
+    have been copied, or reflinked, to the local tier.
 
-    Args:
-        every_rank: False where one worker alone reports a checkpoint, and the others None: it is all of it then. Ray
-            does not say which it is, and by default the workers of a ``torch.distributed`` job wait for each other.
+    ``every_rank``: False if only one worker reports a checkpoint, and the others None. Ray does not say which, and
+    by default the workers of a ``torch.distributed`` job wait for each other.
 
     Raises (in ``report``): as ``tierckpt.adopt``; ConfigError: the checkpoint is not on this node.
     """
@@ -57,15 +56,14 @@ def upload(
 def restore(
     uri: str | os.PathLike[str], into: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any
 ) -> Path | None:
-    """Restore the newest usable checkpoint below ``uri`` to ``into/NAME``; return that, None when there is none."""
+    """Restore the newest usable checkpoint below ``uri`` to ``into/NAME``; return that, or None."""
     return Directories(uri, settings, **overrides).restore(into)
 
 
 def prefetch(uri: str, timeout_seconds: float = 3600.0, **options: Any) -> dict[str, str]:
-    """Have ``uri`` on every node that is alive in the cluster, each by ``tierckpt.prefetch``; return where, by node id.
+    """Run ``tierckpt.prefetch(uri, **options)`` on every alive node of the cluster; return directories by node id.
 
-    ``options``: see ``tierckpt.prefetch``; with ``peers`` the nodes share their reads. Raises the error of a
-    node; ray.exceptions.GetTimeoutError.
+    With ``peers`` the nodes share their reads. Raises the error of a node; ray.exceptions.GetTimeoutError.
     """
 
     def on_node() -> str:
@@ -75,12 +73,11 @@ def prefetch(uri: str, timeout_seconds: float = 3600.0, **options: Any) -> dict[
 
 
 def alive_nodes() -> list[str]:
-    """Return the ids of the nodes that are alive in the cluster."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def on_nodes(work: Mapping[str, Callable[[], T]], timeout_seconds: float = 3600.0) -> dict[str, T]:
-    """Run ``work`` on each node at the same time; return the results by node id. Raises the error of a node."""
+    """Run ``work`` on each node in parallel; return the results by node id. Raises the error of a node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0)(_call)

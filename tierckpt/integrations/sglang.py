@@ -32,7 +32,7 @@ TARGET = "sglang.srt.connector.create_remote_connector"
 
 
 def register() -> None:
-    """Have SGLang of this process open ``tierckpt://``. It may be called more than once."""
+    """Make SGLang in this process open ``tierckpt://``. Idempotent."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, _connect, HookType.AROUND)
@@ -45,29 +45,28 @@ def _connect(original: Callable[..., Any], url: Any, device: Any = None, **optio
 
 
 def _connector_class() -> Any:
-    """The connector, made when SGLang is there to derive it from."""
+    """Made once SGLang can be imported."""
     from sglang.srt.connector.base_connector import BaseFileConnector
 
     class TierckptConnector(BaseFileConnector):  # type: ignore[misc]
-        """The files of a model at ``tierckpt://STORE/...``. What ``pull_files`` brings is removed with it."""
+        """The files of a model at ``tierckpt://STORE/...``. Files of ``pull_files`` are removed with it."""
 
         def glob(self, allow_pattern: str | Sequence[str] | None = None) -> list[str]:
-            """Return the URLs of the files that match, sorted."""
+            """Return the sorted URLs of matching files."""
             with open_cached(self.url, settings=Settings.load()) as view:
                 return [f"{self.url}/{name}" for name in sorted(view.files) if _matches(name, allow_pattern)]
 
         def pull_files(
             self, allow_pattern: Sequence[str] | None = None, ignore_pattern: Sequence[str] | None = None
         ) -> None:
-            """Bring files that match into the connector's directory.
-
-            Raises TierckptError: there is no such model, or it cannot be read.
+            """Fetch matching files into the connector's directory. Raises TierckptError: no such model, or
+            unreadable.
             """
             with open_cached(self.url, settings=Settings.load()) as view:
                 for name in sorted(view.files):
                     if not _matches(name, allow_pattern) or (ignore_pattern and _matches(name, ignore_pattern)):
                         continue
-                    path = Path(self.get_local_dir()) / name  # a file set holds no name that leaves its directory
+                    path = Path(self.get_local_dir()) / name  # a file set has no name that leaves its directory
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(view.read(name))
 

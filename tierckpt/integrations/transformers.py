@@ -31,17 +31,17 @@ STATE = "trainer_state.json"
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
-    """Adopts each ``checkpoint-N`` that ``Trainer`` writes as ``uri/checkpoint-N``, on every rank of the job.
+    """Adopts ``Trainer``'s ``checkpoint-N`` as ``uri/checkpoint-N``, on every rank.
 
-    Raises (in ``on_save``): see ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files.
+    Raises (in ``on_save``) as ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files.
     """
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
         self._trials: dict[str, Directories] = {}
-        """The run of each trial of a search, by the name of the directory that Trainer has chosen for it."""
+        """The run of each trial of a search, by Trainer's directory name."""
         self._left: dict[int | None, Path] = {}
-        """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there again, in place."""
+        """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there in place."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         places = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -56,7 +56,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_hyper_param_search:
             place = _of_trial(Path(args.output_dir), name, state)
-            # The next search may write to the directories of this one, in place.
+            # The next search may write to these directories, in place.
             self._run_of(place.parent.name).save(place, is_written_once=False)
             return
         # On SIGTERM it may save this step again.
@@ -69,9 +69,10 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         return self._trials[trial]
 
     def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None.
+        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or
+        None.
 
-        With it comes the best one that its state names, for ``load_best_model_at_end``: without its directory
+        Also restores the best one that its state names, for ``load_best_model_at_end``: without its directory
         ``Trainer`` would end with the last model.
         """
         found = self.run.restore(output_dir)
@@ -85,11 +86,10 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _of_trial(output_dir: Path, name: str, state: Any) -> Path:
-    """The ``name`` that the current trial of a search has written: Trainer names its directory, and does not say how.
+    """Return ``name`` of the current trial of a search: Trainer names its directory without telling.
 
-    Each trial has a log and parameters of its own, which it has written to ``trainer_state.json``.
-
-    Raises ConfigError: no directory below ``output_dir`` has this state.
+    Each trial has its own log and parameters, written to ``trainer_state.json``. Raises ConfigError: no directory
+    below ``output_dir`` has this state.
     """
     for place in sorted(output_dir.glob(f"*/{name}")):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -102,5 +102,5 @@ def _of_trial(output_dir: Path, name: str, state: Any) -> Path:
 
 
 def _identity(state: Mapping[str, Any]) -> str:
-    """What tells a trial from others, as text: a loss may be NaN."""
+    """Identify a trial as text: a loss may be NaN."""
     return json.dumps([state["global_step"], state["trial_params"], state["log_history"]], sort_keys=True, default=str)

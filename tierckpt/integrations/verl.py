@@ -35,12 +35,12 @@ from .ray import alive_nodes, on_nodes
 
 
 class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
-    """Adopts each ``global_step_N``, on every node that has a part of it, as ``trainer.checkpoint_uri/global_step_N``.
+    """Adopts each ``global_step_N``, on every node with a part of it, as ``trainer.checkpoint_uri/global_step_N``.
 
     Workers on many nodes write the adopted files; ``trainer.default_local_dir`` may be local or shared. If made
     before the trainer looks for a checkpoint, it restores the newest one to that directory on every node.
 
-    Raises: ConfigError: no URI; ``async_save``, which has not written yet when it calls. As ``tierckpt.adopt``.
+    Raises ConfigError: no URI; ``async_save``, which calls before writing. As ``tierckpt.adopt``.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -61,7 +61,7 @@ class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
 class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
     """verl's SFT handler, with a URI as ``default_hdfs_dir``: checkpoints are adopted to it.
 
-    Raises (in ``save_checkpoint``): see ``tierckpt.adopt``. Cost: one additional read of the files.
+    Raises (in ``save_checkpoint``) as ``tierckpt.adopt``. Cost: one additional read of the files.
     """
 
     def __init__(self, *args: Any, default_hdfs_dir: str | None = None, **options: Any) -> None:
@@ -71,7 +71,7 @@ class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
 
     def save_checkpoint(self, step: int) -> None:
         place = Path(self.default_local_dir, f"global_step_{step}")
-        if self.mode == OrchestrationMode.SPMD:  # this rank writes here, and as yet has not
+        if self.mode == OrchestrationMode.SPMD:  # this rank writes here, and has not begun
             make_way(place)
         super().save_checkpoint(step)
         self.run.save(str(place))
@@ -88,15 +88,15 @@ def _checked(uri: str | None, key: str) -> str:
 
 
 class _Cluster:
-    """The run at ``uri`` of a job with worker directories on nodes of a Ray cluster, not necessarily the driver's."""
+    """The run at ``uri`` of a job with worker directories on Ray nodes, not necessarily the driver's."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
 
     def save(self, directory: str) -> None:
-        """Adopt ``directory`` of every node into one checkpoint, once where several nodes see the same one.
+        """Adopt ``directory`` of every node into one checkpoint, once per shared directory.
 
-        By copies: workers write in place, and a run that goes back to an earlier step writes here again.
+        By copies: workers write in place, and a run that restores an earlier step writes here again.
         """
         nodes, attempt = _places(partial(identity, Path(directory))), secrets.token_hex(8)
         if not nodes:

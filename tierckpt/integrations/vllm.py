@@ -42,14 +42,14 @@ _VLLM_OWN = ("enable_weights_track", "enable_multithread_load", "num_threads")
 
 
 def register() -> None:
-    """Make ``load_format="tierckpt"`` known to the vLLM of this process. vLLM may call it more than once."""
+    """Register ``load_format="tierckpt"`` with vLLM in this process. Idempotent."""
     from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
     register_model_loader(LOAD_FORMAT)(_loader_class(DefaultModelLoader))
 
 
 def _loader_class(base: Any) -> Any:
-    """The loader, made when vLLM is there to derive it from."""
+    """Made once vLLM can be imported."""
     import vllm.distributed.parallel_state as groups
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
@@ -77,7 +77,7 @@ def _loader_class(base: Any) -> Any:
             fall_back_to_pt: bool,
             allow_patterns_overrides: list[str] | None,
         ) -> tuple[str, list[str], bool, str]:
-            """Return where the weights are, and their files: the URI, if it was given for this model."""
+            """Return the location of the weights, and their files: the URI, if given for this model."""
             is_served = self._served is None or model_name_or_path == self._served
             if not self._options.uri or not is_served or allow_patterns_overrides is not None:
                 found: tuple[str, list[str], bool, str] = super()._prepare_weights(
@@ -93,10 +93,8 @@ def _loader_class(base: Any) -> Any:
             return uri, [uri], True, ""
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
-            """Stream the weights of one source that this rank loads.
-
-            Raises:
-                TierckptError: as ``stream_safetensors``, the first of them before anything is read.
+            """Stream one source's weights that this rank loads. Raises as ``stream_safetensors``, mostly
+            before any read.
             """
             _, places, use_safetensors, _ = self._prepare_weights(
                 source.model_or_path,
@@ -116,7 +114,7 @@ def _loader_class(base: Any) -> Any:
             return ((source.prefix + name, tensor) for name, tensor in tensors)
 
         def _wanted(self, is_unused: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-            """Return which names of the checkpoint this rank loads, by vLLM's own rules; None: all of them."""
+            """Return a filter for the names that this rank loads, by vLLM's rules; None: all."""
             experts, encoder_only = self.local_expert_ids, self._encoder_only_lm_prefixes
             mapper = self._encoder_only_weights_mapper
             if experts is None and encoder_only is None and is_unused is None:
@@ -138,14 +136,13 @@ def _ranks() -> int:
 
 
 class Options:
-    """What ``--model-loader-extra-config`` says: ``uri``, ``device``, ``bytes_in_flight_max``, and any ``Settings``.
+    """``--model-loader-extra-config``: ``uri``, ``device``, ``bytes_in_flight_max``, and any ``Settings``.
 
     Attributes:
-        uri: where the weights of the model that is served are, if they are not where vLLM would look.
-        for_vllm: what vLLM's default loader knows: ``enable_weights_track`` and others.
+        uri: of the served model's weights, if not where vLLM would look.
+        for_vllm: options of vLLM's default loader: ``enable_weights_track`` and others.
 
-    Raises:
-        ConfigError: an unknown name or an invalid value.
+    Raises ConfigError: an unknown name or an invalid value.
     """
 
     def __init__(self, extra: dict[str, Any] | None) -> None:
@@ -167,11 +164,11 @@ class Options:
     def stream(
         self, places: list[str], names: Callable[[str], bool] | None, is_shown: bool, nodes: int = 1
     ) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield the tensors of files, or of a URI, one place after another; show progress in bytes.
+        """Yield the tensors of files, or of a URI, one location after another; show progress in bytes.
 
         All headers are checked before the first tensor is read. One of several ranks gets large tensors
-        deferred (``loading/deferred.py``): it reads only the parts it uses. One of several ``nodes`` fetches from a URI
-        only these parts; a single node fetches all files ahead of the reads.
+        deferred (``loading/deferred.py``): it reads only the parts it uses. One of several ``nodes`` fetches
+        from a URI only these parts; a single node fetches all files ahead of the reads.
         """
         from tqdm.auto import tqdm
 
@@ -181,7 +178,7 @@ class Options:
         deferral = None
         if ranks > 1:
             ways = (replace(SHARED_WAYS[0], ranks=max(1, ranks // nodes)),)
-            deferral = Deferral(1 if is_part else DEFERRED_BYTES_MIN)  # one that nobody here uses would cost a chunk
+            deferral = Deferral(1 if is_part else DEFERRED_BYTES_MIN)  # an unused one would cost a chunk
         with contextlib.ExitStack() as stack:
             every = [
                 stack.enter_context(

@@ -1,15 +1,14 @@
-"""A circuit breaker around the node's agent: a process waits once for one that does not answer, and never again.
+"""A circuit breaker for the node's agent: a process waits only once for an unresponsive agent.
 
-(That of each store is ``stores/retry.py``.)
+Training does not depend on the agent: a process can do all of its work itself. So an agent that is stopped, hung, out
+of descriptors or answers nonsense costs ``PATIENCE_SECONDS`` once. Then the circuit is open, and callers do the work
+themselves, at once, while a thread waits for a proven answer, which closes it. (The stores' breaker is
+``stores/retry.py``.)
 
-Training does not depend on the agent: whatever it does for a process, that process can do itself. So an agent that is
-stopped, hung, out of descriptors or answers nonsense costs ``PATIENCE_SECONDS`` once. From then on the circuit is open
-and everybody does without it, at once, while a thread waits for a proven answer, which closes the circuit again.
-
-An agent that has not answered that thread for ``HUNG_SECONDS``, or for ``STOPPED_SECONDS`` if the kernel reports
-it as stopped, is killed, if its identity is certain: it owns journal entries that no other process may drain,
-and locks that saves wait for. That is as safe as any kill of an agent (P6), and the next one continues from the
-journal. An agent of uncertain identity (another container's) is left alone, and not used.
+An agent that has not answered that thread for ``HUNG_SECONDS``, or for ``STOPPED_SECONDS`` if the kernel reports it as
+stopped, is killed, if its identity is certain: it owns journal entries that no other process may drain, and locks that
+saves wait for. That is as safe as any kill of an agent (P6), and the next one continues from the journal. An agent of
+uncertain identity (another container's) is left alone, and not used.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from ..telemetry import logger
 log = logger("agent")
 
 LOCK = "agent.lock"
-"""In the agent's directory: held by the agent that runs, and its process id is in it."""
+"""In the agent's directory: held by the running agent, with its process id."""
 PATIENCE_SECONDS = 0.4
 STARVED_SECONDS = 2.0
-"""The same while the machine lets the agent wait for a processor."""
+"""``PATIENCE_SECONDS`` while the agent waits for a processor."""
 STARVED_SHARE = 0.5
 """Share of the time awake that threads of a starved process wait for a processor."""
 HUNG_SECONDS = 20.0
@@ -46,14 +45,16 @@ PROBE_PAUSES = Pauses(0.5, 60.0)
 
 
 class AgentAnswer(Enum):
-    """What came of a try to talk to an agent. ``SILENT``: one is there and says nothing."""
+    """Result of a request to an agent. ``SILENT``: one runs but does not answer."""
 
     YES, SILENT, FAILED = range(3)
 
 
 class Probe(Protocol):
     def __call__(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
-        """Try to get an answer within so long. ``start``: from a new agent, if there is none; else that is a YES."""
+        """Request an answer within this time. ``start``: from a new agent, if there is none; else that is a
+        YES.
+        """
 
 
 class AgentBreaker:
@@ -65,7 +66,7 @@ class AgentBreaker:
         self.is_open = False
 
     def open(self, reason: str, probe: Probe, *, start: bool) -> None:
-        """Say once that the agent does not answer, and have a thread find out when it does, or ``start`` one."""
+        """Log once that the agent does not answer, and have a thread wait for it, or ``start`` one."""
         with self._lock:
             if self.is_open:
                 return
@@ -78,7 +79,7 @@ class AgentBreaker:
         waits = threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True)
         if not start_if_possible(waits):
             with self._lock:
-                self.is_open = False  # the next question finds out
+                self.is_open = False  # the next request will check
 
     def _await(self, probe: Probe, start: bool) -> None:
         poll = Poll(pauses=PROBE_PAUSES)
@@ -87,7 +88,7 @@ class AgentBreaker:
             if answer is not AgentAnswer.SILENT:
                 silent_since = time.monotonic()
             elif self._end_hung(time.monotonic() - silent_since):
-                start = True  # it had something to do
+                start = True  # it had work to do
                 continue
             poll.pause()
         self.is_open = False
@@ -109,10 +110,10 @@ LOCK_BYTES_MAX = 64
 
 
 def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
-    """Kill the process that holds the agent's lock. Returns its id; None when it is not certain which one that is.
+    """Kill the process that holds the agent's lock. Returns its id; None if uncertain.
 
-    The id in the lock file may be old, or of another container. It is believed when a process of this id has that very
-    file open; by its pidfd no other process can be hit that gets the id meanwhile.
+    The id in the lock file may be old, or of another container. It must have that very file open; the pidfd protects a
+    process that reuses the id meanwhile.
     """
     lock = agent_dir(local_root) / LOCK
     with contextlib.suppress(OSError, ValueError, TierckptError):
@@ -138,7 +139,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return True if SIGSTOP, or a similar signal, has stopped it. A debugger stops it differently."""
+    """True if SIGSTOP, or a similar signal, has stopped it. A debugger stops it differently."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
 
 
@@ -149,7 +150,7 @@ def _has_ended(pidfd: int) -> bool:
 
 
 class Starvation:
-    """Return True if the process has waited for a processor since this object was made: then the machine is slow."""
+    """Tells whether a process has waited for a processor since this object was made: then the machine is slow."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._begun, self._before = pid, time.monotonic(), _waited_seconds(pid)
@@ -160,7 +161,7 @@ class Starvation:
 
 
 def _waited_seconds(pid: int) -> dict[str, float]:
-    """How long each thread of a process has waited on run queues; empty where the kernel does not say."""
+    """Return how long each thread has waited on run queues; empty if the kernel does not report it."""
     waited = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

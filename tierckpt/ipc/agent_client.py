@@ -2,11 +2,11 @@
 
 A message is a length (4 bytes, big-endian) and a JSON object, with descriptors of staging memory as ancillary data
 (SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; a slow one is preceded by
-``{"busy": ...}`` every ``BUSY_SECONDS``. Every message is self-contained, so that it can be sent again, also to another
+``{"busy": ...}`` every ``BUSY_SECONDS``. Messages are self-contained, so they can be sent again, also to another
 agent. The agent acts on a process's promises only after that process has ended, and reads its pending messages first,
 so the last message of a dying process counts.
 
-Only the user that owns the directory may connect: it is 0700, and both sides check the other's credentials.
+Only the directory's owner may connect: it is 0700, and both sides check the other's credentials.
 """
 
 from __future__ import annotations
@@ -43,51 +43,51 @@ log = logger("agent")
 SOCKET = "agent.sock"
 LOG = "agent.log"
 STARTING = "agent.starting"
-"""Locked by who starts it."""
+"""Locked by the process that starts it."""
 HANDOFF_NAME, LOCK_NAME = "will", "lock"
-"""Among the descriptors of a handoff, those that are not staging memory."""
+"""Descriptors of a handoff that are not staging memory."""
 LOG_BYTES_MAX = 16 << 20
 MESSAGE_BYTES_MAX = 1 << 20
 DESCRIPTORS_MAX = 64
 ANSWER_SECONDS = 10.0
 BUSY_SECONDS = 0.1
-"""Between two messages of an agent that still works on the answer."""
+"""Interval of messages from an agent that still works on the answer."""
 START_SECONDS = 20.0
 IDLE_SECONDS = 30.0
-"""An agent that a process has started leaves after this long with nothing to drain and nobody connected."""
+"""Idle time (no drains, no connections) after which a started agent exits."""
 STARTS_MAX = 4
-"""Agents started one after the other that all found another one at work, which cannot be reached."""
+"""Successive agents that all found a running one, which cannot be reached."""
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
 
 
 class AgentUnavailableError(TierckptError):
-    """No agent answers on this node. Whoever asked does the work in its own process."""
+    """No agent answers on this node: the caller does the work in its own process."""
 
 
 class NotAnsweringError(AgentUnavailableError):
-    """The agent has not answered this process before, which it was warned of once: nobody waits for it again."""
+    """A silent agent, already logged once: no caller waits for it again."""
 
 
 class NoneRunsError(AgentUnavailableError):
-    """There is no agent, and none was to be started."""
+    """There is no agent, and none should be started."""
 
 
 class _DeafError(AgentUnavailableError):
-    """One is there and takes no connections."""
+    """One runs but accepts no connections."""
 
 
 class _Gone(Exception):
-    """The connection was of no use any more."""
+    """The connection has become unusable."""
 
 
 class _SilentError(Exception):
-    """No byte has arrived for the maximum time that a living agent needs."""
+    """No byte arrived within the maximum time of a running agent."""
 
 
 def is_known(error: BaseException) -> bool:
-    """Return True if ``error`` is about an agent that the log has already reported as not answering."""
+    """True if the log has already reported the silent agent of ``error``."""
     return isinstance(error, NotAnsweringError)
 
 
@@ -97,7 +97,7 @@ def encode(message: Json) -> bytes:
 
 
 def take_message(buffer: bytearray) -> Json | None:
-    """Take the first whole message out of ``buffer``; None while it has not all come.
+    """Take the first whole message out of ``buffer``; None while it is incomplete.
 
     Raises ValueError for a malformed message: the connection is then unusable.
     """
@@ -118,7 +118,7 @@ def take_message(buffer: bytearray) -> Json | None:
 def private_directory(local_root: Path) -> Path:
     """Return the agent's directory, made 0700.
 
-    Raises PermissionDeniedError if it belongs to another user, who could answer in the agent's name.
+    Raises PermissionDeniedError if it belongs to another user, who could impersonate the agent.
     """
     directory = agent_dir(local_root)
     make_dirs(directory.parent)
@@ -136,12 +136,12 @@ def private_directory(local_root: Path) -> Path:
 
 
 def has_socket(local_root: Path) -> bool:
-    """False when no agent runs there. True says little: one that was killed leaves its socket."""
+    """False when no agent runs there. A killed agent leaves its socket."""
     return (agent_dir(local_root) / SOCKET).exists()
 
 
 class socket_path:
-    """A path to the socket that fits into an address, for any depth of the local root (108 bytes, unix(7))."""
+    """A path to the socket that fits into an address (108 bytes, unix(7)), for any depth of the local root."""
 
     def __init__(self, directory: Path) -> None:
         self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,14 +154,14 @@ class socket_path:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user on the other side, as the kernel knows them."""
+    """Process and user on the other side, from the kernel."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
 class _Question(NamedTuple):
-    """A message to the agent, and how its answer is waited for (``AgentClient.ask``)."""
+    """A message to the agent, and how to wait for its answer (``AgentClient.ask``)."""
 
     message: Json
     descriptors: Sequence[int]
@@ -171,11 +171,10 @@ class _Question(NamedTuple):
 
 
 class AgentClient:
-    """This process's connection to the agent of a local root. Thread-safe; connects when first asked something.
+    """This process's connection to the agent of a local root. Thread-safe; connects on first use.
 
-    Args:
-        breaker: stops using an agent that does not answer within ``PATIENCE_SECONDS``, for all clients that share it,
-            until it has answered in the background. Without one each message waits for its own timeout.
+    ``breaker``: stops using an agent that does not answer within ``PATIENCE_SECONDS``, for all clients that share
+    it, until it has answered in the background. Without one each message waits for its own timeout.
     """
 
     def __init__(self, settings: Settings, breaker: AgentBreaker | None = None) -> None:
@@ -201,10 +200,11 @@ class AgentClient:
 
         Args:
             start: start an agent if there is none.
-            on_busy: called with the progress of an agent that is still working on it. Its exceptions propagate.
+            on_busy: called with the progress of an agent that is still working. Its exceptions propagate.
 
         Raises:
-            NoAgentError: there is none, or it went away twice. The message may or may not have been processed.
+            NoAgentError: there is none, or it disappeared twice. The message may or may not have been
+                processed.
             NotAnsweringError: the same, and the log has reported it.
             OperationTimeoutError: no answer within ``timeout_seconds``. It may have been processed, too.
             TierckptError: the agent refuses.
@@ -236,13 +236,13 @@ class AgentClient:
         return AgentAnswer.YES
 
     def tell(self, message: Json) -> None:
-        """Send ``message`` to the agent that runs, if one does, and wait for nothing. ``close`` sees it off."""
+        """Send ``message`` to the running agent, if any, without waiting; ``close`` completes it."""
         with _lock:
             self._untold += 1
             self._outbox.put(message)
             if self._sending is None or not self._sending.is_alive():
                 sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
-                self._sending = sending if start_if_possible(sending) else None  # else the next message has it sent
+                self._sending = sending if start_if_possible(sending) else None  # else the next message sends it
 
     def _send_all(self) -> None:
         while True:
@@ -263,7 +263,7 @@ class AgentClient:
 
     def _ask_twice(self, question: _Question) -> Any:
         patience = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
-        if not self._lock.acquire(timeout=patience):  # another thread of ours waits for an answer, or for a start
+        if not self._lock.acquire(timeout=patience):  # another thread waits for an answer, or a start
             raise NotAnsweringError(f"the agent of {self.settings.local_root} has not answered another thread")
         try:
             try:
@@ -283,7 +283,7 @@ class AgentClient:
         try:
             answer = self._exchange(self.connection, question)
         except BaseException as error:
-            self._drop()  # the answer may still come, and it is not that to the next message
+            self._drop()  # a late answer is not that to the next message
             if isinstance(error, TierckptError):
                 raise
             if isinstance(error, TimeoutError):
@@ -323,7 +323,7 @@ class AgentClient:
                 return connection
             if not start:
                 raise NoneRunsError(f"no agent runs for {self.settings.local_root}")
-            # A start costs half a second of a core: one rank of a node does it, the others wait for it, or for its end.
+            # A start costs half a second of a core: one rank of a node does it, the others wait.
             try:
                 with try_lock(directory / STARTING, remove=True) as is_ours:
                     if is_ours:
@@ -346,7 +346,7 @@ class AgentClient:
         for _ in Poll(deadline - time.monotonic(), BRIEF):
             if (connection := self._reach(directory)) is not None:
                 return connection
-            # One that ended well has found another at work; should that be on its way out, the next finds none.
+            # One that ended well has found another running; if that exits, the next finds none.
             if starts < STARTS_MAX and (process is None or process.poll() == 0):
                 process, starts = _start(directory, self.settings), starts + 1
             ended = process.poll() if process is not None else None
@@ -360,7 +360,7 @@ class AgentClient:
         )
 
     def _reach(self, directory: Path) -> socket.socket | None:
-        """A connection to the agent; None when there is none. Raises PermissionDeniedError and NoAgentError."""
+        """Connect to the agent; None if there is none. Raises PermissionDeniedError and NoAgentError."""
         try:
             return _open(directory)
         except (FileNotFoundError, ConnectionRefusedError):
@@ -380,7 +380,7 @@ class AgentClient:
             self.connection = None
 
     def close(self) -> None:
-        """Disconnect once the agent has its messages; does not wait for an agent that does not answer."""
+        """Disconnect once the agent has its messages; does not wait for a silent agent."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         for _ in Poll(PATIENCE_SECONDS, BRIEF):
             if not self._untold:
@@ -390,17 +390,16 @@ class AgentClient:
             self._lock.release()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: drop the connection silently, so that it ends when the parent does."""
+        """In a forked child: drop the connection silently, so that it ends with the parent."""
         self._lock = threading.Lock()
         self._drop()
 
 
 class _Listening:
-    """Iterate over the messages of a connection, until a deadline (monotonic seconds).
+    """Iterates over the messages of a connection, until a deadline (monotonic seconds).
 
-    With ``is_patient`` only the deadline ends it. Without, an agent has to send a message within ``PATIENCE_SECONDS``,
-    at least that it is busy; incomplete messages do not count. If the kernel shows that the agent waits for
-    a processor, it has ``STARVED_SECONDS``.
+    Without ``is_patient``, an agent must send a message, at least busy, within ``PATIENCE_SECONDS``; incomplete
+    messages do not count. If the kernel shows that it waits for a processor, it has ``STARVED_SECONDS``.
     """
 
     def __init__(self, connection: socket.socket, deadline: float, *, is_patient: bool) -> None:
@@ -412,9 +411,9 @@ class _Listening:
     def next(self) -> Json:
         """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (it is no message)."""
         while (message := take_message(self._buffer)) is None:
-            # A caller that watches the progress of this thread (``Errands``) sees it.
+            # Shows progress to a watcher of this thread (``Errands``).
             self._connection.settimeout(min(self._seconds_to_wait(), BUSY_SECONDS))
-            with contextlib.suppress(TimeoutError):  # how long is enough is decided above
+            with contextlib.suppress(TimeoutError):  # the limit is decided above
                 received = self._connection.recv(1 << 16)
                 if not received:
                     raise ConnectionError("it closed the connection")
@@ -441,7 +440,7 @@ class _Listening:
 
 def _open(directory: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(ANSWER_SECONDS)  # one that is stopped does not accept
+    connection.settimeout(ANSWER_SECONDS)  # a stopped agent does not accept
     try:
         with socket_path(directory) as path:
             connection.connect(path)
@@ -456,7 +455,7 @@ def _open(directory: Path) -> socket.socket:
 
 
 def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
-    """Start an agent that outlives this process: its own session, no terminal. It exits if another one is running."""
+    """Start an agent in its own session, which outlives this process. It exits if another one is running."""
     log_file = directory / LOG
     with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
         if log_file.stat().st_size > LOG_BYTES_MAX:
@@ -478,7 +477,6 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
 
 
 def _reap() -> None:
-    """Reap ended agents: idle ones, and those that found another one running."""
     for child in [child for child in _children if child.poll() is not None]:
         with contextlib.suppress(ValueError):
             _children.remove(child)
@@ -486,14 +484,14 @@ def _reap() -> None:
 
 _contacts: dict[Path, AgentClient] = {}
 _breakers: dict[Path, AgentBreaker] = {}
-"""One for each local root: an agent that did not answer one connection of this process is not waited for on another."""
+"""By local root: an agent silent on one connection is not waited for on another."""
 _children: list[subprocess.Popen[bytes]] = []
-"""Agents that this process started: kept so that those that end before us are waited for, and are no zombies."""
+"""Started agents, kept to reap those that exit first."""
 _lock = threading.Lock()
 
 
 def contact_for(settings: Settings) -> AgentClient:
-    """Return this process's contact to the agent of ``settings.local_root``, which nobody waits for if it is ill."""
+    """Return this process's shared client of the agent of ``settings.local_root``, with a breaker."""
     with _lock:
         if settings.local_root not in _contacts:
             _contacts[settings.local_root] = AgentClient(settings, _breaker_of(settings.local_root))
@@ -501,7 +499,7 @@ def contact_for(settings: Settings) -> AgentClient:
 
 
 def own_contact(settings: Settings) -> AgentClient:
-    """The same over a connection of the caller's own: the agent sees that it ends, and others may ask meanwhile."""
+    """Return a client with its own connection: the agent sees it end, and other callers are not blocked."""
     with _lock:
         return AgentClient(settings, _breaker_of(settings.local_root))
 
@@ -511,7 +509,7 @@ def _breaker_of(local_root: Path) -> AgentBreaker:
 
 
 def close_contacts() -> None:
-    """Let go of every agent: they leave when they have nothing left to do."""
+    """Disconnect from every agent: they exit when idle."""
     with _lock:
         contacts = [*_contacts.values()]
         _contacts.clear()

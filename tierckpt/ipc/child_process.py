@@ -1,8 +1,8 @@
-"""Starts Python processes of ours (the agent, the process that finishes a staged save) so that they run our code only.
+"""Starts child processes (the agent, the process that finishes a staged save) that run only our code.
 
-Python imports modules from the working directory, and from relative or empty entries of PYTHONPATH; a user with write
-access there could run code as this user. So a child gets an absolute executable, ``-P``, a working directory of root's,
-and no relative or world-writable directory in its environment. The location of tierckpt is passed explicitly.
+Python imports modules from the working directory, and from relative or empty entries of PYTHONPATH: a user with write
+access there could run code as this user. So a child gets an absolute executable, ``-P``, a working directory of
+root's, and no relative or world-writable directory in its environment. tierckpt's location is passed explicitly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..types import Json
 DIRECTORY = "/"
 DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
 """Variables that make Python import modules, or wait at a prompt. LD_PRELOAD and the like stay: torch may need them,
-and relative paths in them are resolved in ``DIRECTORY``."""
+and relative paths in them are resolved in ``DIRECTORY``.
+"""
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -36,10 +37,11 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def start_with_order(module: str, order: Json, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], int]:
-    """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe ``order["life"]``,
-    which its life hangs on: it ends when that is closed. Raises OSError."""
+    """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe
+    ``order["life"]``: closing it ends the process. Raises OSError.
+    """
     theirs, ours = os.pipe()
-    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe: nothing here waits for the reader
+    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe, to avoid waiting for the reader
         file.write(json.dumps({**order, "life": theirs}).encode())
         file.seek(0)
         try:
@@ -63,7 +65,7 @@ async def ended(process: subprocess.Popen[bytes], timeout_seconds: float) -> Non
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without what lets somebody else's code into a Python process that it is given to."""
+    """Drop variables that let other users' code into a Python process."""
     kept = {name: value for name, value in environment.items() if name not in DROPPED}
     path = [*_search_path(environment.get("PYTHONPATH", ""))]
     return kept | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
@@ -74,12 +76,12 @@ def _search_path(told: str) -> Iterator[str]:
     for entry in told.split(os.pathsep):
         if entry != home and Path(entry).is_absolute() and not _is_open_to_all(Path(entry)):
             yield entry
-    if home not in {*site.getsitepackages(), site.getusersitepackages()}:  # else it is found, after Python's own
+    if home not in {*site.getsitepackages(), site.getusersitepackages()}:  # else it is found after Python's own
         yield home
 
 
 def _is_open_to_all(directory: Path) -> bool:
-    """True also where it is not there: somebody could make it. Whoever owns it is trusted: it was named in full."""
+    """True also for a missing directory, which others could make. Its owner is trusted: it was named in full."""
     try:
         return bool(directory.stat().st_mode & 0o002)
     except OSError:

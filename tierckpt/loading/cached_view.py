@@ -20,10 +20,10 @@ from ..types import Buffer, ByteRange
 
 
 class CachedView:
-    """The files of a URI through the node cache, for synchronous callers. ``open_cached`` makes it; close it.
+    """The files of a URI through the node cache, for synchronous callers. Thread-safe; close it.
 
-    Bytes are of the version at the time of opening, or an error. Cached bytes are read from the files;
-    missing ones are fetched, once per node, and kept. Any thread may use it.
+    Bytes are of the version at opening, or an error. Cached bytes are read from the files; missing ones are
+    fetched, once per node, and kept.
     """
 
     def __init__(self, client: Client, cached: CacheEntry) -> None:
@@ -32,7 +32,7 @@ class CachedView:
 
     @property
     def files(self) -> dict[str, FileSpec]:
-        """Every file by its path below the URI; of a URI that is one object, that object by its name."""
+        """Every file by its path below the URI; a URI of one object has that object."""
         return self._cached.files
 
     @property
@@ -42,7 +42,7 @@ class CachedView:
 
     @property
     def chunk_size_bytes(self) -> int:
-        """Chunk size, in bytes: reads fetch whole chunks."""
+        """Reads fetch whole chunks."""
         return self._cached.chunk_size_bytes
 
     @property
@@ -51,7 +51,7 @@ class CachedView:
         return self._cached.directory
 
     def path(self, path: str) -> Path:
-        """Return the current path of a file, complete or sparse. It may change once, when the entry is complete."""
+        """Return the current path of a file. It may change once, when the entry is complete."""
         return self._cached.path(path)
 
     def landed(self, path: str, start: int = 0, stop: int | None = None) -> bool:
@@ -66,20 +66,21 @@ class CachedView:
         return into.toreadonly()
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fill ``into``, which is writable, with the bytes from ``start`` on."""
+        """Fill the writable ``into`` with the bytes from ``start`` on."""
         view = memoryview(into).cast("B")
         wanted = ByteRange(start, start + len(view))
         if not self._cached.read_available(path, wanted, view):  # cached bytes need no event loop
             self._client.run(self._cached.read_into(path, wanted, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:
-        """Return True if ``data``, read from ``path(path)`` at ``start``, has the recorded digests; else ``read_into``
-        repairs it."""
+        """Return whether ``data``, read from ``path(path)`` at ``start``, has the recorded digests; else
+        ``read_into`` repairs it.
+        """
         view = memoryview(data).cast("B")
         return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
 
     def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
-        """Return when the bytes are in the cache, fetched by any process. Raises OperationTimeoutError."""
+        """Wait until any process has cached the bytes. Raises OperationTimeoutError."""
         wanted = self._range(path, start, stop)
         self._client.run(self._cached.wait(path, wanted, timeout_seconds))
 
@@ -88,7 +89,7 @@ class CachedView:
         self._client.run(self._cached.fill(paths))
 
     def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
-        """Start to fetch all of ``paths`` in the background; reads use the fetched chunks. ``close`` stops it."""
+        """Start to fetch ``paths`` in the background; reads use the fetched chunks. ``close`` stops it."""
         if self._filling is None:
             self._filling = self._client.start(self._cached.fill(paths))
 
@@ -114,12 +115,10 @@ class CachedView:
 def open_cached(
     uri: str | os.PathLike[str], *, kind: Kind = "auto", settings: Settings | None = None, **overrides: Any
 ) -> CachedView:
-    """Open what ``uri`` holds now (a model directory, a checkpoint, one object) through the node cache.
+    """Open the current content of ``uri`` (a model directory, a checkpoint, one object) through the node cache.
 
-    Args:
-        kind: ``"object"`` or ``"directory"`` where the caller knows; that saves requests.
-
-    Raises ObjectNotFoundError, UncommittedCheckpointError, StoreError.
+    ``kind``, ``"object"`` or ``"directory"``, saves requests. Raises ObjectNotFoundError,
+    UncommittedCheckpointError, StoreError.
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
@@ -127,6 +126,6 @@ def open_cached(
 
 
 def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
-    """Open an entry of the node cache by what its receipt says it is. Raises ConfigError, StoreError."""
+    """Open an entry of the node cache by its receipt. Raises ConfigError, StoreError."""
     client = get_client(settings)
     return CachedView(client, client.run(client.mover.node_cache.reopen(frozen)))

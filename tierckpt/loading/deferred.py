@@ -1,8 +1,8 @@
-"""Tensors of a model that are read on first use, and only the part in use.
+"""Model tensors that are read on first use, and only the part in use.
 
 An engine takes whole tensors and cuts its rank's part out of each, or drops it: rows of a layer that several ranks
 share, layers of another pipeline stage, experts of another rank. Only its own code knows which. It gets a
-``DeferredTensor`` instead: views of it cost nothing, and an operation that needs values reads the values of the view.
+``DeferredTensor``: views of it cost nothing, and an operation that needs values reads those of the view.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .fill import Want, fill
 from .tensor_parts import Bounds
 
 DEFERRED_BYTES_MIN = 1 << 20
-"""Smaller tensors are read together, ahead of their use: a read of its own would cost more than it saves."""
+"""Smaller tensors are read together in advance: separate reads would cost more."""
 
 _OF_SHAPE = {
     getattr(Tensor, name).__get__
@@ -30,7 +30,7 @@ _OF_SHAPE = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.is_contiguous,
     Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__, Tensor.storage_offset,
 }  # fmt: skip
-"""What asks for no number of the tensor."""
+"""Operations that need no values."""
 
 _VIEWS = {
     Tensor.narrow, torch.narrow, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind,
@@ -38,17 +38,15 @@ _VIEWS = {
     Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.detach, torch.detach, Tensor.view,
     Tensor.__getitem__, *(getattr(Tensor, name).__get__ for name in ("data", "T", "mT")),
 }  # fmt: skip
-"""What returns other views of the same numbers, or may."""
+"""Operations that may return views."""
 
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A tensor of a file, and its views."""
-
     want: Want
     device: torch.device
     made: list[weakref.ref[DeferredTensor]]
-    """All views made of the tensors of this load."""
+    """Every view of the tensors of this load."""
     whole: Tensor | None = None
 
     def read(self, view: Tensor) -> Tensor:
@@ -67,7 +65,7 @@ class _Source:
         return self.whole
 
     def share(self) -> None:
-        """Let all views share one memory: a write to one of them is visible in the others."""
+        """Let all views share one memory: a write to one is visible in the others."""
         self.read_all()
         for reference in self.made:
             if (one := reference()) is not None and one._source is self:
@@ -79,7 +77,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
-    """From where to where ``view`` goes in each dimension of ``shape``; None when it is no such part."""
+    """Return the bounds of ``view`` in each dimension of ``shape``; None if it is no such part."""
     sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1}
     if len(sizes) < sum(size != 1 for size in view.shape):
         return None
@@ -94,11 +92,11 @@ def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
 
 
 class DeferredTensor(Tensor):
-    """A tensor, or a view of one, that reads its values once, when they are needed. It has no storage.
+    """A tensor or view that reads its values once, when needed. It has no storage.
 
-    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; every other one,
-    in Python or in C++, gets an ordinary tensor of this shape. An in-place operation reads the whole tensor: its views
-    share writes, as of any tensor.
+    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; others, in Python
+    or C++, get an ordinary tensor of this shape. An in-place operation reads the whole tensor: its views share
+    writes.
     """
 
     _source: _Source
@@ -110,22 +108,21 @@ class DeferredTensor(Tensor):
         self: DeferredTensor = torch_internals.make_wrapper_subclass(
             cls, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=source.device
         )
-        torch_internals.throw_on_mutable_data_ptr(self)  # code that takes its address fails, and reads nothing else
+        torch_internals.throw_on_mutable_data_ptr(self)  # code that takes its address fails
         self._source, self._view, self._read = source, view, None
         source.made.append(weakref.ref(self))
         return self
 
     def read(self) -> Tensor:
-        """Return it as an ordinary tensor.
-
-        Raises IntegrityError, CapacityError, StoreError: see ``load_safetensors``.
+        """Return an ordinary tensor. Raises IntegrityError, CapacityError, StoreError: see
+        ``load_safetensors``.
         """
         if self._read is None:
             self._read = self._source.read(self._view)
         return self._read
 
     def _views(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what ``func`` makes of it, unread; None when that is no view."""
+        """Return the unread result of ``func``; None if that is no view."""
         found, spec = torch_internals.tree_flatten(func(self._view, *args, **kwargs))
         here = torch_internals.storage_address_of(self._view.untyped_storage())
         if any(torch_internals.storage_address_of(one.untyped_storage()) != here for one in found):
@@ -166,10 +163,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 class Deferral:
-    """Makes the deferred tensors of one load, of those that have ``bytes_min`` or more.
-
-    ``settle`` it before its source is closed.
-    """
+    """Makes the deferred tensors of one load, from ``bytes_min`` on. ``settle`` it before its source is closed."""
 
     def __init__(self, bytes_min: int = DEFERRED_BYTES_MIN) -> None:
         self._bytes_min = bytes_min
@@ -178,7 +172,7 @@ class Deferral:
     def fill(
         self, wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None
     ) -> dict[str, Tensor]:
-        """As ``loading.fill.fill``, with the large tensors deferred."""
+        """``loading.fill.fill``, with large tensors deferred."""
         tensors = fill([want for want in wants if want.size_bytes < self._bytes_min], device, stop)
         for want in wants:
             if want.name not in tensors:
@@ -187,12 +181,12 @@ class Deferral:
         return tensors
 
     def settle(self) -> None:
-        """Read what somebody still has, and has not used: it may be used when the files can no longer be read."""
+        """Read unused tensors that are still referenced, while the files can be read."""
         for reference in self._made:
             if (tensor := reference()) is not None:
                 tensor.read()
 
 
 def _each_read(arguments: Any) -> Any:
-    """Return ``arguments`` with an ordinary tensor in place of each deferred one."""
+    """Replace each deferred tensor in ``arguments`` by an ordinary one."""
     return torch_internals.tree_map_only(DeferredTensor, DeferredTensor.read, arguments)

@@ -1,4 +1,4 @@
-"""Export: a DCP checkpoint as safetensors files, the layout every inference engine opens."""
+"""Export: a DCP checkpoint as safetensors files, which every inference engine opens."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export. ``skipped`` counts entries that were not selected or are no tensors."""
+    """Result of an export. ``skipped`` counts entries that were not selected or are no tensors."""
 
     uri: str
     directory: Path
@@ -172,7 +172,6 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str) -> list[Item]:
-    """The tensors below ``only``, in the order of the checkpoint."""
     prefix = f"{only.rstrip('.')}." if only else ""
     found = {
         key: entry
@@ -195,7 +194,7 @@ def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str
 
 
 def _check_dtypes(items: list[Item]) -> None:
-    """Before the first byte is read."""
+    """Checked before the first byte is read."""
     for item in items:
         if name_of(item.written) is None:
             raise StateMismatchError(
@@ -206,7 +205,7 @@ def _check_dtypes(items: list[Item]) -> None:
 
 
 def _cut(items: list[Item], shard_size_bytes_max: int) -> list[list[Item]]:
-    """Fill files in order. A tensor larger than the limit has a file of its own."""
+    """Fill files in order. A tensor above the limit has its own file."""
     shards: list[list[Item]] = [[]]
     filled = 0
     for item in items:
@@ -234,7 +233,7 @@ def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes
 
 @contextlib.contextmanager
 def _held(reader: TierStorageReader) -> Iterator[None]:
-    """Hold the checkpoint against removal for all of the export: the reader itself lets go after each window."""
+    """Hold the checkpoint against removal for the whole export: the reader releases it after each window."""
     settings = reader.settings
     with read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
         yield
@@ -261,8 +260,8 @@ def _check_target(target: Path) -> None:
 def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory next to ``target``; rename it to ``target`` on success, remove it on failure.
 
-    One process of a node exports to a target at a time; with several nodes each has its own directory, and the first
-    to finish wins. The next export on the same node removes the directory of a killed one.
+    One process of a node exports to a target at a time; across nodes, the first to finish wins. The next export on
+    the node removes the directory of a killed one.
     """
     stem = f"{target.name}.exporting"
     directory = target.with_name(temporary_of_this_process(stem))
@@ -287,7 +286,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _held_where_locks_are(path: Path) -> Iterator[bool]:
-    """``try_lock``; True without a lock on a file system that has none."""
+    """``try_lock``; True on a file system without locks."""
     with contextlib.ExitStack() as stack:
         try:
             held = bool(stack.enter_context(try_lock(path, remove=True)))

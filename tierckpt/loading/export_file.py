@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint to one safetensors file, in bounded memory: a window is read while the one before is written.
+"""Writes tensors of a checkpoint to one safetensors file, in bounded memory, by overlapping windows.
 
-The tensors of a file lie one after the other without holes, so a window of the file is a stretch of memory that DCP
-reads straight into, block by block, and O_DIRECT writes from. A *block* is a stretch of a tensor that is contiguous in
-it (all of it, or some of its rows); however it was sharded when it was saved, its parts are read to where they belong.
+The tensors of a file are contiguous, so DCP reads a window's blocks straight into memory from which O_DIRECT writes. A
+*block* is a contiguous stretch of a tensor (all of it, or some rows); its parts are read into place, however it was
+sharded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ..resources import ThreadPool
 from .header import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB
-"""Bytes per window, including the buffers of a conversion. Two windows are in memory."""
+"""Bytes per window, with conversion buffers. Two windows are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor to export: its name in the checkpoint, its name in the files, and how it is stored on either side."""
+    """One tensor to export: its names and dtypes in the checkpoint and in the files."""
 
     key: str
     name: str
@@ -56,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A contiguous stretch of a tensor: its place in the tensor, and where its bytes begin in the file."""
+    """A contiguous stretch of a tensor, and the start of its bytes in the file."""
 
     item: Item
     offsets: tuple[int, ...]
@@ -77,18 +77,18 @@ class TensorSlice:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the block, and the buffers of its conversion."""
+        """Bytes of the block and its conversion buffers."""
         converted_bytes = self.numel * self.item.dtype.itemsize if self.item.dtype != self.item.written else 0
         return self.size_bytes + converted_bytes
 
 
 def in_file_order(items: Sequence[Item]) -> list[Item]:
-    """Largest dtypes first, so that every tensor begins at a multiple of its own."""
+    """Largest dtypes first, so that every tensor is aligned to its own."""
     return sorted(items, key=lambda item: -item.written.itemsize)
 
 
 def header_of(items: Sequence[Item]) -> bytes:
-    """Return the header of a file of ``items`` in this order; the data after it begins on a block of O_DIRECT."""
+    """Return the header of a file of ``items`` in this order; the data after it starts at an O_DIRECT block."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in items:
@@ -110,12 +110,10 @@ def write_file(
     on_bytes: Callable[[int], None],
     window_bytes: int = WINDOW_BYTES,
 ) -> None:
-    """Write ``items`` to the new file ``path``, durably. ``on_bytes`` is called with the size of each stretch read.
+    """Write ``items`` to the new file ``path``, durably. ``on_bytes`` gets the size of each stretch read.
 
-    Raises:
-        OSError: as the system refuses to write.
-        IntegrityError, StoreError and so on: from the reader.
-    Cost: memory for two windows; a part that is saved in columns is read by whole rows.
+    Raises OSError, and the reader's errors. Cost: memory for two windows; a part saved in columns is read by whole
+    rows.
     """
     header = header_of(items)
     memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * DISK_BLOCK_BYTES
@@ -133,7 +131,7 @@ def write_file(
             if len(memories) < 2:
                 memories.append(Memory.allocate(memory_bytes))
             view = memories[number % 2].view
-            begin = window[0].start - len(rest)  # the whole block that the last window did not fill
+            begin = window[0].start - len(rest)  # the last window's incomplete block
             view[: len(rest)] = rest
             _read(reader, window, view, begin)
             for block in window:
@@ -153,7 +151,7 @@ def write_file(
 
 
 def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[TensorSlice]:
-    """Cut ``items``, which lie one after the other from ``start``, into blocks that fit."""
+    """Cut ``items``, contiguous from ``start``, into blocks that fit."""
     for item in items:
         unit = item.written.itemsize + (item.dtype.itemsize if item.dtype != item.written else 0)
         shape = tuple(item.stored.size)
@@ -167,7 +165,7 @@ def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[T
 
 
 def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a tensor into contiguous stretches of at most ``numel_max`` elements, in order: offsets and sizes of each."""
+    """Cut a tensor into contiguous stretches of at most ``numel_max`` elements: offsets and sizes of each."""
     row = math.prod(shape[1:])
     if math.prod(shape) <= numel_max:
         yield (0,) * len(shape), shape
@@ -185,7 +183,7 @@ def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[i
 
 
 def _read(reader: TierStorageReader, window: list[TensorSlice], view: memoryview, begin: int) -> None:
-    """Read the blocks of ``window`` to where they are in ``view``, which is the file from ``begin``."""
+    """Read the blocks of ``window`` into ``view``, which is the file from ``begin``."""
     placed: list[Tensor] = []
     targets: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     plan: list[ReadItem] = []
@@ -215,7 +213,7 @@ def _reads(block: TensorSlice) -> list[ReadItem]:
 
 
 class _Into:
-    """The part of DCP's planner that a read needs: where each item goes."""
+    """The part of DCP's planner that a read needs."""
 
     def __init__(self, targets: dict[tuple[str, tuple[int, ...]], Tensor]) -> None:
         self._targets = targets
@@ -227,4 +225,4 @@ class _Into:
         return target
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """It is where it belongs."""
+        """No copy is needed."""

@@ -1,14 +1,11 @@
-"""Bytes of files into tensors, in large reads, in parallel, with as few copies as the layout allows.
+"""Reads bytes of files into tensors, in large parallel reads, with as few copies as the layout allows.
 
-A tensor that is wanted whole, or by rows, is one run of bytes. Adjacent runs form an *extent*. A large extent is
-read straight into the memory of its tensors, which is placed so that file offset and address agree within a page,
-as O_DIRECT requires; nothing is copied. Or it is read into a buffer that stays in the
-processor's caches, and copied, if that is faster (``disk/io_tuner.py``). Its pages are allocated while the
-disk is busy with earlier extents, by threads of their own, and are huge pages if those are not slower
-(``arena/pages.py``).
-All other bytes (small extents, columns, devices) go through the read buffers of the process.
-
-No thread holds the interpreter lock while it reads or copies.
+A whole tensor, or some of its rows, is one run of bytes. Adjacent runs form an *extent*. A large extent is read
+straight into its tensors' memory, placed so that file offset and address agree within a page, as O_DIRECT requires. Or
+it is read into a buffer that stays in the CPU caches, and copied, if that is faster (``disk/io_tuner.py``). Separate
+threads allocate its pages while the disk reads earlier extents, as huge pages if those are not slower
+(``arena/pages.py``). All other bytes (small extents, columns, devices) use the read buffers of the process. No thread
+holds the interpreter lock while it reads or copies.
 """
 
 from __future__ import annotations
@@ -41,42 +38,45 @@ from .model_files import ModelDirectory, ModelFile
 from .tensor_parts import Bounds, Parts
 
 READ_BYTES = 8 << 20
-"""Of one request, and of a buffer."""
+"""Bytes of one request, and of a buffer."""
 READS_A_BUFFER = 4
-"""A load of little takes few buffers: not as much memory again as it fills, so that many processes fit on a node."""
+"""Small loads take few buffers, so that many processes fit on a node."""
 
 THROUGH_BYTES = 512 << 10
-"""Size of a bounce buffer. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB;
-through twelve of 1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x."""
+"""Size of a bounce buffer. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB; through twelve of
+1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x.
+"""
 
 DIRECT_BYTES_MIN = 1 << 20
 """Smaller extents are not worth a page of their own at either end."""
 
 GAP_BYTES_MAX = 64 << 10
-"""Small extents that are this close are read together: the disk reads that much in the time of a request."""
+"""Small extents this close are read together: the disk reads that much in the time of a request."""
 
 PIECE_GAP_BYTES_MIN = 8 << 10
-"""Pieces of rows that are further apart are read one by one from the page cache: a call costs no more than copying so
-much. 2, 4, 8 ranks together read the columns of a 4096 x 14336 matrix of bfloat16 from the disk with 293, 495, 947 ms
-of processor time by pieces, and 326, 585, 1159 by whole rows; from the page cache with as much either way."""
+"""Pieces of rows further apart are read singly from the page cache: a call costs as much as copying this. 2, 4, 8
+ranks together read the columns of a 4096 x 14336 matrix of bfloat16 from the disk with 293, 495, 947 ms of processor
+time by pieces, and 326, 585, 1159 by whole rows; from the page cache with as much either way.
+"""
 
 FILLERS_MAX = 2
-"""Threads that put pages in place. Measured, 2 GiB of 4 KiB pages where the disk takes 0.92 s: within the reads 2.1 s,
-by one thread ahead of them 2.2, by two 1.45."""
+"""Threads that allocate pages. Measured, 2 GiB of 4 KiB pages where the disk takes 0.92 s: within the reads 2.1 s, by
+one thread ahead of them 2.2, by two 1.45.
+"""
 
 AHEAD_MAX = 8
-"""Jobs with pages allocated ahead of the readers. Few: earlier jobs decide between huge and small pages."""
+"""Jobs with pages allocated in advance. Few: earlier jobs decide between huge and small pages."""
 
 FILES_AT_ONCE = 64
-"""So many files have descriptors at a time."""
+"""Files with open descriptors at a time."""
 
 RUN_BYTES_MIN = 1 << 20
-"""Rows of a tensor that are so long are read one by one where a part of each is wanted; shorter ones in blocks."""
+"""Partly requested rows of this size are read singly; shorter ones in blocks."""
 
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """One tensor to read: the wanted part, and its torch dtype and shape."""
+    """One tensor to read: the requested part, and its torch dtype and shape."""
 
     name: str
     file: ModelFile
@@ -100,26 +100,26 @@ class Want:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_plain(self, run: RowRun) -> bool:
-        """True when the run is the tensor. (A file may put numbers where no number of torch's may begin.)"""
+        """True if the run is the tensor, aligned for torch."""
         return run.bounds is None and run.start % self.dtype.itemsize == 0
 
     def runs(self) -> Iterator[RowRun]:
-        """The bytes that hold it, in order."""
+        """The runs that hold it, in order."""
         if not self.size_bytes:
             return iter(())
-        # A last dimension of bytes makes every dtype alike, wherever in the file it begins.
+        # A last dimension of bytes makes every dtype alike, whatever its alignment.
         unit = self.dtype.itemsize
         return _runs((*self.stored, unit), (*self.bounds, (0, unit)), self.entry.start, 0)
 
 
 @dataclass(slots=True)
 class RowRun:
-    """``rows`` consecutive rows of the file, with ``bounds`` as the wanted part of each (None: all of it).
+    """``rows`` consecutive rows of the file, with ``bounds`` as the requested part of each (None: all).
 
     Attributes:
         start: of the first row, in the file.
         shape: of one row, in bytes.
-        into: where the first row's part goes, counted from the tensor's first byte.
+        into: target of the first row's part, from the tensor's first byte.
     """
 
     start: int
@@ -151,7 +151,7 @@ class RowRun:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Return the wanted range of a row; the whole row if that is not one range."""
+        """Return the requested range of a row; the whole row if that is not one range."""
         (start, stop), *others = self.bounds or ((0, self.shape[0]),)
         if any(bound != (0, size) for bound, size in zip(others, self.shape[1:], strict=True)):
             return 0, self.row_bytes
@@ -159,12 +159,14 @@ class RowRun:
         return start * unit, stop * unit
 
     def put(self, source: Tensor, target: Tensor) -> None:
-        """Copy the wanted part of ``source``, the bytes of these rows, to ``target``, the bytes of the tensor."""
+        """Copy the requested part of ``source``, the bytes of these rows, to ``target``, the bytes of the
+        tensor.
+        """
         if self.bounds is None:
             target[self.into : self.into + len(source)].copy_(source, non_blocking=True)
             return
         part = source.view(self.rows, *self.shape)
-        if target.is_cuda:  # a strided copy to a device would first be gathered here, in memory that is not pinned
+        if target.is_cuda:  # a strided copy to a device would be gathered here first, in unpinned memory
             part = part.to(target.device, non_blocking=True)
         for dim, (start, stop) in enumerate(self.bounds, start=1):
             part = part.narrow(dim, start, stop - start)
@@ -193,9 +195,9 @@ def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iter
 
 @dataclass(slots=True)
 class Job:
-    """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or to a buffer and on from there.
+    """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or through a buffer.
 
-    ``start`` is a multiple of the block of O_DIRECT, or the request could not be one.
+    ``start`` is a multiple of the O_DIRECT block, or else O_DIRECT is not used.
     """
 
     copy: FileCopy
@@ -205,10 +207,9 @@ class Job:
     into: memoryview | None = None
     puts: list[tuple[RowRun, Tensor]] = field(default_factory=list)
     memory: Memory | None = None
-    """What ``into`` is a part of, which has no pages yet."""
+    """The memory of ``into``, without pages so far."""
     pieces: tuple[int, int] | None = None
-    """Where not all of it is read, and the pieces lie one after the other in the buffer: their size, and the distance
-    from one to the next."""
+    """Size and distance of the pieces, if only these are read, back to back, into the buffer."""
 
     @property
     def wanted_bytes(self) -> int:
@@ -216,7 +217,7 @@ class Job:
         return -(-(self.stop - self.start) // step) * size
 
     def read(self, into: memoryview | None, through: memoryview | None) -> int:
-        """Return how many bytes there were."""
+        """Return the number of bytes read."""
         if self.pieces is not None and self.disk is not None and into is not None:
             return self.disk.read_pieces(self.start, *self.pieces, into[: self.wanted_bytes])
         return len(self.copy.read(ByteRange(self.start, self.stop), into, through))
@@ -227,7 +228,7 @@ class Job:
 
 
 class FileFill:
-    """The tensors of one file: memory for them, and the jobs that fill it."""
+    """The tensors of one file: their memory, and the jobs that fill it."""
 
     def __init__(self, file: ModelFile, wants: Sequence[Want], device: torch.device) -> None:
         self.file, self.wants, self.device = file, wants, device
@@ -246,7 +247,7 @@ class FileFill:
         self._extents = self._lay_out()
 
     def _lay_out(self) -> list[list[tuple[Want, RowRun]]]:
-        """Find the extents to read straight into place; the others go through buffers."""
+        """Find the extents to read straight into place; the others use buffers."""
         extents: list[list[tuple[Want, RowRun]]] = []
         for want, run in self._direct:
             if extents and extents[-1][-1][1].stop == run.start:
@@ -268,7 +269,7 @@ class FileFill:
         return self.device.type == "cpu" and want.size_bytes >= DIRECT_BYTES_MIN
 
     def prepare(self) -> None:
-        """Take the memory and make the jobs. Pages come later."""
+        """Take the memory and make the jobs, without pages."""
         if self.size_bytes:
             self._memory = Memory(self.size_bytes, Kind.PRIVATE, None)
         at = 0
@@ -285,10 +286,10 @@ class FileFill:
         self.file.check_unchanged()
         if self._memory is not None:
             self._memory.keep_on_fork()
-            self._memory.allow_huge_pages()  # the kernel may still make them of small ones
+            self._memory.allow_huge_pages()  # the kernel may still merge small ones
 
     def _place(self, extent: list[tuple[Want, RowRun]], at: int) -> int:
-        """Put an extent at ``at`` of the memory; return where the next may begin."""
+        """Put an extent at ``at`` of the memory; return the next possible start."""
         begin, end = _block(extent[0][1].start), extent[-1][1].stop
         view = self._view()[at : at + round_up(end) - begin]
         for start in range(begin - begin % READ_BYTES, end, READ_BYTES):
@@ -305,17 +306,17 @@ class FileFill:
         if self._is_large(want):
             tensor = _tensor(self._view(), at, want)
         else:
-            # Not of the shape at once: torch cannot count the strides of (0, 2**63 - 1, 3), which a file may hold.
+            # Not of the shape at once: torch overflows on the strides of (0, 2**63 - 1, 3), which a file may have.
             tensor = torch.empty(math.prod(want.shape), dtype=want.dtype, device=self.device).reshape(want.shape)
         self.tensors[want.name] = tensor
         return tensor.view(-1).view(torch.uint8)
 
     def _gather(self, pieces: Sequence[tuple[RowRun, str, Tensor]]) -> None:
-        """Make jobs of pieces that lie close together, none larger than a buffer."""
+        """Make jobs of neighbouring pieces, none larger than a buffer."""
         job: Job | None = None
         for run, name, target in pieces:
             start, stop = run.piece
-            # A copy that is verified is read in the blocks that have digests.
+            # A verified copy is read in blocks with digests.
             is_shared = type(self.copy) is LocalCopy and self.copy.way.ranks > 0
             if is_shared and run.row_bytes - (stop - start) >= PIECE_GAP_BYTES_MIN:
                 self._gather_pieces(run, name, target)
@@ -347,7 +348,7 @@ def _block(offset: int) -> int:
 
 
 def _tensor(view: memoryview, offset: int, want: Want) -> Tensor:
-    """A tensor of these bytes, which it keeps alive. Its storage is its own, no larger than itself."""
+    """A tensor of these bytes, which it keeps alive, with its own storage of the same size."""
     count = math.prod(want.shape)
     return torch.frombuffer(view, dtype=want.dtype, count=count, offset=offset).view(want.shape)
 
@@ -356,23 +357,21 @@ def _tensor(view: memoryview, offset: int, want: Want) -> Tensor:
 
 
 def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None) -> dict[str, Tensor]:
-    """Return the tensors that are wanted, by name. Their memory is theirs: it goes with the last tensor of a file.
+    """Return the requested tensors by name. They own their memory: it is freed with the last tensor of a file.
 
-    Args:
-        stop: when it is set, nothing more is read, and ``Stopped`` raised.
+    ``stop``: when set, reading ends with ``Stopped``.
 
     Raises:
-        IntegrityError: a file is shorter than it was; names file and tensor.
-        CapacityError: they do not fit into memory; nothing was read.
-    Cost: one request for each 8 MiB; memory for the tensors, and a buffer for each
-    thread (``disk/io_tuner.py``) where some do not go straight to theirs.
+        IntegrityError: a file is shorter than before; names file and tensor.
+        CapacityError: they do not fit into memory; nothing was read. Cost: one request per 8 MiB; memory for
+            the tensors, and for each thread's buffer (``disk/io_tuner.py``) if needed.
     """
     by_file: dict[int, list[Want]] = {}
     for want in wants:
         by_file.setdefault(id(want.file), []).append(want)
     fillings = [FileFill(group[0].file, group, device) for group in by_file.values()]
     size_bytes = sum(max(filling.size_bytes, sum(w.size_bytes for w in filling.wants)) for filling in fillings)
-    if device.type == "cpu" and size_bytes >= DIRECT_BYTES_MIN:  # to ask costs more than to read less
+    if device.type == "cpu" and size_bytes >= DIRECT_BYTES_MIN:  # for less, the query costs more than the read
         _check_room(size_bytes)
     tensors: dict[str, Tensor] = {}
     for at in range(0, len(fillings), FILES_AT_ONCE):
@@ -409,11 +408,11 @@ def _check_room(size_bytes: int) -> None:
 
 
 class Stopped(Exception):
-    """Whoever wanted the tensors wants them no more."""
+    """The caller no longer needs the tensors."""
 
 
 class _Reading(ReadThreads):
-    """A few threads that take job after job, in the order of the files, and a few that are ahead of them with pages."""
+    """Threads that take jobs in the order of the files, and threads that allocate their pages in advance."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device, stop: threading.Event, threads: int) -> None:
         needs_buffers = any(job.into is None for job in jobs)
@@ -426,7 +425,7 @@ class _Reading(ReadThreads):
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(AHEAD_MAX)
         self._device = device
-        # What torch keeps for each thread is the caller's, and holds for the tensors that the caller has made.
+        # Use the caller's thread-local torch state for its tensors.
         self._inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         workers = [
@@ -437,7 +436,7 @@ class _Reading(ReadThreads):
         super().__init__(workers, read_buffers())
 
     def fail(self, error: BaseException) -> None:
-        """Wake all waiters: nobody may be left to make room for pages, or to put them in place."""
+        """Wake all waiters: no other thread may be left to make or allocate pages."""
         super().fail(error)
         self._room.release(FILLERS_MAX)
         self._end_readers()
@@ -455,7 +454,7 @@ class _Reading(ReadThreads):
         return [view[at : at + THROUGH_BYTES] for at in range(0, self._readers * THROUGH_BYTES, THROUGH_BYTES)]
 
     def _fill_in(self, _: Memory | None) -> None:
-        """Put the pages of job after job in place, and hand it on. The last to end lets the readers end."""
+        """Allocate pages job by job. The last thread to end lets the readers end."""
         jobs = self.each(self._jobs)
         while self._room.acquire() and (job := next(jobs, None)) is not None:
             put_pages(job)
@@ -467,13 +466,13 @@ class _Reading(ReadThreads):
             self._end_readers()
 
     def _next_ready(self) -> Iterator[Job]:
-        """The jobs for one reader, their pages in place."""
+        """Yield the jobs for one reader, with pages."""
         if not self._fillers:
             for job in self.each(self._jobs):
                 put_pages(job)
                 yield job
             return
-        while (ready := self._ready.get()) is not None and self.error is None:  # on an error, pending jobs are dropped
+        while (ready := self._ready.get()) is not None and self.error is None:  # an error drops pending jobs
             self._room.release()
             yield ready
 
@@ -508,10 +507,10 @@ class _Reading(ReadThreads):
 
 
 def put_pages(job: Job) -> None:
-    """Give ``job.memory`` the pages that are to be read into.
+    """Give ``job.memory`` the pages to read into.
 
-    Extents in the page cache get their pages while they are copied: allocated before, each page would pass through the
-    processor's caches twice (a fifth slower).
+    Extents in the page cache get theirs during the copy: earlier, each page would pass the CPU caches twice (a
+    fifth slower).
     """
     if job.memory is None or job.into is None:
         return
@@ -532,7 +531,7 @@ def _until(stop: threading.Event, jobs: Sequence[Job]) -> Iterator[Job]:
 
 
 class _Buffer:
-    """One thread's way to tensors that are not read into straight away: through ``memory``."""
+    """One thread's buffer for tensors that are not read in place."""
 
     def __init__(self, memory: Memory) -> None:
         self.view = memory.view[:READ_BYTES]
@@ -544,11 +543,11 @@ class _Buffer:
 
 
 class _PinnedBuffer(_Buffer):
-    """The way to a GPU: copies of this thread run on a stream of their own, while the other threads read."""
+    """Copies to a GPU on a stream of this thread, while other threads read."""
 
     def __init__(self, memory: Memory, after: torch.cuda.Stream) -> None:
         super().__init__(memory)
-        pin(memory)  # where it cannot be had, the copies are slower and not asynchronous, and right all the same
+        pin(memory)  # if unavailable, copies are slower and synchronous, but correct
         self._stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(after)  # the targets are memory of that stream: its pending work comes first
 

@@ -90,7 +90,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The contents of a file: its tensors in the order of their bytes, and its metadata."""
+    """A file's tensors in the order of their bytes, and its metadata."""
 
     entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
@@ -106,15 +106,14 @@ class Malformed(Exception):
 
 
 def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[ByteRange], Buffer]) -> Header:
-    """Return the header of a file of ``size_bytes``, checked.
+    """Return the checked header of a file of ``size_bytes``.
 
     Args:
         where: the file, for the error.
         read: returns a range of its bytes.
 
-    Raises:
-        IntegrityError: not a safetensors file, truncated, or inconsistent; names file and tensor.
-    Cost: two reads, the header only; memory for a few times the length of the header, which the file's size limits.
+    Raises IntegrityError: not a safetensors file, truncated, or inconsistent; names file and tensor. Cost: two
+    reads of the header only; memory for a few times its length, which the file's size limits.
     """
     try:
         return parse_header(_text(size_bytes, read), size_bytes)
@@ -131,7 +130,7 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
 def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
     """Identify a file that is not safetensors by its first bytes; return its kind and a hint, '' if unknown.
 
-    The length of a header that may be read fits four bytes of eight, so in a damaged safetensors file the others are 0.
+    A valid header length fits four of its eight bytes, so in a damaged safetensors file the others are 0.
     """
     begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
     if not any(begin[4:LENGTH_BYTES]):
@@ -147,7 +146,7 @@ def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[s
 def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
     if size_bytes < LENGTH_BYTES:
         raise Malformed(f"it has {size_bytes} bytes", hint=_AGAIN)
-    length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # of fewer bytes, should it be shorter now
+    length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # fewer bytes if it has become shorter
     if length > HEADER_BYTES_MAX:
         raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header", hint=_DAMAGED)
     if LENGTH_BYTES + length > size_bytes:
@@ -161,7 +160,7 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
 def parse_header(text: bytes, size_bytes: int) -> Header:
     """Return the tensors and metadata in ``text``, the JSON of a file of ``size_bytes``. Raises ``Malformed``.
 
-    Accepts and refuses the same JSON as the reader of safetensors 0.8: the last of two tensors with one name wins,
+    Accepts and rejects the same JSON as the reader of safetensors 0.8: the last of two tensors with one name wins,
     unknown fields are ignored, and an array may replace the three fields of a tensor.
     """
     fields = _json(text)
@@ -181,14 +180,14 @@ _FIELDS = ("dtype", "shape", "data_offsets")
 _DEPTH_MAX = 125
 """Maximum nesting of unknown fields: the format's own reader allows 127 containers in all."""
 _COUNT_MAX = 1 << 64
-"""Where the format's own reader sees an overflow, factor by factor."""
+"""The format's own reader overflows here, factor by factor."""
 _SIZE_MAX = (1 << 63) - 1
-"""Of a tensor of torch, along one dimension."""
+"""Maximum size of a torch tensor along one dimension."""
 _RARE_NUMBER = re.compile(rb"-0|\d{309}")
 
 
 class _Object(list[tuple[str, Any]]):
-    """The names and values of a JSON object, in order: a name may come twice."""
+    """The names and values of a JSON object, in order: names may repeat."""
 
 
 def _json(text: bytes) -> Any:
@@ -198,7 +197,7 @@ def _json(text: bytes) -> Any:
         found = json.loads(
             text.decode(), object_pairs_hook=_Object, parse_constant=_number, parse_float=_number, parse_int=integer
         )
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError among them
+    except (ValueError, RecursionError) as error:  # with UnicodeDecodeError and JSONDecodeError
         raise Malformed(f"its JSON cannot be read: {error}", hint=_DAMAGED) from error
     if b"\\u" in text and _has_half_a_character(text):
         raise Malformed("its JSON cannot be read: an escape is half a character", hint=_DAMAGED)
@@ -218,7 +217,7 @@ def _integer(text: str) -> float:
 
 
 def _has_half_a_character(text: bytes) -> bool:
-    """True if an escape is one half of a surrogate pair without the other."""
+    """True if an escape is half of a surrogate pair."""
     half_at = None
     for match in re.finditer(rb"\\(?:u([0-9a-fA-F]{4})|.)", text, re.DOTALL):
         code = int(match[1], 16) if match[1] else 0
@@ -242,8 +241,6 @@ def _metadata(found: list[Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _TensorFields:
-    """The fields of a tensor, with types that they may have."""
-
     name: str
     dtype: str
     shape: list[int]
@@ -275,7 +272,7 @@ class _TensorFields:
 
 
 def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
-    """Return the tensor of ``fields``; checks that its data has the length of its dtype and shape."""
+    """Return the tensor of ``fields``; checks the data's length against dtype and shape."""
     name, dtype, shape, (start, stop) = fields.name, fields.dtype, fields.shape, fields.offsets
     bits = 1
     for factor in (*shape, DTYPE_BITS[dtype]):
@@ -348,11 +345,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def of_entry(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape that torch has for a tensor of a file.
-
-    Raises:
-        StateMismatchError: torch has no such tensor.
-    """
+    """Return torch's dtype and shape for a tensor of a file. Raises StateMismatchError: torch has no such tensor."""
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None or (dtype is torch.float4_e2m1fn_x2 and (not entry.shape or entry.shape[-1] % 2)):
         raise StateMismatchError(
@@ -360,13 +353,13 @@ def of_entry(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
             hint="Leave it out with names=",
             tensor=entry.name,
         )
-    if dtype is torch.float4_e2m1fn_x2:  # two numbers in each element
+    if dtype is torch.float4_e2m1fn_x2:  # two numbers per element
         return dtype, (*entry.shape[:-1], entry.shape[-1] // 2)
     return dtype, entry.shape
 
 
 def name_of(dtype: torch.dtype) -> str | None:
-    """Return what safetensors calls ``dtype``; None when it cannot hold it."""
+    """Return safetensors' name of ``dtype``; None if it cannot hold it."""
     return _NAMES.get(dtype)
 
 

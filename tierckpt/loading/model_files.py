@@ -104,9 +104,8 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
         variant: of this variant, such as "fp16".
         index: this index, a name in the directory.
 
-    Raises:
-        IntegrityError: several sets, and none is preferred; or shards are missing.
-        CheckpointNotFoundError: no such variant or index, or no safetensors file.
+    Raises IntegrityError: several sets without a preferred one, or missing shards. CheckpointNotFoundError: no
+    such variant or index, or no safetensors file.
     """
     sets, others, other_indexes = _sets(names)
     if index:
@@ -196,39 +195,37 @@ log = logger("load")
 SHOWN = 5
 """Names in a message."""
 _HEAD_BYTES = 128 << 10
-"""Read at once of each file: most headers are shorter."""
+"""First read of each file: most headers are shorter."""
 
 
 class ModelDirectory(Protocol):
-    """Where the files of a model are: a directory of this node, or of the shared tier."""
+    """The directory of a model's files, on this node or the shared tier."""
 
     where: str
 
     @property
     def threads(self) -> int:
-        """Return how many threads read it fastest, as measured so far."""
+        """Return the fastest number of reading threads measured so far."""
 
     def files(self) -> list[str]:
-        """Return the names of the files here, sorted; not those in directories below."""
+        """Return the sorted names of the files here, not in subdirectories."""
 
     def folders_with(self, suffix: str) -> list[str]:
-        """Return the names of the directories here that hold files of such names, sorted."""
+        """Return the sorted names of the directories here that hold such files."""
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Return size and version of a file; None when it is not there."""
+        """Return size and version of a file; None if missing."""
 
     def open(self, name: str) -> FileCopy:
         """Return a new reader; the caller closes it."""
 
     def begin(self, names: list[str]) -> None:
-        """Say that all of these files will be read, in this order."""
+        """Announce that these files will be read, in this order."""
 
     def close(self) -> None: ...
 
 
 class Directory:
-    """A directory of a mounted file system."""
-
     def __init__(self, path: Path, tuner: ReadTuner) -> None:
         self.where = str(path)
         self.path, self.tuner = path, tuner
@@ -262,10 +259,10 @@ class Directory:
         return LocalCopy(self.path / name, Tier.LOCAL, self.tuner)
 
     def begin(self, names: list[str]) -> None:
-        """They are here."""
+        """No preparation is needed."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No open resources."""
 
 
 @dataclass(eq=False, slots=True)
@@ -297,7 +294,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The location of each tensor of a model, by name: in the order of the index, else of the files."""
+    """Location of each tensor by name, in the order of the index, else of the files."""
 
     where: str
     place: ModelDirectory
@@ -305,15 +302,14 @@ class ModelTensors:
 
 
 def open_model(place: ModelDirectory, name: str = "", *, variant: str = "", index: str = "") -> ModelTensors:
-    """Read and check the headers of the files at ``place``, or of the one file ``name`` there.
+    """Read and check the headers of the files at ``place``, or of its one file ``name``.
 
-    Args:
-        variant, index: as in ``weights.choose``.
+    ``variant`` and ``index``: as in ``weights.choose``.
 
     Raises:
-        CheckpointNotFoundError: there is no such file, variant or index, or no safetensors file at all.
-        IntegrityError: there are several sets of weights, the index names a file that is missing, a header does not
-            describe its file, two files hold one name, or the index is none.
+        CheckpointNotFoundError: no such file, variant or index, or no safetensors file at all.
+        IntegrityError: several sets of weights, a missing file of the index, a header that does not describe
+            its file, one name in two files, or an invalid index.
     """
     if name:
         return ModelTensors(f"{place.where}/{name}", place, _merged(place, _opened(place, [name])))
@@ -342,7 +338,7 @@ def open_model(place: ModelDirectory, name: str = "", *, variant: str = "", inde
 
 
 def _opened(place: ModelDirectory, names: Iterable[str]) -> list[ModelFile]:
-    """Read the headers of files. None stays open: a model may have more files than a process may have open."""
+    """Read headers, without keeping files open: a model may have more files than descriptors."""
     files = []
     for name in names:
         info = place.info(name)
@@ -366,7 +362,7 @@ class _Head:
     def read(self, byte_range: ByteRange) -> Buffer:
         if byte_range.stop > len(self._bytes):
             wanted = ByteRange(0, min(max(byte_range.stop, _HEAD_BYTES), self._size_bytes))
-            into = memoryview(mmap.mmap(-1, round_up(wanted.size_bytes)))  # on a page, as O_DIRECT asks
+            into = memoryview(mmap.mmap(-1, round_up(wanted.size_bytes)))  # page-aligned for O_DIRECT
             self._bytes = memoryview(self._copy.read(wanted, into))
         return self._bytes[byte_range.start : byte_range.stop]
 
@@ -418,7 +414,7 @@ def _indexed(place: ModelDirectory, index: str) -> dict[str, tuple[ModelFile, Te
         tensors[tensor] = file, file.entries[tensor]
     if others:
         log.warning("%s/%s does not name the file of %s", place.where, index, _some(others))
-    # A head that is tied to another tensor is named in many indexes, and in no file.
+    # Many indexes name a head that is tied to another tensor, and is in no file.
     if absent := [tensor for tensor in weight_map if tensor not in holders]:
         log.warning("%s/%s names %s, which no file holds", place.where, index, _some(absent))
     return tensors
@@ -451,7 +447,7 @@ def _whole(place: ModelDirectory, name: str, size_bytes: int) -> bytes:
 
 
 def in_file_order(model: ModelTensors) -> Iterator[tuple[str, ModelFile, TensorEntry]]:
-    """Every tensor, file by file, in the order of their bytes."""
+    """Yield every tensor, file by file, in the order of their bytes."""
     files: dict[int, list[tuple[str, ModelFile, TensorEntry]]] = {}
     for name, (file, entry) in model.tensors.items():
         files.setdefault(id(file), []).append((name, file, entry))

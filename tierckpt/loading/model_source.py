@@ -26,7 +26,7 @@ from .prefetched import open_directory
 
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
-    """Which weights of a directory are meant, where there are several; "" for those that are found first."""
+    """The choice among several weights of a directory; "" for the default."""
 
     variant: str = ""
     subfolder: str = ""
@@ -42,15 +42,12 @@ def find_model(
     ways: tuple[ReadMode, ...] = MODEL_WAYS,
     choice: WeightChoice = USUAL,
 ) -> ModelTensors:
-    """Return the model at a path or URI, its headers checked. Close its place after use.
+    """Return the model at a path or URI, with checked headers. Close its place after use.
 
-    Args:
-        ways: ``MODEL_WAYS``, or ``SHARED_WAYS`` where other processes of the node read the same files just now.
+    ``ways``: ``MODEL_WAYS``, or ``SHARED_WAYS`` while other processes of the node read the same files.
 
-    Raises:
-        CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file in it.
-        ConfigError: a choice with a single file.
-        IntegrityError, StoreError.
+    Raises CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file. ConfigError: a
+    choice with a single file. IntegrityError, StoreError.
     """
     if choice.subfolder:
         uri_or_dir = _below(uri_or_dir, choice.subfolder)
@@ -74,7 +71,7 @@ def _below(uri_or_dir: str | os.PathLike[str], subfolder: str) -> str:
 def _place_of(
     uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]
 ) -> tuple[ModelDirectory, str]:
-    """Return a place, and the name of the one file there that is meant, or ''."""
+    """Return a place, and the name of its selected file, or ''."""
     if scheme_of(text_of(uri_or_dir, "a model")):
         location = check_location(parse_uri(uri_or_dir))
         is_file = location.name.endswith(SUFFIX)
@@ -91,7 +88,7 @@ def _place_of(
 
 
 class CachedPlace:
-    """One frozen version of the files of a URI: read from the node cache, and missing chunks from the store."""
+    """One frozen version of a URI's files: from the node cache, and missing chunks from the store."""
 
     def __init__(self, uri: str, view: CachedView, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> None:
         self.where = uri
@@ -125,13 +122,13 @@ class CachedPlace:
 
 
 class _CachedCopy:
-    """One file of a ``CachedPlace``. Chunks on this node are read as any file is, the others are fetched.
+    """One file of a ``CachedPlace``. Chunks on this node are read as any file, the others are fetched.
 
-    It is no ``LocalCopy``, unlike a file of a prefetched directory: read times that include a store
-    say nothing about the disk, so no read mode is tried on it (``read/read_benchmark.py``).
+    It is no ``LocalCopy``: read times that include a store do not measure the disk, so no read mode is tried on it
+    (``read/read_benchmark.py``).
     """
 
-    tier = Tier.LOCAL  # bytes from the store are counted where they are received
+    tier = Tier.LOCAL  # bytes from the store are counted on receipt
 
     def __init__(self, view: CachedView, name: str, where: str, tuner: ReadTuner) -> None:
         self.where = f"{where}/{name}"
@@ -145,7 +142,7 @@ class _CachedCopy:
         if into is None:
             return self._view.read(self._name, byte_range.start, byte_range.stop)
         if self._view.landed(self._name, byte_range.start, byte_range.stop):
-            # The file may be renamed, or removed by hand, just now, or be damaged: the view knows what to do then.
+            # The file may be renamed, removed by hand or damaged just now: the view handles that.
             with contextlib.suppress(TierckptError):
                 found = self._available_file().read(byte_range, into, through)
                 if len(found) == byte_range.size_bytes and self._view.is_good(self._name, byte_range.start, found):
@@ -168,7 +165,7 @@ class _CachedCopy:
             return self._file
 
     def quarantine(self) -> None:
-        """The cache looks after its own."""
+        """The cache repairs its own files."""
 
     def close(self) -> None:
         with self._lock:

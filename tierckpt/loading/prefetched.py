@@ -1,4 +1,4 @@
-"""Directories that ``tierckpt prefetch`` has filled, read by path: their receipts have digests, which are checked."""
+"""Directories filled by ``tierckpt prefetch``, read by path and verified by their receipts' digests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrefetchedDirectory(Directory):
         return read_file(self._root / self._receipt.frozen.files[index].path, byte_range, into)
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Of a file that was prefetched the version: its bytes are checked, so that its times need not be."""
+        """For a prefetched file, return its version: its bytes are checked, so its times need not be."""
         found, index = super().info(name), self._index.get(self._place / name)
         if found is None or index is None:
             return found
@@ -61,8 +61,7 @@ class PrefetchedDirectory(Directory):
     def mend(self, index: int, byte_range: ByteRange, into: memoryview, cause: StoreError | None = None) -> None:
         """Fill ``into`` with good bytes, after this node's were damaged, or unreadable (``cause``).
 
-        Raises:
-            IntegrityError: no good copy, or the directory belongs to the user, who may have changed it on purpose.
+        Raises IntegrityError: no good copy, or a user's directory, perhaps changed on purpose.
         """
         path = self._receipt.frozen.files[index].path
         if self._root.parent != (self._settings.local_root / "cache").resolve():
@@ -123,8 +122,6 @@ def _half_replaced(root: Path) -> IntegrityError:
 
 
 class _CheckedCopy(LocalCopy):
-    """A file of a ``PrefetchedDirectory``."""
-
     def __init__(self, path: Path, tuner: ReadTuner, prefetched: PrefetchedDirectory, index: int) -> None:
         super().__init__(path, Tier.LOCAL, tuner)
         self._prefetched, self._index = prefetched, index

@@ -190,8 +190,7 @@ def stream_safetensors(
 class LazyTensors(Mapping[str, Tensor]):
     """The tensors of a model, read at each access. Thread-safe.
 
-    No file stays open. The version of a URI stays in the node cache until ``close``, or the end of
-    the process.
+    No file stays open. A URI's version stays in the node cache until ``close``, or the end of the process.
     """
 
     def __init__(self, wanted: WantedTensors) -> None:
@@ -222,7 +221,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return name in self._wants
 
     def meta(self, name: str) -> Tensor:
-        """Return dtype and shape of ``name`` as a tensor on the device ``meta``. Reads no data."""
+        """Return dtype and shape of ``name`` as a meta tensor. Reads no data."""
         want = self._wants[name]
         return torch.empty(math.prod(want.shape), dtype=want.dtype, device="meta").reshape(want.shape)
 
@@ -258,7 +257,7 @@ class WantedTensors:
             raise
 
     def begin(self) -> None:
-        """Announce that all tensors will be read. (For a few tensors, only their chunks are fetched.)"""
+        """Announce that all tensors will be read. (For a few, only their chunks are fetched.)"""
         if self._is_all:
             self._model.place.begin(list(dict.fromkeys(want.file.name for want in self.wants)))
 
@@ -304,7 +303,7 @@ def _size_bytes(window: list[Want]) -> int:
 
 def _device(device: str | torch.device) -> torch.device:
     found = check_device(device)
-    if found.type == "cuda" and found.index is None:  # the current device is another in every thread
+    if found.type == "cuda" and found.index is None:  # other threads have another current device
         return torch.device("cuda", torch.cuda.current_device())
     return found
 

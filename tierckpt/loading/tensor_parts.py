@@ -1,4 +1,4 @@
-"""Arguments of a load: the wanted part of each tensor, and the device."""
+"""Arguments of a load: the part of each tensor, and the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _KNOWN = ("cpu", "cuda", "mps", "xpu", "meta")
 
 
 def check_device(device: str | int | torch.device) -> torch.device:
-    """Return the device, which this machine has.
-
-    Raises:
-        ConfigError: torch knows no such name, or sees no such device here; says which there are.
-    """
+    """Return the device. Raises ConfigError, with the available ones, if this machine lacks it."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -54,17 +50,15 @@ Part: TypeAlias = Shard | slice | tuple[slice, ...] | None
 Plan: TypeAlias = Mapping[str, Part] | Callable[[str], Part]
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
-"""From where to where, in each dimension."""
+"""Start and stop in each dimension."""
 
 
 class Parts:
-    """The wanted parts of the tensors of a model.
+    """The requested parts of the tensors of a model.
 
-    ``shard`` cuts as ``torch.chunk`` and DTensor's ``Shard`` do: ``ceil(size / world)`` for each rank, the last ranks
-    having less or nothing where it does not divide. A tensor that has no such dimension comes whole.
-
-    Raises:
-        ConfigError: a shard that cannot be, or both a shard and a plan.
+    ``shard`` cuts as ``torch.chunk`` and DTensor's ``Shard`` do: ``ceil(size / world)`` for each rank, with less
+    or nothing for the last ranks. A tensor without the dimension is read whole. Raises ConfigError: an invalid
+    shard, or both a shard and a plan.
     """
 
     def __init__(self, shard: Shard | None = None, plan: Plan | None = None) -> None:
@@ -78,11 +72,9 @@ class Parts:
         )
 
     def of(self, name: str, shape: tuple[int, ...]) -> Bounds:
-        """Return the wanted part of the tensor ``name``.
+        """Return the requested part of the tensor ``name``.
 
-        Raises:
-            ConfigError: the plan says what nobody understands.
-            StateMismatchError: the tensor has no such dimension.
+        Raises ConfigError: an invalid plan. StateMismatchError: the tensor has no such dimension.
         """
         if self._shard is not None:
             return share_of(self._shard, shape) if self._shard[2] < len(shape) else whole(shape)

@@ -26,8 +26,6 @@ MASTER = ""
 
 @dataclass(frozen=True, slots=True)
 class TrainerParameter:
-    """A parameter of the trainer."""
-
     key: str
     """"group.index"."""
     name: str
@@ -64,8 +62,6 @@ class StateBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """All blocks of an optimizer."""
-
     kind: str
     blocks: tuple[StateBlock, ...]
     size_bytes: int
@@ -83,8 +79,7 @@ def layout_of(
 ) -> BlockLayout:
     """Lay out the state of ``members``. A trial step of one element shows which tensors a step creates.
 
-    Args:
-        groups: hyperparameters of each group.
+    ``groups``: hyperparameters of each group.
     """
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
     runs: list[list[TrainerParameter]] = []
@@ -114,12 +109,12 @@ def layout_of(
 
 
 def shared_bytes(members: Sequence[TrainerParameter]) -> int:
-    """Return the bytes of shared memory that the gradients of a step take."""
+    """Bytes of shared memory for the gradients of a step."""
     return max(ALIGNMENT, sum(_shared_bytes(one) for one in members))
 
 
 def shared_tensors(members: Sequence[TrainerParameter], memory: memoryview) -> dict[str, torch.Tensor]:
-    """Return the gradient tensor of each parameter in ``memory``, by key. Trainer and updater use the same layout."""
+    """Return the gradient tensor of each parameter in ``memory``, by key, for trainer and updater."""
     found, at = {}, 0
     for one in members:
         found[one.key] = view_of(memory, at, one)

@@ -67,7 +67,7 @@ class GradientFiles:
         self._previous = self._file.digest
 
     def append(self, frame: Frame) -> None:
-        """Write ``frame`` after the previous one. It survives this process, and after ``sync`` a power cut."""
+        """Append ``frame``. It survives this process, and after ``sync`` a power cut."""
         assert self._file is not None
         head, views, self._previous = encode(frame, self._previous)
         with translated(self._directory):

@@ -1,7 +1,7 @@
 """An optimizer's state as file-backed tensors, for saves and restores.
 
-A save is planned with tensors in version 0 of each block. The updater reports the current version of each block when
-it has recorded the step, and keeps it unchanged until the save has read it (``StateHold``).
+A save is planned with tensors in version 0 of each block. The updater reports each block's current version when it has
+recorded the step, and keeps it unchanged until the save has read it (``StateHold``).
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ State = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class MappedState:
-    """The current state in ``directory``, and the new one during a load.
-
-    Args:
-        tensors: the trainer's parameters, by key.
+    """The current state in ``directory``, and the new one during a load. ``tensors``: the trainer's parameters, by
+    key.
     """
 
     def __init__(self, directory: Path, layout: BlockLayout, tensors: Mapping[str, torch.Tensor]) -> None:
         self.stepped: set[str] = set()
-        """Keys of parameters that have a state in addition to their values."""
+        """Keys of parameters with state in addition to their values."""
         self.view: State | None = None
         """State by parameter and name, sharded like the parameter, during a save or a restore."""
         self.saved: StateFile | None = None
-        """The state file whose version 0 backs the tensors returned by the last ``to_save`` call."""
+        """The state file whose version 0 backs the tensors of the last ``to_save`` call."""
         self._directory, self._layout, self._tensors = directory, layout, tensors
         self._new: NewState | None = None
 
@@ -71,7 +69,7 @@ class MappedState:
 
     @contextmanager
     def to_load(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Within the context, ``view`` has the tensors of a new state; ``commit`` makes it current."""
+        """Within the context, ``view`` has a new state's tensors; ``commit`` makes it current."""
         self.discard()
         self._new = NewState(self._directory, self._layout)
         with self._viewed(self._new.file, parameters, lambda *_: True):
@@ -95,7 +93,7 @@ class MappedState:
 
     @torch.no_grad()
     def commit(self, loaded: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Make the loaded state current. Masters that were not loaded are copied from the parameters."""
+        """Make the loaded state current. Missing masters are copied from the parameters."""
         assert self._new is not None
         new, self._new = self._new, None
         filled = {local_shard(one).data_ptr() for state in loaded.values() for one in state.values()}
@@ -113,7 +111,6 @@ class MappedState:
         self.look([0] * len(self._layout.blocks))
 
     def discard(self) -> None:
-        """Remove the uncommitted state."""
         if self._new is not None:
             self._new.discard()
         self._new = None
@@ -137,11 +134,7 @@ class StateHold:
         return self._file.owns(tensor)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until the state is recorded.
-
-        Raises:
-            UpdaterLostError: the process ended.
-        """
+        """Wait until the state is recorded. Raises UpdaterLostError: the process ended."""
         self._timeout_seconds = timeout_seconds
         self._result(self._answer, "recorded")
 
@@ -151,9 +144,8 @@ class StateHold:
     def release(self) -> None:
         """Release the hold.
 
-        Raises:
-            UpdaterLostError: the state does not match its record, or the process was restarted during the save and
-                may have overwritten it.
+        Raises UpdaterLostError: the state does not match its record, or the process was restarted during the
+        save and may have overwritten it.
         """
         with self._lock:
             if self._is_released:

@@ -129,9 +129,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """Placeholder without tensors for each parameter: the state is in files.
+        """Placeholder without tensors per parameter: the state is in files.
 
-        Never empty, because ``get_optimizer_state_dict`` steps an optimizer that has no state.
+        Never empty, because ``get_optimizer_state_dict`` steps an optimizer without state.
         """
         if self._is_open and self._files.view is not None:
             return defaultdict(dict, self._files.view)
@@ -146,11 +146,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. On return the parameters are new, and the gradients are in a file.
 
-        If the process is dead, it is restarted once, and makes the step from the same gradients.
+        A dead process is restarted once, and makes the step from the same gradients.
 
         Raises:
-            UpdaterLostError: the process ended again. Call ``step`` again: it makes the same step from the same
-                gradients, with the same bits, and training continues.
+            UpdaterLostError: the process ended again. Call ``step`` again: it makes the same step from the
+                same gradients, with the same bits, and training continues.
             ConfigError: ``directory`` has steps already: call ``resume`` first.
             StateMismatchError: a parameter was written outside the optimizer since the first step.
             CapacityError, OperationTimeoutError, ...: the error of the process. Call ``step`` again.
@@ -222,14 +222,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def resume(self, last_step: int | None = None) -> int:
         """Bring the trainer to the newest step in ``directory``, and return it. 0 if there is none.
 
-        Ranks that were killed may be a step apart. Those that are ahead then call it again with ``last_step``, the
-        minimum of the returned steps.
+        Killed ranks may be a step apart. Those ahead then call it again with ``last_step``, the minimum of the
+        returned steps. Parameters are replaced. ``param_groups`` stay as built: the caller resumes its own
+        schedules.
 
-        Parameters are replaced. ``param_groups`` stay as built: the caller resumes its own schedules.
-
-        Raises:
-            IntegrityError: the state is damaged, or ``last_step`` is too old to go back to.
-            UpdaterLostError: the process ended.
+        Raises IntegrityError: the state is damaged, or ``last_step`` is too old. UpdaterLostError: the process
+        ended.
         """
         if self._process.is_alive and last_step is not None and last_step < self._process.step:
             self._process.close()
@@ -260,8 +258,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def mapped(self) -> Iterator[None]:
         """Within the context, ``state_dict`` has the tensors to save, with float32 parameters as "master".
 
-        Raises:
-            CheckpointError: the state is not at the trainer's step.
+        Raises CheckpointError: the state is not at the trainer's step.
         """
         if self._must_resume or self._channel.is_interrupted:
             raise CheckpointError(
@@ -281,15 +278,14 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def mapped_anew(self) -> Iterator[None]:
-        """Within the context, ``state_dict`` has the tensors of a new state, to fill and pass to ``put_back``."""
+        """Within the context, ``state_dict`` has a new state's tensors, to fill and pass to ``put_back``."""
         self._process.close()
         with self._files.to_load(parameters_of(self)):
             yield
 
     def put_back(self, loaded: Mapping[str, Any]) -> int:
-        """Make the tensors of ``mapped_anew`` the current state. ``loaded`` names the filled ones.
-
-        Masters that were not filled are copied from the parameters.
+        """Make the tensors of ``mapped_anew`` the current state. ``loaded`` names the filled ones; other
+        masters are copied from the parameters.
         """
         groups = loaded["param_groups"]
         self._files.commit(loaded.get("state", {}), int(groups[0].get(STEPS, 0)))
@@ -299,11 +295,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``param_groups`` with their step, without the state, which stays in its files.
-
-        A directory at another step refuses them.
-
-        Raises nothing.
+        """Return ``param_groups`` with their step, without the state in files. A directory at another step
+        refuses them.
         """
         made = super().state_dict()
         for group in made["param_groups"]:  # every method of saving an optimizer keeps these
@@ -311,13 +304,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of ``state_dict``, or the state of the same ``torch.optim`` class over the same parameters.
+        """Load a result of ``state_dict``, or the state of the same ``torch.optim`` class over the same
+        parameters.
 
-        Such a state replaces the one in ``directory``, with masters copied from the current parameters. Without a
-        state the step must equal the one of ``directory``.
-
-        Raises:
-            StateMismatchError: it is not. ``step`` raises it too, if groups were loaded without this method.
+        Such a state replaces the one in ``directory``, with masters copied from the current parameters.
+        Without a state the step must equal the one of ``directory``, else StateMismatchError; ``step`` raises
+        it too, if groups were loaded without this method.
         """
         found = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})

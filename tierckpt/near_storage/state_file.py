@@ -56,10 +56,8 @@ LOST = "Build the optimizer over an empty directory, and restore the newest chec
 class StateFile:
     """The blocks of ``layout`` in ``directory``, which ``create`` makes. A version is 0 or 1.
 
-    Its files are closed with the last reference to it or to a ``reader``; the mapping with the last of its tensors.
-
-    Raises:
-        CapacityError: the disk has no room for both versions; detected before the first byte.
+    Its files are closed with the last reference to it or to a ``reader``; the mapping with the last of its
+    tensors. Raises CapacityError: no room for both versions; detected before the first byte.
     """
 
     def __init__(self, directory: Path, layout: BlockLayout, *, create: bool = False) -> None:
@@ -117,11 +115,8 @@ class StateFile:
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
-        """Return a reader of the bytes of ``tensor`` in the given versions (N6).
-
-        Args:
-            tensor: contiguous and in version 0.
-            versions: the version to read, for each block.
+        """Return a reader of the bytes of ``tensor``, contiguous and in version 0, in each block's given
+        version (N6).
         """
         at = tensor.data_ptr() - self._address
         block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
@@ -129,7 +124,6 @@ class StateFile:
         return lambda target, start, count: self._read(target, count, at + start)
 
     def mark(self, block: StateBlock, version: int, present: Mapping[str, Container[str]]) -> None:
-        """Record which tensors are present."""
         flags = bytes(place.name in present.get(place.key, {}) for place in block.places)
         with translated(self.directory / STATE):
             os.pwrite(self._file, flags, self._begin_of(block, version))
@@ -193,9 +187,7 @@ class StateFile:
     def newest(self, block: StateBlock, last_step: int | None = None) -> tuple[int, int, bytes]:
         """Return the newest valid version of a block up to ``last_step``, its step and digest.
 
-        Raises:
-            IntegrityError: neither version is valid.
-        Cost: one pass over the block, to check it.
+        Raises IntegrityError: neither is valid. Cost: one pass over the block.
         """
         found = []
         for version in (0, 1):
@@ -252,11 +244,9 @@ LOCK_SECONDS = 60.0
 
 @contextmanager
 def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
-    """Hold ``directory`` for the process ``trainer``. Waits for the updater of an ended trainer.
+    """Hold ``directory`` for the process ``trainer``, after the updater of an ended trainer.
 
-    Raises:
-        PreconditionFailedError: another trainer uses it.
-        OperationTimeoutError: the updater of an ended trainer does not end.
+    Raises PreconditionFailedError: another trainer uses it. OperationTimeoutError: the updater does not end.
     """
     make_dirs(directory)
     path = directory / LOCK
@@ -284,8 +274,7 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
 def current_state(directory: Path, layout: BlockLayout) -> Path | None:
     """Return the path of the current state of ``directory``, or None.
 
-    Raises:
-        StateMismatchError: the state is of another optimizer or other parameters.
+    Raises StateMismatchError: the state is of another optimizer or other parameters.
     """
     try:
         found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
@@ -310,11 +299,7 @@ def _damaged(path: Path, problem: str) -> ManifestError:
 
 
 class NewState:
-    """A new state in ``directory``, not current before ``commit`` (N5).
-
-    Raises:
-        CapacityError: the disk has no room for it.
-    """
+    """A new state in ``directory``, not current before ``commit`` (N5). Raises CapacityError."""
 
     def __init__(self, directory: Path, layout: BlockLayout) -> None:
         self._directory, self._token = directory, secrets.token_hex(8)
@@ -343,7 +328,7 @@ class NewState:
 
 
 def begin_state(directory: Path, layout: BlockLayout, values: Tensors, step: int) -> None:
-    """Replace the state of ``directory``, which the caller holds, by ``values``. Removed again on an error."""
+    """Replace the state of ``directory``, which the caller holds, by ``values``. Removed on an error."""
     new = NewState(directory, layout)
     try:
         for key, tensors in new.file.all_tensors().items():

@@ -31,9 +31,7 @@ class Sent:
 class StepChannel:
     """Shared memory for the gradients of a step, and the process that reads them.
 
-    Args:
-        tensors: the trainer's parameters by key.
-        order: settings of the process; see ``UpdaterProcess``.
+    ``tensors``: the trainer's parameters by key. ``order``: settings of the process; see ``UpdaterProcess``.
     """
 
     def __init__(
@@ -91,9 +89,9 @@ class StepChannel:
         return self.process.ask(message)
 
     def make(self, step: int, head: bytes) -> set[str]:
-        """Have the process make a step, and take its parameters. An interrupted step is repeated unchanged.
+        """Have the process make a step, and take its parameters. Returns keys of parameters with a gradient.
 
-        Returns the keys of parameters that had a gradient.
+        An interrupted step is repeated unchanged.
         """
         sent = self._begun = self._begun or Sent(step, head)
         process = self.process

@@ -62,7 +62,7 @@ class _Begun:
 
 
 class LiveBlock:
-    """A block, and the version of it that steps are applied to. Only its ``worker`` uses it."""
+    """A block, and the version that steps are applied to. Only its ``worker`` uses it."""
 
     def __init__(
         self, file: StateFile, block: StateBlock, kind: type[torch.optim.Optimizer], worker: ThreadPool
@@ -110,7 +110,6 @@ class LiveBlock:
         self._file.check(self.block, self.counts, self._recorded_digest)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Master parameters of the newest step."""
         if self._replay is not None:
             return self._replay.parameters
         return {key: found[MASTER] for key, found in self._file.tensors(self.block, self.counts).items()}
@@ -188,7 +187,9 @@ class Updater:
         self._files = GradientFiles(found, self.step)
 
     def _go_back(self, directory: Path, last_step: int) -> None:
-        """Drop all later steps. Changes nothing if ``last_step`` cannot be reached; safe to repeat after a crash."""
+        """Drop all later steps. Changes nothing if ``last_step`` cannot be reached; safe to repeat after a
+        crash.
+        """
         oldest = min(self._file.newest(block, last_step)[1] for block in self._layout.blocks)
         reached = max((frame.number for frame in read_frames(directory, self._digest, oldest)), default=oldest)
         if reached < last_step:
@@ -297,9 +298,9 @@ class Updater:
     # --- a save -----------------------------------------------------------------------------------------------------
 
     def hold(self, number: int) -> None:
-        """Record every block at this step, answer with the versions, and keep them until ``release``.
-
-        Steps continue meanwhile."""
+        """Record every block at this step, answer with the versions, and keep them until ``release``. Steps
+        continue.
+        """
         released = self._holds[number] = Future()
 
         def record(live: LiveBlock) -> None:
@@ -320,7 +321,8 @@ class Updater:
     def release(self, number: int, hold: int) -> None:
         """Check a held state after a save has read it, answer, and allow its replacement.
 
-        A hold of an earlier process is ignored."""
+        A hold of an earlier process is ignored.
+        """
         released = self._holds.pop(hold, None)
 
         def answer_when_checked() -> None:

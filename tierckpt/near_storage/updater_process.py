@@ -92,13 +92,9 @@ class UpdaterProcess:
     def start(self, last_step: int | None = None) -> None:
         """Start the process, and return when it has brought the state to its newest step (``step``).
 
-        Args:
-            last_step: go back to this step, if there are newer ones.
-
-        Raises:
-            IntegrityError, CapacityError, ...: the error of the process.
-            OperationTimeoutError: it did not report in time.
-        Cost: starting Python with torch, a pass over the state, and the steps since blocks were recorded.
+        ``last_step``: go back to this step, if there are newer ones. Raises the error of the process;
+        OperationTimeoutError: it did not report in time. Cost: starting Python with torch, a pass over the
+        state, and the steps since blocks were recorded.
         """
         self.stop()
         if self.is_closed:
@@ -132,7 +128,9 @@ class UpdaterProcess:
         self.await_step(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Send a message. Raises UpdaterLostError or the error of the process, OperationTimeoutError if it hangs."""
+        """Send a message. Raises UpdaterLostError or the error of the process, OperationTimeoutError if it
+        hangs.
+        """
         try:
             if self._connection is None:
                 raise self.lost()
@@ -146,7 +144,6 @@ class UpdaterProcess:
             raise self._failure or self.lost() from None
 
     def ask(self, message: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Send ``message``; the future is its answer or error."""
         with self.changed:
             self._count += 1
             number = self._count
@@ -164,10 +161,8 @@ class UpdaterProcess:
     def await_step(self, step: int) -> None:
         """Wait until the process has made ``step``, while it makes progress.
 
-        Raises:
-            UpdaterLostError: it ended.
-            OperationTimeoutError: it made no progress for ``timeout_seconds``, and was killed.
-            TierckptError: the error of the process.
+        Raises UpdaterLostError: it ended. OperationTimeoutError: no progress for ``timeout_seconds``; it was
+        killed. TierckptError: the error of the process.
         """
         self._await(lambda: self.step >= step)
 
@@ -271,12 +266,12 @@ class UpdaterProcess:
 
 
 def send(connection: Connection, message: Mapping[str, Any], payload: bytes = b"") -> None:
-    """Send a message. Raises OSError if the other end is closed."""
+    """Raises OSError if the other end is closed."""
     connection.send_bytes(json.dumps(message, default=str).encode() + b"\n" + payload)
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
-    """Return the next message. Raises EOFError or OSError if the other end is closed."""
+    """Raises EOFError or OSError if the other end is closed."""
     head, _, payload = connection.recv_bytes().partition(b"\n")
     return json.loads(head), payload
 
