@@ -27,8 +27,6 @@ _UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest page count for "no li
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One memory limit: name, size, free bytes, and how to raise it."""
-
     name: str
     total_bytes: int
     free_bytes: int
@@ -45,7 +43,6 @@ def margin_bytes(total_bytes: int) -> int:
 
 
 def limits(root: Path = ROOT) -> list[Limit]:
-    """Return every readable limit, the machine first."""
     return [*_machine(root), *_cgroups(root)]
 
 
@@ -82,7 +79,6 @@ def mebibytes(size_bytes: int) -> str:
 
 
 def meminfo_bytes(path: Path) -> dict[str, int]:
-    """Return the size fields of /proc/meminfo, or of a node's own; {} if unreadable."""
     fields: dict[str, int] = {}
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")

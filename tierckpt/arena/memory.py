@@ -225,7 +225,6 @@ class Memory:
             _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
     def allow_huge_pages(self) -> None:
-        """Undo ``use_small_pages`` for later allocations."""
         self._advise(_MADV_HUGEPAGE)
 
     def use_small_pages(self, part: memoryview) -> None:
@@ -373,7 +372,6 @@ class Memory:
 
 
 def shared_is_huge(size_bytes: int = 1 << 30) -> bool:
-    """Return whether shared memory of this size may have huge pages here, of any kind."""
     return pages.shared_memory_is_huge(size_bytes) or collapses()
 
 
@@ -393,7 +391,6 @@ def _shared_kinds(size_bytes: int) -> list[Kind]:
 
 
 def _create(kind: Kind, size_bytes: int) -> int | None:
-    """Return a new, unnamed memory file of ``size_bytes``; None for PRIVATE."""
     if kind is Kind.PRIVATE:
         return None
     try:

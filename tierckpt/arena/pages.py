@@ -32,14 +32,11 @@ machine.
 """
 BYTES_MIN = 4 << 20
 WEIGHT = 0.3
-"""Weight of the newest measurement."""
 GAIN_MIN = 0.5
 """Small pages cost the disk something, and every later use: they are taken only below this cost."""
 
 
 class Paging:
-    """The choice of one process. Thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
@@ -47,7 +44,6 @@ class Paging:
 
     @property
     def is_huge(self) -> bool:
-        """Return the kind to use without a measurement."""
         huge, small = self._seconds_per_byte.get(True), self._seconds_per_byte.get(False)
         return huge is None or small is None or small > GAIN_MIN * huge
 
@@ -181,7 +177,6 @@ class HugePool:
 
 
 def huge_pool(root: Path = ROOT) -> HugePool:
-    """Return the pool's state; empty if the kernel has none."""
 
     def count(name: str) -> int:
         try:
@@ -217,7 +212,6 @@ def huge_bytes(address: int, size_bytes: int) -> int:
 
 
 def chosen(path: Path) -> str:
-    """Return the bracketed word of a kernel setting; '' without it."""
     try:
         words = path.read_text().split()
     except OSError:
@@ -226,7 +220,6 @@ def chosen(path: Path) -> str:
 
 
 def private_is_huge(root: Path = ROOT) -> bool:
-    """Return whether private memory can have huge pages."""
     own = chosen(root / _THP / "hugepages-2048kB/enabled")
     return (chosen(root / _THP / "enabled") if own in ("", "inherit") else own) in ("always", "madvise")
 
@@ -245,7 +238,6 @@ def memory_files_are_huge(root: Path = ROOT) -> bool:
 
 
 def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
-    """Return whether shared memory of this size may have huge pages, of any kind."""
     return memory_files_are_huge(root) or huge_pool(root).usable_bytes >= size_bytes
 
 

@@ -34,7 +34,6 @@ MEMBERS_MAX = 256
 HEADER_BYTES = HUGE_PAGE_BYTES
 UNITS_MAX = HEADER_BYTES - 4096
 PASSED_ALL = (1 << 64) - 1
-"""Progress of a member that will copy no more units."""
 
 DEATH_CHECK_SECONDS = 0.1
 DOOR_SECONDS = 5.0
@@ -58,7 +57,6 @@ class Process:
 
 
 def reserve(slots_bytes: int) -> Memory:
-    """Return the memory of a new window: addresses, with pages allocated on use. Raises CapacityError."""
     return Memory.reserve(HEADER_BYTES + slots_bytes)
 
 
@@ -89,10 +87,7 @@ class SharedWindow:
         window._is_own = False
         return window
 
-    # --- members ------------------------------------------------------------------------------------------------
-
     def join(self) -> bool:
-        """Join the window. False if the others have begun without this member."""
         with self._door():
             if self._memory.view[_CLOSED_AT]:
                 return False
@@ -100,12 +95,10 @@ class SharedWindow:
             return True
 
     def close_door(self) -> None:
-        """Continue without the members that have not joined."""
         with self._door():
             self._memory.view[_CLOSED_AT] = 1
 
     def awaited(self) -> bool:
-        """Whether a living member has not joined and still may."""
         view = self._memory.view
         return not view[_CLOSED_AT] and any(not view[_JOINED_AT + one] for one in self._living())
 
@@ -139,8 +132,6 @@ class SharedWindow:
                 self._dead |= {n for n, one in enumerate(self._members) if n not in self._dead and not one.lives()}
             return [number for number in range(len(self._members)) if number not in self._dead]
 
-    # --- units --------------------------------------------------------------------------------------------------
-
     def is_there(self, unit: int) -> bool:
         return bool(self._memory.view[_UNITS_AT + unit])
 
@@ -172,7 +163,6 @@ class SharedWindow:
         return self._memory.address + HEADER_BYTES + unit % self.slots * self.slot_bytes
 
     def make_ready(self, unit: int, size_bytes: int) -> None:
-        """Allocate the memory of ``size_bytes`` for a claimed unit, in huge pages if available."""
         slot = unit % self.slots
         if slot not in self._ready:
             self._ready.add(slot)
@@ -183,8 +173,6 @@ class SharedWindow:
         if filled:
             self._memory.view[_UNITS_AT + unit] = 1
         self._unlock(_UNITS_AT + unit)
-
-    # --- locks --------------------------------------------------------------------------------------------------
 
     def _try_lock(self, at: int) -> bool:
         try:

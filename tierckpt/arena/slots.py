@@ -35,13 +35,11 @@ from .memory import HUGE_PAGE_BYTES, Memory
 log = logger("arena")
 
 SLOT_SECONDS = 600.0
-"""Maximum wait of a save for a slot."""
 COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
 
 def whole_huge_pages(size_bytes: int) -> int:
-    """Memory for a slot of ``size_bytes``."""
     return round_up(size_bytes, HUGE_PAGE_BYTES)
 
 
@@ -54,8 +52,6 @@ def gave_its_place() -> CheckpointSkippedError:
 
 
 class SlotPolicy(StrEnum):
-    """Policy of staging when every slot is taken."""
-
     WAIT = "wait"
     SKIP = "skip"
     DROP_OLDEST_UNFLUSHED = "drop_oldest_unflushed"
@@ -93,7 +89,6 @@ class Lease:
     storage: int = 0
     """Id of the storage of those tensors, which tells stale ones from current ones; 0: unknown."""
     took_place: bool = False
-    """The memory belonged to a checkpoint that was dropped for this one."""
     tensors: int | None = None
     """Number of tensors with data in it; None if unknown. Set by the code that makes the tensors."""
     ahead: AheadOfFlush | None = None
@@ -137,7 +132,6 @@ class Lease:
                 self.give_up_ahead()
 
     def give_up_ahead(self) -> None:
-        """Discard unused data that was written ahead."""
         if self.ahead is not None:
             self.ahead.discard()
 
@@ -154,8 +148,6 @@ class Lease:
 
 
 class Arena:
-    """Slots of one process. Thread-safe."""
-
     def __init__(
         self,
         *,
@@ -184,12 +176,10 @@ class Arena:
 
     @property
     def timeout_seconds(self) -> float:
-        """Maximum wait of a lease for a slot."""
         return SLOT_SECONDS if self._timeout_seconds is None else self._timeout_seconds
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the slots."""
         with self._lock:
             return self._size_bytes()
 
@@ -307,7 +297,6 @@ class Arena:
         return best
 
     def _allocate(self, size_bytes: int) -> Memory:
-        """Make a slot, in place of free ones that are too small: the state has grown."""
         for memory in self._free:
             memory.close()
         self._free.clear()
@@ -421,13 +410,11 @@ def arena_for(
 
 
 def write_buffers() -> BounceBufferPool:
-    """The process's write buffers, one per writing thread."""
     with _shared_lock:
         return _bounces.setdefault(("write", WRITE_THREADS_MAX), BounceBufferPool(WRITE_THREADS_MAX))
 
 
 def read_buffers() -> BounceBufferPool:
-    """The process's read buffers, one per reading thread."""
     with _shared_lock:
         return _bounces.setdefault(("read", READ_THREADS_MAX), BounceBufferPool(READ_THREADS_MAX, "read"))
 
@@ -437,7 +424,6 @@ def leases() -> list[Lease]:
 
 
 def close_arenas() -> None:
-    """Release this process's unreferenced staging memory."""
     with _shared_lock:
         for arena in shared_arenas.values():
             arena.close()

@@ -19,7 +19,6 @@ log = logger("prefetch")
 NO_ROOM_SECONDS = 10.0
 """Seconds before room is requested again after a refusal."""
 GROW_BYTES = 64 << 20
-"""Reserved at a time by reads."""
 SHARED_NAME = "shared"
 
 
@@ -38,7 +37,6 @@ class FetchStats:
     slowest_from: str = SHARED_NAME
 
     def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
-        """Count one chunk. ``peer``: the node that sent it; None: shared storage."""
         self.requests += 1
         if peer is None:
             self.fetched_bytes += at.size_bytes
@@ -61,10 +59,8 @@ class ChunkWriter:
         self._no_room_until = 0.0
         self._granting = asyncio.Lock()
         self.streamed: set[tuple[int, int]] = set()
-        """Chunks that this process wrote from a stream of their file."""
 
     def reserve(self, size_bytes: int) -> None:
-        """Reserve ``size_bytes`` of the entry. Blocking. Raises CapacityError."""
         if self._pool is not None and size_bytes > self._granted_bytes:
             space.reserve(self._pool, self.frozen, size_bytes)
             self._granted_bytes = size_bytes

@@ -65,7 +65,6 @@ def _write_direct(path: Path, view: memoryview, offset: int) -> int:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """True for memory that O_DIRECT accepts."""
     try:
         return address_of(view) % DISK_BLOCK_BYTES == 0
     except (TypeError, ValueError):  # read-only, or empty

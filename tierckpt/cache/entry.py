@@ -72,7 +72,6 @@ class CacheEntry:
         self.store, self.frozen, self.pool = store, frozen, pool
         self._is_selected, self._held = is_selected, held
         self.only: FileSpec | None = None
-        """The file of a URI that is one object."""
         self.tally = FetchStats()
         self._target = directory
         self._gate, self.stall_seconds, self._fetches_max, self._sharing = gate, stall_seconds, fetches_max, sharing
@@ -84,9 +83,6 @@ class CacheEntry:
         self.checker = self._new_checker()
         self._chunks: StoreChunks
         self._fetcher: ChunkFetcher | None = None
-        """None while all of the entry is here."""
-
-    # --- description ---------------------------------------------------------------------------------------------
 
     @property
     def files(self) -> dict[str, FileSpec]:
@@ -101,12 +97,10 @@ class CacheEntry:
 
     @property
     def target(self) -> str:
-        """The directory that is filled."""
         return str(self._target.absolute())
 
     @property
     def directory(self) -> Path | None:
-        """The directory of real files, once all are whole; else None."""
         return self._target if self._is_whole or self._look() else None
 
     def path(self, path: str) -> Path:
@@ -120,8 +114,6 @@ class CacheEntry:
         if not self._is_whole and self._filling is not None and self._filling.is_published():
             self._is_whole = True
         return self._is_whole
-
-    # --- opening and closing -------------------------------------------------------------------------------------
 
     def begin(self, *, whole: bool) -> None:
         """Lease the entry, and join the processes that fill it if it is not whole. Blocking.
@@ -152,7 +144,6 @@ class CacheEntry:
             raise
 
     def other_versions(self) -> list[Path]:
-        """Directories of this node with other versions of the URI."""
         if self.pool is None:
             return [self._target]
         rows = self.pool.rows(self.frozen.uri)
@@ -209,8 +200,6 @@ class CacheEntry:
             self._filling.tidy()
         self._lease.close()
 
-    # --- reading -------------------------------------------------------------------------------------------------
-
     def landed(self, path: str, byte_range: ByteRange | None = None) -> bool:
         index = self.frozen.index_of(path)
         if self._is_whole or self._filling is None:
@@ -251,7 +240,6 @@ class CacheEntry:
         )
 
     def digest(self, index: int, chunk: int) -> str:
-        """Return the digest of a landed chunk; '' if unknown."""
         if self._filling is not None and (digest := self._filling.digest(index, chunk)):
             return digest
         if self._receipt is None and self._is_whole:
@@ -290,7 +278,6 @@ class CacheEntry:
         return into.toreadonly()
 
     async def read_into(self, path: str, byte_range: ByteRange, into: memoryview) -> None:
-        """Read into the first bytes of ``into``. Raises as ``read``."""
         index = self._check(path, byte_range)
         into = memoryview(into).cast("B")
         if await asyncio.to_thread(self.read_available, path, byte_range, into):
@@ -334,8 +321,6 @@ class CacheEntry:
             uri=self.frozen.uri,
             tier=Tier.LOCAL,
         )
-
-    # --- one chunk -----------------------------------------------------------------------------------------------
 
     async def _ensure_once(self, index: int, chunk: int) -> Buffer | None:
         """Ensure one chunk, once for all readers of this process. Return it if just fetched."""
@@ -384,8 +369,6 @@ class CacheEntry:
                 async with self._gate:
                     return await fetcher.fetch(index, chunk, keep=True)
 
-    # --- filling -------------------------------------------------------------------------------------------------
-
     async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
         """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that
         fill.
@@ -411,7 +394,6 @@ class CacheEntry:
                 return
 
     async def _copy_held(self, filling: PartialEntry, listener: ProgressListener) -> None:
-        """Copy chunks that this node holds; a damaged one is fetched instead."""
         copies = copies_of(self.frozen, self._held)
         todo = [(index, chunk) for index, chunk in reversed(copies) if not filling.has(index, chunk)]
 

@@ -55,7 +55,6 @@ class ChunkFetcher:
         self.chunks, self.writer, self.filling = chunks, writer, writer.filling
         self.gate, self.fetches_max = gate, fetches_max
         self.peers: PeerFill | None = None
-        """The other nodes, after the first fetch."""
         self._sharing, self._joining = sharing, asyncio.Lock()
 
     async def join(self) -> None:
@@ -127,7 +126,6 @@ class FetchJob:
             self._lacking_bytes[index] += self.frozen.chunk_range(index, chunk).size_bytes
         self._files: dict[int, FileProgress] = {}
         self._fetching: list[int] = []
-        """The file of each chunk in flight."""
         self.count = len(todo)
         is_all = len(wanted) == len(self.frozen.files)
         peers = fetcher.peers

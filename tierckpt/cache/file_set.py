@@ -85,7 +85,6 @@ class FileSet:
         return ByteRange(start, min(start + self.chunk_size_bytes, self.files[index].size_bytes))
 
     def blocks_range(self, index: int, chunk: int) -> ByteRange:
-        """Return the position of a chunk's block digests among those of all files."""
         start = self._first_blocks[index] + block_count(chunk * self.chunk_size_bytes, self.chunk_size_bytes)
         count = block_count(self.chunk_range(index, chunk).size_bytes, self.chunk_size_bytes)
         return ByteRange(BLOCK_DIGEST_BYTES * start, BLOCK_DIGEST_BYTES * (start + count))
@@ -100,13 +99,11 @@ class FileSet:
         return [0, *accumulate(block_count(item.size_bytes, self.chunk_size_bytes) for item in self.files)]
 
     def touched(self, byte_range: ByteRange) -> range:
-        """The chunks that ``byte_range`` overlaps."""
         if byte_range.stop <= byte_range.start:
             return range(0)
         return range(byte_range.start // self.chunk_size_bytes, -(-byte_range.stop // self.chunk_size_bytes))
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Every (file, chunk), in order."""
         return ((index, chunk) for index in range(len(self.files)) for chunk in range(self.chunks_of(index)))
 
     def encode(self, landed: Sequence[Sequence[str]] = ()) -> bytes:

@@ -140,7 +140,6 @@ async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Cach
 
 
 def _check_file(path: Path, item: FileSpec) -> None:
-    """Raise IntegrityError, with the linked file's name, for bytes other than listed."""
     with path.open("rb", buffering=0) as file:
         size_bytes, where = os.fstat(file.fileno()).st_size, str(path.resolve())
         if size_bytes != item.size_bytes:
@@ -181,7 +180,6 @@ def _finish_all(root: Path) -> None:
 
 
 def _finish(root: Path, fetched: Path) -> None:
-    """Turn fetched files into blobs, and remove the receipt."""
     receipt = read_receipt(fetched)
     if receipt is None:
         return

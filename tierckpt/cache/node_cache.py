@@ -67,8 +67,6 @@ class ResolvedUri:
 
 @dataclass(slots=True)
 class CacheCheck:
-    """State of a frozen version on this node."""
-
     uri: str
     state: str
     """``whole``, ``partial``, ``absent``, or ``outdated`` (whole, but the store has a newer version)."""
@@ -77,9 +75,7 @@ class CacheCheck:
     size_bytes: int
     here_bytes: int
     missing: dict[str, int] = field(default_factory=dict)
-    """Missing bytes by incomplete file."""
     bad: dict[str, str] = field(default_factory=dict)
-    """Files with bytes other than those fetched."""
     is_pinned: bool = False
     leases: int = 0
 
@@ -113,8 +109,6 @@ class NodeCache:
         self.store_at, self._listener = store_at, listener
         self._gate = asyncio.Semaphore(2 * settings.concurrency)
         self._receipts: dict[str, Receipt] = {}
-
-    # --- freezing ------------------------------------------------------------------------------------------------
 
     async def freeze(
         self,
@@ -187,8 +181,6 @@ class NodeCache:
 
     def _frozen(self, location: Location, files: Sequence[FileSpec], chunk_size_bytes: int | None = None) -> FileSet:
         return FileSet(location.uri, tuple(files), chunk_size_bytes or int(self.settings.chunk_size_bytes))
-
-    # --- opening and filling -------------------------------------------------------------------------------------
 
     @property
     def stall_seconds(self) -> float:
@@ -314,8 +306,6 @@ class NodeCache:
         for row in self.pool.rows(frozen.uri):
             if row.is_pinned and row.name != frozen.name:
                 self.pool.pin(row.name, False)
-
-    # --- asking and removing ---------------------------------------------------------------------------------------
 
     async def check_at(
         self, location: Location, place: Callable[[ResolvedUri], Path | None], files: FileFilter

@@ -86,7 +86,6 @@ STREAMS, FETCHES, SHARED = 1 << 32, 1 << 40, 1 << 48
 together with other nodes.
 """
 STREAM = -1
-"""Chunk number that means the whole file."""
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
 REMOVED = {errno.ENOENT, errno.ESTALE}
@@ -151,7 +150,6 @@ def _entry_of(incoming: Path) -> FileSet:
 
 
 def is_filled_here(incoming: Path) -> bool:
-    """True while a process of this host fills ``incoming``."""
     try:
         file = os.open(incoming / CLAIMS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -163,7 +161,6 @@ def is_filled_here(incoming: Path) -> bool:
 
 
 def is_being_filled(incoming: Path) -> bool:
-    """True while a process of any host fills ``incoming``."""
     if is_filled_here(incoming):
         return True
     return HostLease(incoming / HOST, holder_name(has_locks=True)).is_held_elsewhere()
@@ -184,14 +181,11 @@ class ProgressLog:
     def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
         self.landed: dict[int, dict[int, str]] = {}
-        """By file, the digest of each landed chunk."""
         self.landed_bytes = 0
         self.durable: set[int] = set()
-        """Files that are whole and durable."""
         self.order: list[tuple[int, int]] = []
         """Chunks in landing order. A forgotten chunk that landed again appears twice."""
         self.offset = 0
-        """Bytes of the file already read."""
 
     def path(self, incoming: Path) -> Path:
         """Lines of another boot (G3) or chunk size are in another file."""
@@ -225,7 +219,6 @@ class ProgressLog:
                 self.durable.discard(index)
 
     def take_all(self, landed: Sequence[Sequence[str]]) -> None:
-        """Note every chunk as landed, with digests by file."""
         for index, digests in enumerate(landed):
             known = self.landed.setdefault(index, {})
             self.order += [(index, chunk) for chunk in range(len(digests)) if chunk not in known]
@@ -318,7 +311,6 @@ class PartialEntry:
         return matching(self.incoming / FILLING, "progress-*")
 
     def close(self) -> None:
-        """Leave; landed chunks stay. Idempotent."""
         if self._log < 0:
             return
         self.claims.close()
@@ -339,8 +331,6 @@ class PartialEntry:
             with contextlib.suppress(OSError):
                 found[path.name] = path.stat().st_size
         return found
-
-    # --- which process does what (C1 to C3) -----------------------------------------------------------------------
 
     def _claim_of(self, index: int, chunk: int) -> int:
         return STREAMS + index if chunk == STREAM else FETCHES + self.frozen.first_ordinals[index] + chunk
@@ -373,18 +363,14 @@ class PartialEntry:
         return "stalled"
 
     def count_fetches(self) -> int:
-        """Count the chunks that this node's processes fetch now."""
         return len(self.claims.held(FETCHES, FETCHES + self.frozen.first_ordinals[-1]))
 
     def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
-        """Set or clear the mark that the chunk is fetched from shared storage."""
         at = SHARED + self.frozen.first_ordinals[index] + chunk
         if is_fetched:
             self.claims.take(at)
         else:
             self.claims.release(at)
-
-    # --- landed chunks -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Read lines appended by other processes. Cost: one fstat when there are none."""
@@ -404,7 +390,6 @@ class PartialEntry:
         return self._lines.landed_bytes
 
     def has(self, index: int, chunk: int) -> bool:
-        """True if the chunk was here at the last ``refresh``."""
         return chunk in self._lines.landed.get(index, ())
 
     def has_file(self, index: int) -> bool:
@@ -414,10 +399,7 @@ class PartialEntry:
         return all(self.has_file(index) for index in range(len(self.frozen.files)))
 
     def digest(self, index: int, chunk: int) -> str:
-        """Return the digest of a landed chunk; '' if it is missing."""
         return self._lines.landed.get(index, {}).get(chunk, "")
-
-    # --- landing and reading ---------------------------------------------------------------------------------------
 
     def land(self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None) -> None:
         """Verify and write one chunk, then record it (G1).
@@ -533,7 +515,6 @@ class PartialEntry:
             )
 
     def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy a range if all of its chunks have landed; else False."""
         chunks = self.frozen.touched(byte_range)
         if not all(self.has(index, chunk) for chunk in chunks):
             self.refresh()
@@ -543,8 +524,6 @@ class PartialEntry:
         if read_file(self.incoming / path, byte_range, into):
             return True
         return self.is_published() and read_file(self.directory / path, byte_range, into)
-
-    # --- publishing ----------------------------------------------------------------------------------------------
 
     def is_published(self) -> bool:
         return whole_receipt(self.directory, self.frozen.version) is not None
@@ -586,7 +565,6 @@ class PartialEntry:
 
     @property
     def _is_new(self) -> bool:
-        """True if there was no directory when the fill began."""
         return self.incoming.parent == self.directory.parent
 
     def _lost(self) -> CheckpointError:
@@ -630,7 +608,6 @@ class PartialEntry:
             )
 
     def _move_in(self, receipt: bytes) -> None:
-        """Replace the files of the previous version (``replacement``)."""
         replacement = Replacement(
             self.directory, self.incoming, self.frozen, self._is_selected, self.incoming / FILLING
         )
@@ -672,7 +649,6 @@ def same_digest(data: Buffer, digest: str, expected: str) -> bool:
 
 
 def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
-    """Read exactly ``byte_range`` of ``path``; False if it is missing or shorter."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -685,7 +661,6 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
 
 
 def tidy(directory: Path) -> None:
-    """Remove the fill's files from a whole directory. Best effort."""
     base = directory / FILLING
     if base.exists():
         remove_tree(base, ignore_errors=True)

@@ -14,8 +14,6 @@ from .store_chunks import StoreChunks
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A chunk to fetch, and with peers the chosen request."""
-
     index: int
     chunk: int
     request: object | None = None
@@ -29,12 +27,9 @@ class NotNowError(Exception):
 class ReceivedChunk:
     digest: str
     source: str | None
-    """A member's name, or None: shared storage."""
 
 
 class ChunkOrder(Protocol):
-    """Chooses the next chunk."""
-
     async def take(self) -> Work | None:
         """Return the next chunk; None if all are assigned."""
 
@@ -68,7 +63,6 @@ class PeerSources:
         ]
 
     def report(self) -> Json:
-        """Return the progress that the agent displays."""
         seconds, what, source = self.slowest
         return {
             "by_source": {"peer": sum(self.peer_bytes.values()), "shared": self.shared_bytes},

@@ -42,7 +42,6 @@ log = logger("cache")
 
 RESERVED_BYTES_MAX = 64
 KNOWN_MAX = 4096
-"""Entries with cached receipts."""
 
 _INCOMING = re.compile(rf"^\.(?P<name>.+)\.[0-9a-f]{{8}}{re.escape(SUFFIX)}$")
 
@@ -66,7 +65,6 @@ class CacheRow:
 
 
 Summary: TypeAlias = tuple[str, str, int, int]
-"""URI, version, files and bytes of an entry."""
 
 receipts_read: dict[Path, tuple[tuple[int, int], Summary]] = {}
 """Of each receipt read, inode and mtime, and its summary."""
@@ -88,8 +86,6 @@ class Pool:
 
     def state_dir(self, name: str) -> Path:
         return self.root / ".state" / name
-
-    # --- contents ------------------------------------------------------------------------------------------------
 
     def rows(self, *uris: str) -> list[CacheRow]:
         """Return all entries, or those of ``uris``, least recently used first.
@@ -119,7 +115,6 @@ class Pool:
         return next(iter(matching(self.root, f".{glob.escape(name)}.*{SUFFIX}")), None)
 
     def describe(self, name: str) -> CacheRow | None:
-        """Return the row of an entry; None if it is missing or damaged."""
         for _ in range(2):  # it may be published between the checks of its two locations: then it is in the first
             if (summary := self._summary_by_receipt(name)) is not None:
                 return CacheRow(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
@@ -157,14 +152,11 @@ class Pool:
         return 0
 
     def used(self, name: str) -> None:
-        """Note a use of an entry. Best effort."""
         now, path = time.time_ns(), self.state_dir(name) / "used"
         with contextlib.suppress(OSError, TierckptError):
             make_dirs(path.parent, is_durable=False)
             path.touch()
             os.utime(path, ns=(now, now))
-
-    # --- pins and leases -----------------------------------------------------------------------------------------
 
     def is_pinned(self, name: str) -> bool:
         return (self.state_dir(name) / "pinned").exists()
@@ -193,7 +185,6 @@ class Pool:
         return hold
 
     def leases(self, name: str) -> list[int]:
-        """Processes that hold an entry."""
         return read_lease.holders(self.lease_path(name))
 
     def is_leased(self, name: str) -> bool:
@@ -205,10 +196,7 @@ class Pool:
             if is_free and not self.directory(name).exists() and self.incoming(name) is None:
                 remove_tree(self.state_dir(name), ignore_errors=True)
 
-    # --- reserving and evicting ------------------------------------------------------------------------------------
-
     def reserved(self, name: str) -> int:
-        """Bytes that the entry may take in total."""
         try:
             return int(read_whole(self.state_dir(name) / "reserved", RESERVED_BYTES_MAX))
         except (TierckptError, ValueError):
@@ -222,7 +210,6 @@ class Pool:
         replace_file(temporary, path)
 
     def evict(self, name: str) -> bool:
-        """Remove one entry; False if pinned or leased."""
         path = self.lease_path(name)
         with translated(self.root):
             make_dirs(path.parent)
@@ -237,7 +224,6 @@ class Pool:
         return True
 
     def clear_evicted(self) -> None:
-        """Remove leftovers of interrupted evictions."""
         for left in matching(self.root, ".*.evicted"):
             remove_tree(left, ignore_errors=True)
 

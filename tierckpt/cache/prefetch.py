@@ -51,7 +51,6 @@ class PrefetchResult(FetchStats):
     size_bytes: int
     is_pinned: bool = False
     peers: tuple[Json, ...] = ()
-    """Name, bytes, rate and ban of each peer."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Chunks read from shared storage although another node was to read them, by reason."""
 
@@ -92,7 +91,6 @@ class FileFilter:
         return bool(self.include or self.exclude)
 
     def has(self, path: str, names: Container[str]) -> bool:
-        """Return whether ``path`` is chosen among the files ``names``."""
 
         def is_matched(globs: Sequence[str]) -> bool:
             return any(path == glob if glob in names else fnmatchcase(path, glob) for glob in globs)
@@ -100,7 +98,6 @@ class FileFilter:
         return (not self.include or is_matched(self.include)) and not is_matched(self.exclude)
 
     def choose(self, files: Sequence[FileSpec], uri: str) -> list[FileSpec]:
-        """Return the chosen files. Raises ObjectNotFoundError if there are none."""
         if not self:
             return list(files)
         names = {item.path for item in files}
@@ -201,7 +198,6 @@ def _legal_part(part: str) -> str:
 
 
 SHOWN = 5
-"""Names in an error."""
 PATH_BYTES_MAX = 900
 PART_BYTES_KEPT = 200
 
@@ -275,7 +271,6 @@ def _begin(cached: CacheEntry, directory: Path) -> None:
 
 
 def check_size(frozen: FileSet, size_bytes_max: int | None) -> None:
-    """Raise CapacityError if the files exceed ``size_bytes_max``."""
     if size_bytes_max is not None and frozen.size_bytes > size_bytes_max:
         raise CapacityError(
             f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, more than {human_bytes(size_bytes_max)}",

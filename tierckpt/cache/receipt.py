@@ -19,7 +19,6 @@ WRITTEN = f"{PRIVATE_DIR}/written.json"
 
 
 def read_receipt(directory: Path) -> Receipt | None:
-    """Return the content of ``directory`` by its receipt; None if missing or damaged."""
     try:
         return decode(read_whole(directory / RECEIPT, MANIFEST_BYTES_MAX), where=str(directory / RECEIPT))
     except (ObjectNotFoundError, ManifestError):
@@ -27,7 +26,6 @@ def read_receipt(directory: Path) -> Receipt | None:
 
 
 def whole_receipt(directory: Path, version: str) -> Receipt | None:
-    """Return the receipt if it is of ``version`` and every file has its size; else None."""
     receipt = read_receipt(directory)
     if receipt is None or receipt.frozen.version != version:
         return None
@@ -42,7 +40,6 @@ def version_in(directory: Path) -> str | None:
 
 
 def written_in(directory: Path) -> set[str]:
-    """Return the files below ``directory`` written by prefetches and not removed."""
     receipt = read_receipt(directory)
     found = {item.path for item in receipt.frozen.files} if receipt is not None else set()
     try:

@@ -98,7 +98,6 @@ class Replacement:
 
 
 def _remove(directory: Path, path: str) -> None:
-    """Remove a file, and its directories that become empty (R2)."""
     parents = Path(path).parents[:-1]
     if any((directory / parent).is_symlink() for parent in parents):
         return
@@ -127,7 +126,6 @@ def inherit_group(directory: Path, incoming: Path) -> None:
 
 
 def other_weights(directory: Path, frozen: FileSet) -> list[str]:
-    """Return files next to those of ``frozen`` that look like weights and are not in ``frozen``."""
     known = {item.path for item in frozen.files}
     folders = {str(Path(path).parent) for path in known}
     found = (str(path.relative_to(directory)) for folder in folders for path in matching(directory / folder, "*"))

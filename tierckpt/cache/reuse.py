@@ -41,7 +41,6 @@ Held: TypeAlias = tuple[Path, Receipt]
 
 
 def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
-    """Bytes of ``frozen`` that ``reuse`` would take over from ``directories``."""
     found: set[int] = set()
     for directory in directories:
         found |= _same(frozen, read_receipt(directory)).keys()
@@ -107,7 +106,6 @@ def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expe
 
 
 def _same(frozen: FileSet, receipt: Receipt | None) -> dict[int, int]:
-    """Map indexes in ``frozen`` to those of the same file in a receipt with the same chunk size."""
     if receipt is None or not receipt.landed or receipt.frozen.chunk_size_bytes != frozen.chunk_size_bytes:
         return {}
     known = {item.path: index for index, item in enumerate(receipt.frozen.files)}

@@ -59,11 +59,9 @@ log = logger("space")
 
 MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
-"""Reserve for manifests, the journal, and small files of other programs."""
 EVICTED_FRACTION = 0.1
 """Share of the disk that a prefetch evicts below ``local_high_water``, so that the next need not evict."""
 ROOM_SECONDS = 600.0
-"""Maximum wait of a save for drains."""
 ADMISSION_SECONDS = 120.0
 SAVE_ADMISSION_SECONDS = 10.0
 SETTLED_SECONDS = 2.0
@@ -73,7 +71,6 @@ SETTLED_SECONDS = 2.0
 class Candidate:
     kind: str
     uri: str
-    """Directory, for a checkpoint."""
     size_bytes: int
     is_pinned: bool
     is_used: Callable[[], bool]
@@ -107,15 +104,11 @@ class AdmissionPlan:
     pinned: list[Candidate] = field(default_factory=list)
     leased: list[Candidate] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
-    """Bytes of running drains, and of readers of drained checkpoints."""
     drain_error: str = ""
 
     @property
     def fits(self) -> bool:
         return self.lack.hard_bytes <= sum(one.size_bytes for one in self.evicted)
-
-
-# --- saves -----------------------------------------------------------------------------------------------------
 
 
 def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
@@ -171,7 +164,6 @@ def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
 
 
 def room_bytes(settings: Settings) -> int:
-    """Bytes available to saves without eviction."""
     return max(0, -_checkpoint_shortfall(settings, 0, settings.local_root).hard_bytes)
 
 
@@ -205,9 +197,6 @@ def _checkpoint_shortfall(
     quota = settings.local_bytes_max
     held_bytes = space_counter(settings.local_root).total(exact=exact) if quota is not None else 0
     return _shortfall(settings, needed_bytes, directory, quota, held_bytes, reserved_bytes)
-
-
-# --- the node cache --------------------------------------------------------------------------------------------
 
 
 def reserve(pool: Pool, frozen: FileSet, size_bytes: int) -> AdmissionPlan:
@@ -256,14 +245,10 @@ def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) ->
 
 
 def shrink_cache(pool: Pool, size_bytes: int) -> None:
-    """Evict ``size_bytes`` of the node cache, or all evictable bytes."""
     if pool.root.is_dir():
         with _admission(pool.settings, ADMISSION_SECONDS):
             for one in _choose(AdmissionPlan(Shortfall(size_bytes)), _entries(pool), "cache").evicted:
                 _evict(one)
-
-
-# --- deciding --------------------------------------------------------------------------------------------------
 
 
 def _shortfall(
@@ -337,9 +322,6 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
     )
 
 
-# --- candidates ------------------------------------------------------------------------------------------------
-
-
 def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
     """Return cache entries in eviction order; none of an unreadable cache, unless ``rows`` are given.
 
@@ -390,7 +372,6 @@ def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifes
 
 
 def _newest_of_each_run(here: list[tuple[Path, Manifest]], abandoned: Set[Path]) -> set[Path]:
-    """The copies that retention never removes (N1), for every run on this node."""
     runs: dict[Path, list[CheckpointCopy]] = {}
     for directory, manifest in here:
         step = step_of(directory.name)
@@ -414,7 +395,6 @@ def _remove(local_root: Path, directory: Path, attempt: str) -> bool:
 
 
 def _own_bytes(directory: Path, manifest: Manifest) -> int:
-    """Bytes freed by removing the copy."""
     total = 0
     for entry in manifest.files:
         with contextlib.suppress(OSError):
@@ -423,12 +403,7 @@ def _own_bytes(directory: Path, manifest: Manifest) -> int:
     return total
 
 
-# --- counting --------------------------------------------------------------------------------------------------
-
-
 class _DirectorySize(NamedTuple):
-    """One directory: mtime, bytes of its files, and subdirectories."""
-
     changed_ns: int
     size_bytes: int
     below: list[str]

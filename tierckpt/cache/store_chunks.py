@@ -32,7 +32,6 @@ from .partial_entry import STREAM, same_digest
 log = logger("prefetch")
 
 REFUSALS = {400, 405, 501}
-"""Statuses of servers that do not support the condition."""
 
 
 class StoreChunks:
@@ -114,8 +113,6 @@ class StoreChunks:
 
 
 class Versions:
-    """Reads files of one store, each in its listed version."""
-
     def __init__(self, store: RangeSource) -> None:
         self.store = store
         self._etags: dict[str, str | None] = {}
@@ -204,8 +201,6 @@ class Versions:
 
 
 class FileStream:
-    """A running transfer of one file of an entry. Close it."""
-
     def __init__(self, versions: Versions, writer: ChunkWriter, index: int, stall_seconds: float) -> None:
         self._versions, self._writer, self._filling, self._index = versions, writer, writer.filling, index
         self._stall_seconds = stall_seconds
@@ -213,7 +208,6 @@ class FileStream:
         self._task = asyncio.ensure_future(self._run())
 
     async def wait(self, chunk: int) -> None:
-        """Return when ``chunk`` has landed or the transfer is over. Raises the transfer's error."""
         waiter = asyncio.ensure_future(self._landed[chunk].wait())
         try:
             await asyncio.wait([self._task, waiter], return_when=asyncio.FIRST_COMPLETED)
@@ -254,8 +248,6 @@ class FileStream:
 
 
 class OneChunk:
-    """Keeps one chunk of a stream, for a read without room."""
-
     def __init__(self, chunk: int, into: memoryview) -> None:
         self._chunk, self._into, self.digest = chunk, into, ""
 

@@ -53,7 +53,6 @@ class Checker:
         self._blocks: dict[tuple[int, int], bytes] = {}
         self._lock = threading.Lock()
         self.bad: set[tuple[int, int]] = set()
-        """Damaged chunks (file, chunk), not yet repaired."""
 
     def is_good(self, index: int, byte_range: ByteRange, data: memoryview) -> bool:
         """True when ``data`` is an undamaged ``byte_range`` of a file, or the digest is unknown.
@@ -75,7 +74,6 @@ class Checker:
         return True
 
     def note_bad(self, index: int, chunk: int) -> None:
-        """Count a damaged chunk until ``note_good``."""
         with self._lock:
             is_new = (index, chunk) not in self.bad
             self.bad.add((index, chunk))

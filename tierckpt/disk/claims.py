@@ -52,7 +52,6 @@ class Claims:
         self._taken: set[int] = set()
         self._lock = threading.Lock()
         self.has_locks = True
-        """False once the file system has refused a lock."""
 
     def take(self, at: int) -> bool:
         """Claim a byte; False if any other claim, also of this process, has it."""
@@ -65,7 +64,6 @@ class Claims:
             return True
 
     def share(self, at: int) -> bool:
-        """Hold a byte together with others."""
         return self._set(fcntl.F_RDLCK, at)
 
     def release(self, at: int) -> None:
@@ -76,7 +74,6 @@ class Claims:
             self._set(fcntl.F_UNLCK, at)
 
     def held(self, start: int, stop: int) -> list[int]:
-        """Return the bytes of a range that any process holds, in order."""
         own = [at for at in tuple(self._taken) if start <= at < stop]
         return sorted({*own, *locked(self._file, start, stop)})
 
@@ -120,7 +117,6 @@ def locked(file: int, start: int, stop: int) -> list[int]:
 
 
 def holder_name(*, has_locks: bool) -> str:
-    """Name a ``HostLease`` holder: this host, or this process without locks."""
     return f"{host_id()}" if has_locks else f"{host_id()}-{secrets.token_hex(4)}"
 
 
@@ -131,7 +127,6 @@ class HostLease:
         self._path, self._holder = path, holder.encode()
         self._file, self._pid = -1, os.getpid()
         self._seen_ns, self._seen_at = 0, 0.0
-        """Last write of the other holder, and when it was first seen here."""
         self._is_over = threading.Event()
 
     def take(self) -> bool:

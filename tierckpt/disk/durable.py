@@ -132,7 +132,6 @@ def space_of(path: Path) -> Space:
 
 
 def check_names(directory: Path, paths: Iterable[str] = ()) -> None:
-    """Raise ConfigError if ``directory``, or one of ``paths`` under it, is too long for its file system."""
     name_bytes_max = _name_bytes_max(directory)
     for path in ("", *paths):
         whole = os.fsencode(directory / path)
@@ -177,7 +176,6 @@ def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in ``path`` durable. Cost: one fsync."""
     with translated(path), requests.asking():
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -505,7 +503,6 @@ def fsync_file(path: Path) -> None:
 
 
 def refuse_file(directory: Path) -> None:
-    """Raise ConfigError when the target ``directory`` is a file, or its name is too long."""
     check_names(directory)
     with translated(directory):
         is_file = directory.is_file()

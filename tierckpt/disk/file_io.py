@@ -80,7 +80,6 @@ class Resident:
             self._map = None
 
     def has(self, byte_range: ByteRange) -> bool:
-        """True if all of ``byte_range`` is in the page cache now."""
         start = byte_range.start // PAGE_BYTES * PAGE_BYTES
         if self._map is None or not start < byte_range.stop <= self._size_bytes:
             return False
@@ -90,7 +89,6 @@ class Resident:
         return b"\0" not in self.pages(start, byte_range.stop)
 
     def _was_empty(self, window: int) -> bool:
-        """True if none of it was in the page cache at the first check."""
         if window not in self._is_empty:
             start = window * WINDOW_BYTES
             self._is_empty[window] = b"\1" not in self.pages(start, min(start + WINDOW_BYTES, self._size_bytes))
@@ -109,7 +107,6 @@ log = logger("disk")
 
 FICLONERANGE = 0x4020940D
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Errors without direct I/O: mostly of ``open``, some of reads and writes."""
 devices_without: set[int] = set()
 
 
@@ -136,7 +133,6 @@ class DirectFile:
         self.direct = direct
 
     def create(self, path: Path) -> None:
-        """Make the file; without direct I/O, it is written through the page cache."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         if self.direct:
             fd = open_direct(path, flags)
@@ -233,7 +229,6 @@ def stat_version(status: os.stat_result) -> str:
 
 
 def address_of(memory: memoryview | bytearray) -> int:
-    """The start address of writable, nonempty ``memory``."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

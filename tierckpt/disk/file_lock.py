@@ -33,7 +33,6 @@ from ..types import Tier
 from .quarantine import open_regular
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
-"""Errors of flock on a mount without flock support."""
 
 _RECORD = struct.Struct("hhqqi4x")
 """``struct flock`` with a 64-bit off_t: type, whence, start, length, pid."""
@@ -44,8 +43,6 @@ _files: set[int] = set()
 
 @dataclass(frozen=True, slots=True)
 class LockAttempt:
-    """Result of a lock attempt: true while the lock is held."""
-
     is_held: bool
     descriptor: int
     """A process that receives it inherits the lock (K4)."""
@@ -99,7 +96,6 @@ def try_lock(
 
 @contextmanager
 def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
-    """Hold ``path``, waiting at most ``timeout_seconds``. Raises OperationTimeoutError."""
     for _ in Poll(timeout_seconds, BRIEF):
         with try_lock(path) as held:
             if held:

@@ -70,7 +70,6 @@ class FlushMark:
         self._file = -1
 
     def is_held(self) -> bool:
-        """Whether a process of this node flushes; False if locks do not work."""
         try:
             if self._file < 0:
                 self._file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
@@ -85,8 +84,6 @@ class FlushMark:
 
 
 class FlushYield:
-    """The rule of G3, shared by all drains of a mover."""
-
     def __init__(self, mark: FlushMark) -> None:
         self.mark = mark
         self._since: float | None = None

@@ -67,7 +67,6 @@ os.register_at_fork(after_in_child=requests.forget)  # threads of the parent mad
 
 
 def ill_disk(where: object, **context: object) -> CheckpointSkippedError:
-    """The error of a save skipped because the disk below ``where`` hangs."""
     return CheckpointSkippedError(
         f"the disk below {where} has not ended a request for {ILL_SECONDS:g} s",
         hint=f"Training goes on, and the next save is tried again. Meanwhile {HINT}",
@@ -88,7 +87,6 @@ class Errands:
         self._last.set_result(None)
         self._clocks: list[int] = []
         self._hung_at = -1.0
-        """Processor time of the last abandoned request."""
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` as one disk request. Raises CheckpointSkippedError while an earlier one hangs."""

@@ -55,8 +55,6 @@ def cheapest(rates: Mapping[T, float]) -> T:
     return next(one for one, rate in rates.items() if rate >= AS_GOOD * fastest)
 
 
-# --- writes ----------------------------------------------------------------------------------------------------------
-
 MEASURED_BYTES_MIN = 64 * MiB
 TRIES_MIN = 1
 TRIES_KEPT = 5
@@ -88,7 +86,6 @@ WRITE_THREADS_MAX = max(shape.threads for shape in SHAPES)
 
 
 def segment_bytes(chunk_size_bytes: int, io_size_bytes: int) -> int:
-    """The size of one write: whole chunks of about ``io_size_bytes`` in total."""
     return chunk_size_bytes * max(1, round(io_size_bytes / chunk_size_bytes))
 
 
@@ -127,8 +124,6 @@ class WriteTuner:
         return cheapest(medians)
 
 
-# --- reads -----------------------------------------------------------------------------------------------------------
-
 BUFFERED_GAIN_MIN = 1.25
 """Required gain of the page cache: it costs five times the processor time, and evicts other data."""
 
@@ -148,7 +143,6 @@ class ReadMode:
 
     @property
     def mode(self) -> str:
-        """Its name, in records and logs."""
         return "straight" if self.straight else "direct" if self.direct else "buffered"
 
     def __str__(self) -> str:
@@ -156,7 +150,6 @@ class ReadMode:
 
     @classmethod
     def parse(cls, text: str) -> ReadMode:
-        """Raises ValueError."""
         mode, _, threads = text.partition("/")
         if mode not in ("direct", "buffered", "straight") or not 1 <= int(threads) <= 256:
             raise ValueError(f"{text!r} is no way to read")
@@ -169,7 +162,6 @@ readahead needs fewer.
 """
 
 MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
-"""The same for model files."""
 
 SHARED_WAYS = (ReadMode(False, 4),)
 """For model files that several processes of a node read at once: the page cache reads each byte once."""
@@ -193,7 +185,6 @@ class ReadTuner:
         self._lock = threading.Lock()
 
     def way(self, device: str) -> ReadMode:
-        """Return the best known read mode of ``device``."""
         if len(self.ways) < 2:
             return self.ways[0]
         with self._lock:
@@ -219,7 +210,6 @@ class ReadTuner:
             yield is_ours
 
     def decide(self, device: str, rates: Mapping[ReadMode, float], where: str) -> ReadMode:
-        """Choose by bytes per second, record and log it."""
         way = best(rates)
         with self._lock:
             self._known[device] = way
@@ -275,8 +265,6 @@ def device_of(file: int) -> str:
     status = os.fstat(file).st_dev
     return f"{os.major(status)}:{os.minor(status)} {mount} {boot}"
 
-
-# --- of this process -------------------------------------------------------------------------------------------------
 
 tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
 _write_tuners: dict[int, WriteTuner] = {}

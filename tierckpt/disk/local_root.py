@@ -108,7 +108,6 @@ def _clear(path: Path, before_unix_seconds: float) -> bool:
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the file system type of ``path`` (``ext4``, ``tmpfs``, ``nfs4``), '' if unknown."""
     best, kind = "", ""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

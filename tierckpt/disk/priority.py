@@ -22,7 +22,6 @@ STAT = Path("/proc/stat")
 BACKGROUND_CPU_SHARE = 0.04
 """Of one processor, for a background flush on a busy node. Measured: docs/adr/0007-flush.md."""
 BUSY_SHARE = 0.4
-"""Share of the node's processor time at normal priority."""
 OWN_WINDOW_SECONDS = 0.01
 NODE_WINDOW_SECONDS = 0.1
 REST_SECONDS_MAX = 0.5
@@ -86,7 +85,6 @@ def _ticks() -> tuple[int, int]:
 log = logger("flush")
 
 BACKGROUND_NICE = 10
-"""Niceness of background work (P8)."""
 
 _libc = ctypes.CDLL(None)
 

@@ -90,7 +90,7 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def set_aside_name(path: str) -> str:
-    """The path of the damaged checkpoint file ``path`` after set_aside."""
+    """The path to which the damaged checkpoint file ``path`` is moved."""
     directory, slash, name = path.rpartition("/")
     return f"{directory}{slash}{stem_of(name)}.bad"
 
@@ -106,7 +106,6 @@ def is_made_here(name: str) -> bool:
 
 
 def temporary_of_this_process(name: str) -> str:
-    """Return a temporary name that identifies its process, for ``is_abandoned``."""
     return f".{stem_of(name)}.{_this_process()}{secrets.token_hex(4)}.tmp"
 
 

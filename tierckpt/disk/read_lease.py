@@ -84,12 +84,10 @@ def removing(local_root: Path, directory: Path) -> Iterator[bool]:
 
 
 def is_read(local_root: Path, directory: Path) -> bool:
-    """Whether a process of this node reads the checkpoint that ``directory`` mirrors. Writes nothing."""
     return is_held(lease_path(local_root, directory))
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process of this node holds the lease file ``path``. Writes nothing."""
     if not path.exists():
         return False
     with try_lock(path, remove=True) as free:

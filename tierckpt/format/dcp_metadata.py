@@ -26,7 +26,6 @@ BITS = {
     **dict.fromkeys(("float8_e5m2fnuz", "float8_e8m0fnu", "qint8", "quint8", "float4_e2m1fn_x2"), 8),
     **dict.fromkeys(("complex128", "cdouble"), 128),
 }
-"""Bits of an element, by dtype name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,6 @@ def _row(name: Any, entry: Any, objects: Mapping[str, int]) -> TensorRow:
 
 
 def _object_sizes(storage: Any) -> dict[str, int]:
-    """Bytes of each entry in its files, by name."""
     sizes: dict[str, int] = {}
     for key, value in _mapping(storage or {}).items():
         name = key.fqn if type(key) is _Index else _fields(key).get("fqn")

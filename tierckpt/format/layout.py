@@ -66,7 +66,6 @@ REPLICA = ".tierckpt/replica.json"
 REPLICATED = ".tierckpt/replicated.json"
 """Local only: this node's saves of this attempt, and its copies of others', are on all their holders."""
 INCOMING_DIR = ".tierckpt/incoming"
-"""Local only: incoming files, each in a directory of its own."""
 SUPERSEDED = ".tierckpt/superseded.json"
 """Local only: this attempt was not drained and this node has newer ones: the copy may be evicted."""
 DRAINED = ".tierckpt/drained.json"
@@ -96,7 +95,6 @@ def local_dir(local_root: Path, location: Location) -> Path:
 
 
 def location_at(local_root: Path, directory: Path) -> Location | None:
-    """Return the location that ``directory`` of the local tier mirrors, or None."""
     try:
         scheme, authority, *path = directory.relative_to(Path(local_root, "checkpoints")).parts
     except ValueError:
@@ -111,7 +109,6 @@ def journal_dir(local_root: Path) -> Path:
 
 
 RETENTION_DIR = "retention"
-"""Of the local root: notes of runs to prune (checkpoint/prune.py)."""
 
 
 def written_file(local_root: Path, token: str) -> Path:
@@ -151,7 +148,6 @@ def attempt_metadata(attempt: str) -> str:
 
 
 def blocks_file(token: str) -> str:
-    """Block digests of one rank's shards, for partial reads."""
     return f"{BLOCKS_DIR}/{token}"
 
 
@@ -161,7 +157,6 @@ def origin_file(token: str) -> str:
 
 
 def private_files(token: str) -> tuple[str, ...]:
-    """Return the private files of a rank's save, without its shards."""
     return attempt_metadata(token), blocks_file(token), origin_file(token)
 
 
@@ -199,7 +194,6 @@ def step_name(step: int) -> str:
 
 
 REMOVED_DIR = f"{PRIVATE_DIR}/removed"
-"""Notes of unfinished removals, on either tier: the removed manifest, with the files still to delete."""
 
 
 def removal_note(attempt: str) -> str:

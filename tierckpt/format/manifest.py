@@ -25,13 +25,10 @@ from ..types import Buffer, ByteRange
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """The flush result of a shard."""
-
     path: Path
     size_bytes: int
     digests: tuple[str, ...]
     blocks: bytes = b""
-    """Block digests of all chunks (``manifest.blocks_of``)."""
 
 
 FORMAT = "tierckpt-manifest"
@@ -73,8 +70,6 @@ def digest_of(data: Buffer) -> str:
 
 
 class ChunkDigest(str):
-    """The result of ``digest_of``, with the block digests."""
-
     __slots__ = ("blocks",)
     blocks: bytes
 
@@ -105,7 +100,6 @@ class BlockDigests:
                 self._block, self._room = xxh3_128(), DIGEST_BLOCK_BYTES
 
     def end(self) -> bytes:
-        """The concatenated digests, ``BLOCK_DIGEST_BYTES`` each."""
         if self._room < DIGEST_BLOCK_BYTES or not self._found:
             self._found.append(self._block.digest())
         return b"".join(self._found)
@@ -123,7 +117,6 @@ def blocks_of(*pieces: Buffer) -> bytes:
 
 
 def block_digest(data: Buffer) -> bytes:
-    """Digest one block of at most ``DIGEST_BLOCK_BYTES``."""
     digest = xxh3_128()
     digest.update(data)
     return digest.digest()
@@ -184,7 +177,6 @@ class FileEntry:
         return self.source or self.path
 
     def chunks(self, chunk_size_bytes: int) -> Iterable[tuple[ByteRange, str]]:
-        """Yield each chunk's range and expected digest, in order."""
         for index, digest in enumerate(self.digests):
             start = index * chunk_size_bytes
             yield ByteRange(start, min(start + chunk_size_bytes, self.size_bytes)), digest
@@ -220,7 +212,6 @@ class Manifest:
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        """Every file of the checkpoint: shards first, metadata last."""
         return self.files + self.metadata
 
     def encode(self) -> bytes:
@@ -243,7 +234,6 @@ class Manifest:
 
 
 def merge(fragments: Sequence[Manifest]) -> Manifest:
-    """Join the fragments of all ranks of a save without collectives into one manifest."""
     first = fragments[0]
     if len({fragment.attempt for fragment in fragments}) != 1 or len(fragments) != first.world_size:
         raise ManifestError(
@@ -452,7 +442,6 @@ def _no_constants(name: str) -> NoReturn:
 
 
 def is_token(value: Any) -> TypeGuard[str]:
-    """True for a valid name of an attempt or a rank's save."""
     return isinstance(value, str) and bool(_TOKEN.match(value))
 
 

@@ -236,8 +236,6 @@ class PickleMachine:
             raise RefusedPickle("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
 
-    # --- opcodes met once in a while: each pushes, and returns where to go on --------------------------------------
-
     def _true(self, stack: list[Any], at: int) -> int:
         stack.append(True)
         return at
@@ -276,7 +274,6 @@ class PickleMachine:
         return at + 4 + count
 
     def _frame(self, stack: list[Any], at: int) -> int:
-        """A hint for stream readers."""
         count = _unpack_long(self.data, at)[0]
         if count > len(self.data) - at - 8:
             raise RefusedPickle(f"a frame of {count} bytes at byte {at} is longer than the file")

@@ -246,7 +246,6 @@ def _azure_account() -> str:
 
 
 def _check(text: str, location: Location) -> None:
-    """Raise ConfigError unless ``location`` is distinct in its store and on the local tier."""
     scheme, authority, parts = location.scheme, location.authority, location.path.split("/")
     if (scheme in {"s3", "az", "gs"} and not authority) or authority in {".", "..", "_"}:
         raise ConfigError(f"{text!r} names no bucket, container or host", hint=f"Write {scheme}://BUCKET/KEY", uri=text)

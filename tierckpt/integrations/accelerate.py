@@ -80,7 +80,6 @@ class TierState:
         return adopted
 
     def load(self, **options: Any) -> int | None:
-        """``accelerator.load_state`` of the newest usable checkpoint; return its step, or None."""
         found = self.run.restore(self.directory)
         if found is None:
             return None

@@ -43,6 +43,5 @@ class TierCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         return True
 
     def restore(self, save_dir: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint to ``save_dir``; return its tag, or None."""
         found = self.run.restore(save_dir)
         return found.name if found is not None else None

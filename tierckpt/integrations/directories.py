@@ -40,7 +40,6 @@ class Directories:
         self.location = check_location(parse_uri(uri))
         self.settings = Settings.load(settings, **overrides)
         self._saved: dict[str, Path] = {}
-        """Directories by adoption URI, until a warning about them."""
 
     @short_traceback
     def save(

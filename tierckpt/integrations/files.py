@@ -37,7 +37,6 @@ from ..types import Buffer, ByteRange, ObjectInfo
 log = logger("fsspec")
 
 BUFFER_BYTES = 256 << 10
-"""Minimum bytes per read from the cache."""
 _CLOSING_FRAMES = 4
 _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
 """Modules whose ``with`` also closes files after an exception."""
@@ -95,7 +94,6 @@ class _LocalFile(VerifiedFile):
         super().__init__(ReplicatedFile(entry, chunk, copies))
 
     def _read_farther(self, byte_range: ByteRange) -> Buffer:
-        """Read the shared tier's copy, through the node cache."""
         if self._farther is None:
             self._farther = _CachedFile(self._thing, self._settings)
             self._holding.callback(self._farther.close)
@@ -145,7 +143,6 @@ class _WrittenFile(RangeFile):
 
 
 def open_raw(thing: Thing, settings: Settings) -> RangeFile:
-    """The bytes of ``thing``: from the local tier if there, else through the node cache."""
     if not thing.size_bytes:
         return RangeFile(0)  # nothing to fetch or keep
     if thing.written is not None:
@@ -257,7 +254,6 @@ class Writer(io.BufferedIOBase):
         )
 
     def commit(self) -> None:
-        """Publish the data under its name, unless it was discarded."""
         self._is_open = False
         if self._spool.closed:
             return
@@ -269,7 +265,6 @@ class Writer(io.BufferedIOBase):
             self._put(spool, size_bytes)
 
     def discard(self) -> None:
-        """Drop the written data."""
         self._is_open = False
         self._spool.close()
 

@@ -67,8 +67,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self.write_back = write_back
         self.settings = Settings.load(settings, **fields)
 
-    # --- names --------------------------------------------------------------------------------------------------
-
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         if isinstance(path, list):
@@ -80,7 +78,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return str(cls._strip_protocol(path)).rpartition("/")[0]
 
     def _location(self, path: str) -> Location:
-        """Return the location. Raises ConfigError, which says how to write it."""
         name = self._strip_protocol(path)
         try:
             return check_location(parse_uri(f"{self.protocol}://{name}"))
@@ -106,8 +103,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return {"name": name, "size": 0, "type": "directory"}
         return {"name": name, "size": thing.size_bytes, "type": "file", "ETag": thing.etag}
 
-    # --- looking ------------------------------------------------------------------------------------------------
-
     @short_traceback
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
@@ -127,7 +122,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._is_dir(path) is False
 
     def _is_dir(self, path: str) -> bool | None:
-        """None if missing."""
         try:
             return self._look(path).is_dir
         except FileNotFoundError:
@@ -178,8 +172,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Do nothing: listings are not cached."""
-
-    # --- reading ------------------------------------------------------------------------------------------------
 
     @short_traceback
     def open(self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any) -> Any:
@@ -237,7 +229,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: str = "return",
         **kwargs: Any,
     ) -> list[Any]:
-        """Every range; a file with several is opened once."""
         starts = starts if isinstance(starts, Iterable) else [starts] * len(paths)
         ends = ends if isinstance(ends, Iterable) else [ends] * len(paths)
         wanted: dict[str, list[tuple[int, Any, Any]]] = {}
@@ -266,8 +257,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                     file.read_into(start, memoryview(data))
                 found.append(bytes(data))
         return found
-
-    # --- writing ------------------------------------------------------------------------------------------------
 
     @short_traceback
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
@@ -369,7 +358,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Make a directory, if the store has any."""
         location = self._location(path)
         if location.scheme == "file":
             Path(location.path).mkdir(parents=create_parents)
@@ -483,7 +471,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
 
 def _directories(names: Iterable[str], above: str) -> set[str]:
-    """The parent directories of ``names``, up to ``above``."""
     found = {above}
     for name in names:
         while (name := name.rpartition("/")[0]) not in found and len(name) > len(above):

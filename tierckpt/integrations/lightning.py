@@ -128,7 +128,6 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         atexit.register(self.teardown)
 
     def teardown(self) -> None:
-        """Remove pending paths."""
         with _lock:
             doomed, self._doomed = self._doomed, set()
         self._remove(doomed)
@@ -148,8 +147,6 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
 
 class _Nothing(dict[str, Any]):
-    """Makes Lightning restore nothing."""
-
     def __bool__(self) -> bool:
         return False
 
@@ -160,7 +157,6 @@ def nothing_to_restore(place: str) -> dict[str, Any]:
 
 
 def is_of_host(path: str | os.PathLike[str]) -> bool:
-    """True for Lightning's own files, and those of Ray's callbacks."""
     place = Path(path)
     is_for_ray = place.name == RAY_NAME and place.is_relative_to(tempfile.gettempdir())
     return is_for_ray or _OWN.fullmatch(place.name) is not None

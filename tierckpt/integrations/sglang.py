@@ -52,7 +52,6 @@ def _connector_class() -> Any:
         """The files of a model at ``tierckpt://STORE/...``. Files of ``pull_files`` are removed with it."""
 
         def glob(self, allow_pattern: str | Sequence[str] | None = None) -> list[str]:
-            """Return the sorted URLs of matching files."""
             with open_cached(self.url, settings=Settings.load()) as view:
                 return [f"{self.url}/{name}" for name in sorted(view.files) if _matches(name, allow_pattern)]
 

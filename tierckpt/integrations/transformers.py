@@ -39,7 +39,6 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
         self._trials: dict[str, Directories] = {}
-        """The run of each trial of a search, by Trainer's directory name."""
         self._left: dict[int | None, Path] = {}
         """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there in place."""
 

@@ -115,7 +115,6 @@ class _Cluster:
 
 
 def _places(look: Callable[[], str | None]) -> list[str]:
-    """One node for each directory that ``look`` finds on them."""
     nodes: dict[str, str] = {}
     for node, place in on_nodes(dict.fromkeys(alive_nodes(), look)).items():
         if place is not None:

@@ -58,8 +58,6 @@ class Probe(Protocol):
 
 
 class AgentBreaker:
-    """Whether the agent of ``local_root`` answers this process. Thread-safe."""
-
     def __init__(self, local_root: Path) -> None:
         self._local_root = local_root
         self._lock = threading.Lock()

@@ -154,7 +154,6 @@ class socket_path:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user on the other side, from the kernel."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
@@ -360,7 +359,6 @@ class AgentClient:
         )
 
     def _reach(self, directory: Path) -> socket.socket | None:
-        """Connect to the agent; None if there is none. Raises PermissionDeniedError and NoAgentError."""
         try:
             return _open(directory)
         except (FileNotFoundError, ConnectionRefusedError):
@@ -455,7 +453,6 @@ def _open(directory: Path) -> socket.socket:
 
 
 def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
-    """Start an agent in its own session, which outlives this process. It exits if another one is running."""
     log_file = directory / LOG
     with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
         if log_file.stat().st_size > LOG_BYTES_MAX:

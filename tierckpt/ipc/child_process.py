@@ -29,7 +29,6 @@ and relative paths in them are resolved in ``DIRECTORY``.
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start ``python -m module arguments``; ``options``: see ``Popen``. Raises OSError."""
     if not Path(sys.executable or "").is_absolute():
         raise FileNotFoundError(f"sys.executable is {sys.executable!r}, which does not say where Python is")
     command = [sys.executable, "-P", "-m", module, *arguments]

@@ -37,7 +37,6 @@ class CachedView:
 
     @property
     def only(self) -> FileSpec | None:
-        """The file of a URI that is one object."""
         return self._cached.only
 
     @property
@@ -47,7 +46,6 @@ class CachedView:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of real files, once all of them are whole; else None."""
         return self._cached.directory
 
     def path(self, path: str) -> Path:
@@ -85,7 +83,6 @@ class CachedView:
         self._client.run(self._cached.wait(path, wanted, timeout_seconds))
 
     def fill(self, paths: Iterable[str] | None = None) -> None:
-        """Fetch all of ``paths`` (default: every file)."""
         self._client.run(self._cached.fill(paths))
 
     def fill_in_background(self, paths: Iterable[str] | None = None) -> None:

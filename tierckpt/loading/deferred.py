@@ -30,7 +30,6 @@ _OF_SHAPE = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.is_contiguous,
     Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__, Tensor.storage_offset,
 }  # fmt: skip
-"""Operations that need no values."""
 
 _VIEWS = {
     Tensor.narrow, torch.narrow, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind,
@@ -38,7 +37,6 @@ _VIEWS = {
     Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.detach, torch.detach, Tensor.view,
     Tensor.__getitem__, *(getattr(Tensor, name).__get__ for name in ("data", "T", "mT")),
 }  # fmt: skip
-"""Operations that may return views."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,11 +44,9 @@ class _Source:
     want: Want
     device: torch.device
     made: list[weakref.ref[DeferredTensor]]
-    """Every view of the tensors of this load."""
     whole: Tensor | None = None
 
     def read(self, view: Tensor) -> Tensor:
-        """Return the values of ``view``, a view of a tensor on the meta device."""
         bounds = None if self.whole is not None else _bounds_of(view, self.want.shape)
         if bounds is None or bounds == self.want.bounds:
             return self.read_all().as_strided(view.shape, view.stride(), view.storage_offset())
@@ -188,5 +184,4 @@ class Deferral:
 
 
 def _each_read(arguments: Any) -> Any:
-    """Replace each deferred tensor in ``arguments`` by an ordinary one."""
     return torch_internals.tree_map_only(DeferredTensor, DeferredTensor.read, arguments)

@@ -46,7 +46,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES_MAX = 5 * GiB
 _SPARE_BYTES = 16 << 20
-"""Room for headers and the index."""
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -160,9 +159,6 @@ def _export(
     return ExportResult(reader.path, target, tuple(names), len(items), size_bytes, skipped)
 
 
-# --- what to export ---------------------------------------------------------------------------------------------
-
-
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
@@ -228,18 +224,12 @@ def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes
     return json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
-# --- reading and writing ----------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _held(reader: TierStorageReader) -> Iterator[None]:
     """Hold the checkpoint against removal for the whole export: the reader releases it after each window."""
     settings = reader.settings
     with read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
         yield
-
-
-# --- all or nothing ---------------------------------------------------------------------------------------------
 
 
 def _check_target(target: Path) -> None:

@@ -38,8 +38,6 @@ WINDOW_BYTES = 128 * MiB
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One tensor to export: its names and dtypes in the checkpoint and in the files."""
-
     key: str
     name: str
     stored: TensorStorageMetadata
@@ -56,8 +54,6 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A contiguous stretch of a tensor, and the start of its bytes in the file."""
-
     item: Item
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -77,7 +73,6 @@ class TensorSlice:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the block and its conversion buffers."""
         converted_bytes = self.numel * self.item.dtype.itemsize if self.item.dtype != self.item.written else 0
         return self.size_bytes + converted_bytes
 
@@ -147,11 +142,7 @@ def write_file(
         file.cut(end, durable=True)
 
 
-# --- cutting -------------------------------------------------------------------------------------------------------
-
-
 def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[TensorSlice]:
-    """Cut ``items``, contiguous from ``start``, into blocks that fit."""
     for item in items:
         unit = item.written.itemsize + (item.dtype.itemsize if item.dtype != item.written else 0)
         shape = tuple(item.stored.size)
@@ -165,7 +156,6 @@ def blocks(items: Sequence[Item], start: int, size_bytes_max: int) -> Iterator[T
 
 
 def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a tensor into contiguous stretches of at most ``numel_max`` elements: offsets and sizes of each."""
     row = math.prod(shape[1:])
     if math.prod(shape) <= numel_max:
         yield (0,) * len(shape), shape
@@ -179,11 +169,7 @@ def _stretches(shape: tuple[int, ...], numel_max: int) -> Iterator[tuple[tuple[i
                 yield (index, *offsets), (1, *sizes)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
 def _read(reader: TierStorageReader, window: list[TensorSlice], view: memoryview, begin: int) -> None:
-    """Read the blocks of ``window`` into ``view``, which is the file from ``begin``."""
     placed: list[Tensor] = []
     targets: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     plan: list[ReadItem] = []
@@ -213,8 +199,6 @@ def _reads(block: TensorSlice) -> list[ReadItem]:
 
 
 class _Into:
-    """The part of DCP's planner that a read needs."""
-
     def __init__(self, targets: dict[tuple[str, tuple[int, ...]], Tensor]) -> None:
         self._targets = targets
 

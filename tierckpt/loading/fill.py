@@ -38,7 +38,6 @@ from .model_files import ModelDirectory, ModelFile
 from .tensor_parts import Bounds, Parts
 
 READ_BYTES = 8 << 20
-"""Bytes of one request, and of a buffer."""
 READS_A_BUFFER = 4
 """Small loads take few buffers, so that many processes fit on a node."""
 
@@ -68,7 +67,6 @@ AHEAD_MAX = 8
 """Jobs with pages allocated in advance. Few: earlier jobs decide between huge and small pages."""
 
 FILES_AT_ONCE = 64
-"""Files with open descriptors at a time."""
 
 RUN_BYTES_MIN = 1 << 20
 """Partly requested rows of this size are read singly; shorter ones in blocks."""
@@ -76,8 +74,6 @@ RUN_BYTES_MIN = 1 << 20
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """One tensor to read: the requested part, and its torch dtype and shape."""
-
     name: str
     file: ModelFile
     entry: TensorEntry
@@ -104,7 +100,6 @@ class Want:
         return run.bounds is None and run.start % self.dtype.itemsize == 0
 
     def runs(self) -> Iterator[RowRun]:
-        """The runs that hold it, in order."""
         if not self.size_bytes:
             return iter(())
         # A last dimension of bytes makes every dtype alike, whatever its alignment.
@@ -137,7 +132,6 @@ class RowRun:
         return self.start + self.rows * self.row_bytes
 
     def parts(self, size_bytes: int) -> Iterator[RowRun]:
-        """Cut it into runs of at most ``size_bytes``, or a row."""
         out_bytes = self.row_bytes if self.bounds is None else _size(self.bounds)
         step = max(1, size_bytes // self.row_bytes)
         for row in range(0, self.rows, step):
@@ -151,7 +145,6 @@ class RowRun:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Return the requested range of a row; the whole row if that is not one range."""
         (start, stop), *others = self.bounds or ((0, self.shape[0]),)
         if any(bound != (0, size) for bound, size in zip(others, self.shape[1:], strict=True)):
             return 0, self.row_bytes
@@ -190,9 +183,6 @@ def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iter
             yield from _runs(shape[1:], bounds[1:], start + row * row_bytes, at)
 
 
-# --- where it goes -------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Job:
     """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or through a buffer.
@@ -207,7 +197,6 @@ class Job:
     into: memoryview | None = None
     puts: list[tuple[RowRun, Tensor]] = field(default_factory=list)
     memory: Memory | None = None
-    """The memory of ``into``, without pages so far."""
     pieces: tuple[int, int] | None = None
     """Size and distance of the pieces, if only these are read, back to back, into the buffer."""
 
@@ -217,7 +206,6 @@ class Job:
         return -(-(self.stop - self.start) // step) * size
 
     def read(self, into: memoryview | None, through: memoryview | None) -> int:
-        """Return the number of bytes read."""
         if self.pieces is not None and self.disk is not None and into is not None:
             return self.disk.read_pieces(self.start, *self.pieces, into[: self.wanted_bytes])
         return len(self.copy.read(ByteRange(self.start, self.stop), into, through))
@@ -228,8 +216,6 @@ class Job:
 
 
 class FileFill:
-    """The tensors of one file: their memory, and the jobs that fill it."""
-
     def __init__(self, file: ModelFile, wants: Sequence[Want], device: torch.device) -> None:
         self.file, self.wants, self.device = file, wants, device
         self.copy = file.open()
@@ -269,7 +255,6 @@ class FileFill:
         return self.device.type == "cpu" and want.size_bytes >= DIRECT_BYTES_MIN
 
     def prepare(self) -> None:
-        """Take the memory and make the jobs, without pages."""
         if self.size_bytes:
             self._memory = Memory(self.size_bytes, Kind.PRIVATE, None)
         at = 0
@@ -289,7 +274,6 @@ class FileFill:
             self._memory.allow_huge_pages()  # the kernel may still merge small ones
 
     def _place(self, extent: list[tuple[Want, RowRun]], at: int) -> int:
-        """Put an extent at ``at`` of the memory; return the next possible start."""
         begin, end = _block(extent[0][1].start), extent[-1][1].stop
         view = self._view()[at : at + round_up(end) - begin]
         for start in range(begin - begin % READ_BYTES, end, READ_BYTES):
@@ -302,7 +286,6 @@ class FileFill:
         return at + round_up(end) - begin
 
     def _target(self, want: Want, at: int) -> Tensor:
-        """Make the tensor of ``want`` and return its bytes."""
         if self._is_large(want):
             tensor = _tensor(self._view(), at, want)
         else:
@@ -351,9 +334,6 @@ def _tensor(view: memoryview, offset: int, want: Want) -> Tensor:
     """A tensor of these bytes, which it keeps alive, with its own storage of the same size."""
     count = math.prod(want.shape)
     return torch.frombuffer(view, dtype=want.dtype, count=count, offset=offset).view(want.shape)
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None) -> dict[str, Tensor]:
@@ -466,7 +446,6 @@ class _Reading(ReadThreads):
             self._end_readers()
 
     def _next_ready(self) -> Iterator[Job]:
-        """Yield the jobs for one reader, with pages."""
         if not self._fillers:
             for job in self.each(self._jobs):
                 put_pages(job)
@@ -531,8 +510,6 @@ def _until(stop: threading.Event, jobs: Sequence[Job]) -> Iterator[Job]:
 
 
 class _Buffer:
-    """One thread's buffer for tensors that are not read in place."""
-
     def __init__(self, memory: Memory) -> None:
         self.view = memory.view[:READ_BYTES]
         self._bytes = torch.frombuffer(self.view, dtype=torch.uint8)
@@ -543,8 +520,6 @@ class _Buffer:
 
 
 class _PinnedBuffer(_Buffer):
-    """Copies to a GPU on a stream of this thread, while other threads read."""
-
     def __init__(self, memory: Memory, after: torch.cuda.Stream) -> None:
         super().__init__(memory)
         pin(memory)  # if unavailable, copies are slower and synchronous, but correct

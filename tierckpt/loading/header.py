@@ -75,8 +75,6 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: bytes ``start`` to ``stop`` of it."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -90,8 +88,6 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's tensors in the order of their bytes, and its metadata."""
-
     entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
 
@@ -178,7 +174,6 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
 _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _DEPTH_MAX = 125
-"""Maximum nesting of unknown fields: the format's own reader allows 127 containers in all."""
 _COUNT_MAX = 1 << 64
 """The format's own reader overflows here, factor by factor."""
 _SIZE_MAX = (1 << 63) - 1
@@ -191,7 +186,6 @@ class _Object(list[tuple[str, Any]]):
 
 
 def _json(text: bytes) -> Any:
-    """Parse JSON, an object as ``_Object``. Raises ``Malformed``."""
     integer = _integer if _RARE_NUMBER.search(text) else int
     try:
         found = json.loads(
@@ -217,7 +211,6 @@ def _integer(text: str) -> float:
 
 
 def _has_half_a_character(text: bytes) -> bool:
-    """True if an escape is half of a surrogate pair."""
     half_at = None
     for match in re.finditer(rb"\\(?:u([0-9a-fA-F]{4})|.)", text, re.DOTALL):
         code = int(match[1], 16) if match[1] else 0
@@ -272,7 +265,6 @@ class _TensorFields:
 
 
 def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
-    """Return the tensor of ``fields``; checks the data's length against dtype and shape."""
     name, dtype, shape, (start, stop) = fields.name, fields.dtype, fields.shape, fields.offsets
     bits = 1
     for factor in (*shape, DTYPE_BITS[dtype]):
@@ -285,7 +277,6 @@ def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
 
 
 def _are_counts(value: Any) -> bool:
-    """Return True for an array of integers from 0 (``True`` is not one) that fit 64 bits."""
     is_array = isinstance(value, list) and not isinstance(value, _Object)
     return is_array and all(type(item) is int and 0 <= item < _COUNT_MAX for item in value)
 
@@ -301,7 +292,6 @@ def _depth(value: list[Any]) -> int:
 
 
 def check_cover(entries: list[TensorEntry], begin: int, size_bytes: int) -> None:
-    """Check that every byte of the file belongs to exactly one tensor."""
     position = begin
     for entry in entries:
         if entry.start != position:

@@ -52,8 +52,6 @@ _OTHER_INDEX = re.compile(r"(?P<base>.*)\.safetensors\.index\.json")
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One set: an index, or files. Names in the directory."""
-
     files: tuple[str, ...] = ()
     index: str = ""
 
@@ -65,7 +63,6 @@ class _Set:
     single: str = ""
     index: str = ""
     shards: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By count and number."""
 
     @property
     def names(self) -> list[str]:
@@ -93,7 +90,6 @@ class _Set:
 
 
 def is_weights(name: str) -> bool:
-    """True for a file that is, or names, weights of a model."""
     return name.endswith(SUFFIX) or _INDEX.fullmatch(name) is not None or _OTHER_INDEX.fullmatch(name) is not None
 
 
@@ -161,7 +157,6 @@ def _several(where: str, files: Sequence[str], call: str) -> IntegrityError:
 
 
 def _sets(names: Sequence[str]) -> tuple[list[_Set], list[str], list[str]]:
-    """Return the sets of known base names, and the files and indexes of other names."""
     sets: dict[tuple[str, str], _Set] = {}
     others, other_indexes = [], []
     for name in sorted(names):
@@ -193,9 +188,7 @@ def _list(names: Sequence[str]) -> str:
 log = logger("load")
 
 SHOWN = 5
-"""Names in a message."""
 _HEAD_BYTES = 128 << 10
-"""First read of each file: most headers are shorter."""
 
 
 class ModelDirectory(Protocol):
@@ -267,8 +260,6 @@ class Directory:
 
 @dataclass(eq=False, slots=True)
 class ModelFile:
-    """One file of a model, as it was when its header was read."""
-
     place: ModelDirectory
     info: ObjectInfo
     entries: dict[str, TensorEntry] = field(default_factory=dict)
@@ -285,7 +276,6 @@ class ModelFile:
         return self.place.open(self.name)
 
     def check_unchanged(self) -> None:
-        """Raise IntegrityError if the file was replaced after its header was read."""
         if self.place.info(self.name) != self.info:
             raise IntegrityError(
                 f"{self.where} was changed while it was read", hint="Load the model again", file=self.name
@@ -447,7 +437,6 @@ def _whole(place: ModelDirectory, name: str, size_bytes: int) -> bytes:
 
 
 def in_file_order(model: ModelTensors) -> Iterator[tuple[str, ModelFile, TensorEntry]]:
-    """Yield every tensor, file by file, in the order of their bytes."""
     files: dict[int, list[tuple[str, ModelFile, TensorEntry]]] = {}
     for name, (file, entry) in model.tensors.items():
         files.setdefault(id(file), []).append((name, file, entry))

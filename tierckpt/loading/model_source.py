@@ -26,8 +26,6 @@ from .prefetched import open_directory
 
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
-    """The choice among several weights of a directory; "" for the default."""
-
     variant: str = ""
     subfolder: str = ""
     index: str = ""

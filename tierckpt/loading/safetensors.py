@@ -198,7 +198,6 @@ class LazyTensors(Mapping[str, Tensor]):
         self._wants = {want.name: want for want in wanted.wants}
 
     def close(self) -> None:
-        """Release the model; later reads fail. Idempotent."""
         self._wants, self._names = {}, []
         self._wanted.close()
 
@@ -230,8 +229,6 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class WantedTensors:
-    """The selected tensors of a model."""
-
     def __init__(
         self,
         uri_or_dir: str | os.PathLike[str],
@@ -251,7 +248,6 @@ class WantedTensors:
             chosen = set(self.names)
             found = (one for one in in_file_order(self._model) if one[0] in chosen)
             self.wants = [Want.of(name, file, entry, parts) for name, file, entry in found]
-            """In the order of the files."""
         except BaseException:
             self.close()
             raise

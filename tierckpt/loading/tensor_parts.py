@@ -42,7 +42,6 @@ def check_device(device: str | int | torch.device) -> torch.device:
 
 
 Shard: TypeAlias = tuple[int, int, int]
-"""``(rank, world, dim)``."""
 
 Part: TypeAlias = Shard | slice | tuple[slice, ...] | None
 """Plan of one tensor: a rank's share, slices of its first dimensions, or None for all of it."""
@@ -50,7 +49,6 @@ Part: TypeAlias = Shard | slice | tuple[slice, ...] | None
 Plan: TypeAlias = Mapping[str, Part] | Callable[[str], Part]
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
-"""Start and stop in each dimension."""
 
 
 class Parts:

@@ -27,7 +27,6 @@ MASTER = ""
 @dataclass(frozen=True, slots=True)
 class TrainerParameter:
     key: str
-    """"group.index"."""
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -65,7 +64,6 @@ class BlockLayout:
     kind: str
     blocks: tuple[StateBlock, ...]
     size_bytes: int
-    """Size of one version of all blocks."""
 
     @property
     def digest(self) -> str:
@@ -109,12 +107,10 @@ def layout_of(
 
 
 def shared_bytes(members: Sequence[TrainerParameter]) -> int:
-    """Bytes of shared memory for the gradients of a step."""
     return max(ALIGNMENT, sum(_shared_bytes(one) for one in members))
 
 
 def shared_tensors(members: Sequence[TrainerParameter], memory: memoryview) -> dict[str, torch.Tensor]:
-    """Return the gradient tensor of each parameter in ``memory``, by key, for trainer and updater."""
     found, at = {}, 0
     for one in members:
         found[one.key] = view_of(memory, at, one)
@@ -127,7 +123,6 @@ def _shared_bytes(one: TrainerParameter) -> int:
 
 
 def view_of(memory: memoryview, offset: int, one: TrainerParameter | TensorPlace) -> torch.Tensor:
-    """Return a tensor at ``offset`` with the shape and type of ``one``."""
     dtype, count = DTYPES[one.dtype], math.prod(one.shape)
     if not count:
         return torch.empty(one.shape, dtype=dtype, device="cpu")

@@ -36,7 +36,6 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
 
 
 def _places(directory: Path, step: int) -> Iterator[FramePosition]:
-    """Yield the frames of the newest segment that begins by ``step``, and of later ones."""
     found, ended = log_segments.segments_in(directory)
     first = next((one for one in reversed(found) if one.step <= step), None)
     for place in log_segments.walk_from(found, first, ended):
@@ -60,7 +59,6 @@ class GradientFiles:
         self.begin(step)
 
     def begin(self, step: int) -> None:
-        """Begin the segment of the steps after ``step``."""
         self.close()
         fields = {"bases": [], "previous": self._previous, "owner": {}}
         self._file = SegmentFile(self._directory, step, fields, is_cached=True)

@@ -37,11 +37,9 @@ class MappedState:
 
     def __init__(self, directory: Path, layout: BlockLayout, tensors: Mapping[str, torch.Tensor]) -> None:
         self.stepped: set[str] = set()
-        """Keys of parameters with state in addition to their values."""
         self.view: State | None = None
         """State by parameter and name, sharded like the parameter, during a save or a restore."""
         self.saved: StateFile | None = None
-        """The state file whose version 0 backs the tensors of the last ``to_save`` call."""
         self._directory, self._layout, self._tensors = directory, layout, tensors
         self._new: NewState | None = None
 
@@ -49,20 +47,17 @@ class MappedState:
         return current_state(self._directory, self._layout) is not None
 
     def begin(self, values: Tensors, step: int) -> None:
-        """Create a new state from ``values``."""
         with directory_lock(self._directory, os.getpid()):
             begin_state(self._directory, self._layout, values, step)
         self.look([0] * len(self._layout.blocks))
 
     def look(self, versions: Sequence[int]) -> None:
-        """Update ``stepped`` from the current versions."""
         file = self._opened()
         found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
         self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
 
     @contextmanager
     def to_save(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Within the context, ``view`` has the tensors to save."""
         self.saved = self._opened()
         with self._viewed(self.saved, parameters, lambda key, name: name == MASTER or key in self.stepped):
             yield

@@ -18,7 +18,6 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def build_optimizer(
     params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Return a ``torch.optim`` optimizer that holds the groups, options and initial state."""
     if isinstance(params, torch.optim.Optimizer):
         raise ConfigError(
             "an existing optimizer keeps its state in the trainer",
@@ -37,7 +36,6 @@ def build_optimizer(
 
 
 def check_parameter(member: TrainerParameter, tensor: torch.Tensor) -> None:
-    """Raise ConfigError if a parameter cannot be stepped near storage."""
     if tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad"):
         raise ConfigError(
             f"parameter {member.name} is {member.dtype}, or has float32 gradients; the trainer's parameters and "
@@ -48,7 +46,6 @@ def check_parameter(member: TrainerParameter, tensor: torch.Tensor) -> None:
 
 
 def check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError if a gradient is sparse or of another precision than its parameter."""
     for one in parameters_of(optimizer):
         gradient = one.tensor.grad
         if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
@@ -60,7 +57,6 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[TrainerParameter]:
-    """Return the parameters by name, else by their number in ``state_dict``."""
     has_names = all(group.get("param_names") for group in optimizer.param_groups)
     return [
         TrainerParameter(

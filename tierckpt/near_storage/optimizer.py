@@ -141,8 +141,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def state(self, _: object) -> None:  # torch sets it in __init__ and when groups are loaded
         pass
 
-    # --- training ---------------------------------------------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. On return the parameters are new, and the gradients are in a file.
 
@@ -181,12 +179,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def process_id(self) -> int:
-        """Id of the process that owns the state."""
         return self._process.pid
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied so far between the trainer's tensors and the shared memory."""
         return self._channel.moved_bytes
 
     def _check_parameters(self) -> None:
@@ -216,8 +212,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def _forget_steps(self) -> None:
         for group in self.param_groups:
             group.pop(STEPS, None)
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def resume(self, last_step: int | None = None) -> int:
         """Bring the trainer to the newest step in ``directory``, and return it. 0 if there is none.
@@ -252,8 +246,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._process.start()
         self._steps, self._must_resume, self._written = self._process.step, False, write_counters_of(self)
 
-    # --- in a Checkpointer ------------------------------------------------------------------------------------------
-
     @contextmanager
     def mapped(self) -> Iterator[None]:
         """Within the context, ``state_dict`` has the tensors to save, with float32 parameters as "master".
@@ -268,11 +260,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             yield
 
     def lies_in_files(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` comes from the last ``mapped`` call."""
         return self._files.saved is not None and self._files.saved.owns(tensor)
 
     def hold(self) -> StateHold:
-        """Hold the state of the last ``mapped`` call for a save. Cost: one message."""
         assert self._files.saved is not None
         return StateHold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
 
@@ -322,7 +312,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._replace(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise ConfigError: not supported."""
         raise ConfigError(
             "an optimizer near storage owns a process and files, and cannot be copied or pickled",
             hint="Save it with a Checkpointer, or build another one over its own directory",
@@ -347,8 +336,6 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # --- parts -----------------------------------------------------------------------------------------------------
 
     def _values(self, state: Mapping[Any, Mapping[str, Any]]) -> Tensors:
         return {

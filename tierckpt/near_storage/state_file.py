@@ -90,11 +90,9 @@ class StateFile:
         return file
 
     def tensors(self, block: StateBlock, version: int, *, all_of_them: bool = False) -> Tensors:
-        """Return the present tensors of a block, by key and name. They share its memory."""
         return _tensors_in(self.bytes_of(block, version), block, all_of_them=all_of_them)
 
     def present(self, block: StateBlock, version: int) -> dict[str, set[str]]:
-        """Return the names of the present tensors, by key (N6)."""
         flags = bytearray(len(block.places))
         self._read(address_of(flags), len(flags), self._begin_of(block, version))
         found: dict[str, set[str]] = {key: set() for key in block.keys}
@@ -104,14 +102,12 @@ class StateFile:
         return found
 
     def all_tensors(self) -> Tensors:
-        """Return the tensors of all blocks in version 0, including absent ones."""
         found: Tensors = {}
         for block in self.layout.blocks:
             found |= self.tensors(block, 0, all_of_them=True)
         return found
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in version 0 of a block."""
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
@@ -152,7 +148,6 @@ class StateFile:
             raise _unreadable(path, problem)
 
     def copy(self, block: StateBlock, source: int) -> int:
-        """Copy version ``source`` over the other one, and return the other's number."""
         into, of = (torch.frombuffer(self.bytes_of(block, one), dtype=torch.uint8) for one in (1 - source, source))
         into.copy_(of)
         return 1 - source
@@ -209,7 +204,6 @@ class StateFile:
         )
 
     def forget_after(self, step: int) -> None:
-        """Invalidate all versions of later steps."""
         with translated(self.directory / RECORDS):
             for block in self.layout.blocks:
                 for version in (0, 1):
@@ -323,7 +317,6 @@ class NewState:
         fsync_dir(self._directory)
 
     def discard(self) -> None:
-        """Remove it, uncommitted. Raises nothing."""
         remove_tree(self._directory / self._token, ignore_errors=True)
 
 

@@ -18,14 +18,10 @@ from .updater_process import UpdaterProcess
 
 @dataclass(slots=True)
 class Sent:
-    """A step that was sent and that the process has not reported as made."""
-
     step: int
     head: bytes
     gradients: list[list[str]] = field(default_factory=list)
-    """Keys of the parameters whose gradients are in shared memory, by block."""
     is_whole: bool = False
-    """Whether all gradients are there."""
 
 
 class StepChannel:
@@ -55,10 +51,8 @@ class StepChannel:
         }
         self.process = UpdaterProcess({**order, **told}, (descriptor,), timeout_seconds)
         self._begun: Sent | None = None
-        """The step that is sent and not made."""
 
     def close(self) -> None:
-        """End the process after its pending work, and release the memory."""
         self.process.close()
         self.process.is_closed = True
         self._shared = {}
@@ -73,7 +67,6 @@ class StepChannel:
         self._begun = None
 
     def check_step(self, step: int) -> None:
-        """Raise IntegrityError unless the process is at ``step``."""
         if self.process.step != step:
             raise IntegrityError(
                 f"the optimizer's state in {self.process.order['directory']} is of step {self.process.step}, but "
@@ -82,7 +75,6 @@ class StepChannel:
             )
 
     def ask(self, message: Mapping[str, Any], step: int) -> Future[dict[str, Any]]:
-        """Send ``message`` after ``step``. The future is its answer."""
         if not self.process.is_alive:
             self.process.start()
             self.check_step(step)
@@ -117,13 +109,11 @@ class StepChannel:
         return {key for keys in sent.gradients for key in keys}
 
     def others(self) -> list[str]:
-        """Return the keys of parameters that differ bitwise from the updater's last values."""
         bits = {key: local_shard(one.detach()).view(torch.int16) for key, one in self._tensors.items()}
         return [key for key, one in self._shared.items() if not torch.equal(one.view(torch.int16), bits[key])]
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copy the parameters from shared memory to the trainer's tensors."""
         for key, found in self._shared.items():
             local_shard(self._tensors[key].detach()).copy_(found)
             self.moved_bytes += found.nbytes

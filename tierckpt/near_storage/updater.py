@@ -57,7 +57,6 @@ class _Begun:
     work: list[Future[None]] = field(default_factory=list)
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> Step:
-        """Return the step with ``gradients``, of one block or all."""
         return Step(self.version, self.hyperparameters, gradients)
 
 
@@ -70,14 +69,11 @@ class LiveBlock:
         self.block, self.worker = block, worker
         self._file, self._kind = file, kind
         self.counts, self.recorded, self._recorded_digest = file.newest(block)
-        """The current version, its step and digest."""
         self._digest = self._recorded_digest
         """Digest of the version that the next step is applied to (N7)."""
         self.recorded_before = self.recorded
-        """The step of the other version, while it is kept (N3)."""
         self._at, self._room = -1, Tensors()
         self._replay: Replay | None = None
-        """Replay over the version that steps are applied to; None until the next step."""
         self.reader: Future[None] | None = None
         """Done when a save has read the current version, which is not replaced before."""
 
@@ -98,7 +94,6 @@ class LiveBlock:
         self._digest = self._file.digest(self.block, self._at)
 
     def record(self) -> None:
-        """Make the version that steps were applied to current (N1)."""
         if self._replay is not None:
             self._file.record(self.block, self._at, self.step, self._digest)
             self._recorded_digest = self._digest
@@ -106,7 +101,6 @@ class LiveBlock:
             self.counts, self._replay = self._at, None
 
     def check(self) -> None:
-        """Raise UpdaterLostError if the current version does not match its record."""
         self._file.check(self.block, self.counts, self._recorded_digest)
 
     def masters(self) -> dict[str, torch.Tensor]:
@@ -141,8 +135,6 @@ class LiveBlock:
 
 
 class Updater:
-    """Serves one trainer. ``UpdaterProcess`` sends ``order``."""
-
     def __init__(self, order: Mapping[str, Any], connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
@@ -163,8 +155,6 @@ class Updater:
         self._open(Path(order["directory"]), layout, order["last_step"])
         self._begun: _Begun | None = None
         self._holds: dict[int, Future[None]] = {}
-
-    # --- the state --------------------------------------------------------------------------------------------------
 
     def _open(self, directory: Path, layout: BlockLayout, last_step: int | None) -> None:
         found = current_state(directory, layout)
@@ -220,15 +210,11 @@ class Updater:
             )
         return newest
 
-    # --- a step -----------------------------------------------------------------------------------------------------
-
     def begin_step(self, payload: bytes) -> None:
-        """Begin a step: its hyperparameters, without gradients."""
         head = _decoded(payload)
         self._begun = _Begun(head.version, head.hyperparameters)
 
     def take(self, keys: Sequence[str]) -> None:
-        """Take gradients of one block from shared memory."""
         assert self._begun is not None
         begun, found = self._begun, {key: self._shared[key] for key in keys}
         begun.gradients |= found
@@ -295,8 +281,6 @@ class Updater:
         if live.reader is None or live.reader.done():
             self._record(live)
 
-    # --- a save -----------------------------------------------------------------------------------------------------
-
     def hold(self, number: int) -> None:
         """Record every block at this step, answer with the versions, and keep them until ``release``. Steps
         continue.
@@ -334,10 +318,7 @@ class Updater:
 
         self._do(self._checker, answer_when_checked)
 
-    # --- the trainer ------------------------------------------------------------------------------------------------
-
     def serve(self, trainer: int) -> None:
-        """Process the trainer's messages until it closes or ends."""
         self.tell({"done": self.step})
         verbs: dict[str, Callable[..., None]] = {
             "take": self.take, "end_step": self.end_step, "settle": self._settle, "hold": self.hold,

@@ -42,7 +42,6 @@ class Idleness:
         self._seen, self._since = self._look()[:2], time.monotonic()
 
     def seconds(self) -> float:
-        """Return the seconds without progress, as of the last check."""
         seen = self._look()[:2]
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
@@ -72,7 +71,6 @@ class UpdaterProcess:
     def __init__(self, order: Mapping[str, Any], descriptors: tuple[int, ...], timeout_seconds: float) -> None:
         self.order = dict(order)
         self.step = -1
-        """The newest step that the process has reported."""
         self.pid = -1
         self.is_closed = False
         self._descriptors = descriptors
@@ -153,7 +151,6 @@ class UpdaterProcess:
         return answer
 
     def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to ``message``. Raises as ``await_step``."""
         answer = self.ask(message)
         self._await(answer.done)
         return answer.result()
@@ -192,7 +189,6 @@ class UpdaterProcess:
         )
 
     def close(self) -> None:
-        """Let it finish its pending work, then end it."""
         try:
             if self.is_alive:
                 self.send({"op": "close"})
@@ -266,18 +262,15 @@ class UpdaterProcess:
 
 
 def send(connection: Connection, message: Mapping[str, Any], payload: bytes = b"") -> None:
-    """Raises OSError if the other end is closed."""
     connection.send_bytes(json.dumps(message, default=str).encode() + b"\n" + payload)
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
-    """Raises EOFError or OSError if the other end is closed."""
     head, _, payload = connection.recv_bytes().partition(b"\n")
     return json.loads(head), payload
 
 
 def to_message(error: BaseException) -> dict[str, Any]:
-    """Return ``error`` as JSON for ``errors.from_json``."""
     if not isinstance(error, TierckptError):
         error = CheckpointError(f"{type(error).__name__}: {error}")
     return error.to_json()

@@ -57,7 +57,6 @@ class Found(str):
 
 
 def variable(*names: str) -> Found:
-    """Return the first nonempty variable of ``names``, stripped."""
     return next((Found(value, name) for name in names if (value := os.environ.get(name, "")).strip()), Found())
 
 
@@ -78,7 +77,6 @@ def ascii_only(found: Found) -> Found:
 
 
 def cloud_environment() -> dict[str, str]:
-    """Variables that stores read, including secrets."""
     return {name: value for name, value in os.environ.items() if _is_read_by_libraries(name)}
 
 
@@ -153,7 +151,6 @@ METADATA_ADDRESSES = {
     "az": ("169.254.169.254", 80),
     "gs": ("metadata.google.internal", 80),
 }
-"""Metadata address of each cloud's machines."""
 
 _ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
 
@@ -232,8 +229,6 @@ def metadata_service_answers(scheme: str) -> bool:
     finally:
         connection.close()
 
-
-# --- Azure -------------------------------------------------------------------------------------------------------
 
 _CONNECTION_STRING: Final = "AZURE_STORAGE_CONNECTION_STRING"
 _AZURE_HINT: Final = (
@@ -351,8 +346,6 @@ def parse_connection_string(text: str) -> dict[str, Any]:
         "endpoint": endpoint,
     }
 
-
-# --- GCS ---------------------------------------------------------------------------------------------------------
 
 _GCS_HINT: Final = (
     "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or GOOGLE_SKIP_SIGNATURE to true for a public bucket"

@@ -55,7 +55,6 @@ _DOMAINS: Final = {
     "eu-isoe-": "cloud.adc-e.uk",
     "eusc-": "amazonaws.eu",
 }
-"""Domains by region prefix; others use amazonaws.com."""
 _CLIENT_OPTIONS: Final = (
     "checksum_algorithm",
     "conditional_put",
@@ -69,13 +68,11 @@ _CLIENT_OPTIONS: Final = (
     "sse_customer_key_base64",
     "sse_kms_key_id",
 )
-"""Client options with a variable AWS_... each, and no profile key."""
 _NEEDS_BOTOCORE: Final = ("role_arn", "sso_session", "sso_start_url", "login_session", "credential_process")
 _REGION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _TOLD_REGION: Final = re.compile(r"<Region>([a-z0-9-]{2,32})</Region>|expecting '([a-z0-9-]{2,32})'")
 
 _regions: dict[tuple[str, str], str] = {}
-"""Detected regions by endpoint and bucket, for the whole process."""
 
 
 def s3_access(bucket: str) -> Access:
@@ -119,9 +116,6 @@ def s3_access(bucket: str) -> Access:
     options |= found.options
     hosts = (host_of(endpoint) if endpoint else _domain(region), *found.services) if found.has_token else ()
     return Access(str(endpoint), options, found.provider, found.keys, hosts, trusted, sources)
-
-
-# --- endpoint and region -----------------------------------------------------------------------------------------
 
 
 def _configured_endpoint(profile: AwsProfile) -> Found:
@@ -196,17 +190,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def remember_region(bucket: str, access: Access, region: str) -> None:
-    """Use ``region`` for ``bucket`` in this process from now on."""
     _regions[access.endpoint, bucket] = region
-
-
-# --- profiles ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AwsProfile:
-    """The profile of AWS_DEFAULT_PROFILE or AWS_PROFILE, else ``default``, from both files."""
-
     name: Found
     values: dict[str, Any] = field(repr=False)
     services: dict[str, Any] = field(repr=False)
@@ -236,7 +224,6 @@ class AwsProfile:
         return cls(name, profiles.get(name, {}), services, name in profiles or name.source == "default", files)
 
     def get(self, *keys: str) -> Found:
-        """Return the value at ``keys``; a second level for indented blocks."""
         value: Any = self.values
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -264,7 +251,6 @@ def _words(section: str) -> list[str]:
 
 
 def _parse(path: str) -> dict[str, dict[str, Any]]:
-    """Return the sections of a profile file; {} if it is missing."""
     parser = configparser.RawConfigParser(default_section="")
     try:
         parser.read(path, encoding="utf-8")
@@ -285,9 +271,6 @@ def _parse(path: str) -> dict[str, dict[str, Any]]:
 def _nested(block: str) -> dict[str, str]:
     pairs = (line.partition("=") for line in block.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-# --- credentials -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

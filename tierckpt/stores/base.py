@@ -29,7 +29,6 @@ class Store(Protocol):
     """Objects under one root (a bucket and key prefix, a directory). One event loop at a time."""
 
     uri: str
-    """Root, for messages."""
 
     has_put_if_absent: bool
     """True if the store itself guarantees S2."""
@@ -94,8 +93,6 @@ class Conditional(Protocol):
 
 @runtime_checkable
 class Browsable(Protocol):
-    """Stores that can back a file system."""
-
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         """Return the objects and directory names directly under ``prefix``; None: no such directory.
 
@@ -123,8 +120,6 @@ class OddKeyError(StoreError):
 
 @runtime_checkable
 class ReadsWhole(Protocol):
-    """Stores whose server may ignore ranges."""
-
     def reading(
         self, key: str, *, if_match: str | None = None
     ) -> AbstractAsyncContextManager[Callable[[memoryview], Awaitable[None]]]:

@@ -55,7 +55,6 @@ class Bucket:
         self.name = f"{scheme}://{authority}"
         self.endpoint = ""
         self.exists = False
-        """True after a request has shown it."""
         self.ranges = Ranges()
         self.generation = 0
         """Number of credentials used so far: only the first of many refused requests renews them."""
@@ -66,7 +65,6 @@ class Bucket:
         self._lock = asyncio.Lock()
         self._access: Access | None = None
         self._clients: dict[tuple[int, float], Client] = {}
-        """By internal retries and timeout."""
 
     async def client(self, part_retries: int, timeout_seconds: float) -> Client:
         """Return a client that retries requests ``part_retries`` times.
@@ -181,7 +179,6 @@ class Bucket:
         return True
 
     def proves(self, generation: int) -> None:
-        """Note that the server accepted the credentials of ``generation``."""
         self.is_proven |= generation == self.generation
 
     def reconnect(self) -> None:
@@ -190,7 +187,6 @@ class Bucket:
         self.ranges.close()
 
     def close(self) -> None:
-        """Close connections and forget credentials. Idempotent; the object stays usable."""
         self.reconnect()
         self._access = None
 

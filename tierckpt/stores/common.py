@@ -31,7 +31,6 @@ def has_odd_parts(key: str) -> bool:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` without its trailing slash; '' is the root."""
     stripped = prefix.rstrip("/")
     return check_key(stripped) if stripped else ""
 
@@ -66,7 +65,6 @@ async def ended(work: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def closing(pieces: AsyncIterator[Buffer]) -> AsyncIterator[AsyncIterator[Buffer]]:
-    """Close an iterator of pieces (its files) when the transfer ends."""
     try:
         yield pieces
     finally:
@@ -95,7 +93,6 @@ def short_answer(uri: str, key: str, wanted: ByteRange, got_bytes: int | None) -
 
 
 def check_range(byte_range: ByteRange) -> ByteRange:
-    """Raise ConfigError unless ``0 <= start <= stop``."""
     if not 0 <= byte_range.start <= byte_range.stop:
         raise ConfigError(f"{byte_range} is not a range of bytes")
     return byte_range
@@ -113,7 +110,6 @@ def part_size_bytes(size_bytes: int) -> int:
 
 
 def frozen_piece(piece: Buffer) -> Buffer:
-    """Return ``piece`` if it is immutable, else a copy."""
     owner = piece.obj if isinstance(piece, memoryview) else piece
     return piece if isinstance(owner, bytes) else bytes(piece)
 

@@ -106,7 +106,6 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
 
 
 def _client_options(location: Location) -> dict[str, Any]:
-    """Options of fsspec's HTTP client, which reads no proxy variables."""
     proxy = proxy_for(location.uri) if location.scheme in ("http", "https") else None
     return {"proxy": proxy.url} if proxy is not None else {}
 
@@ -141,7 +140,6 @@ class UniversalStore:
         return f"{self.root}/{prefix}" if prefix else self.root
 
     async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Run ``verb`` in a thread to its end, and translate its errors."""
 
         def run() -> T:
             with errors_of(self.uri), self._turn:
@@ -353,7 +351,6 @@ class UniversalStore:
 
 
 def _discard(file: Any) -> None:
-    """Discard a file without publishing its data, if supported."""
     if not isinstance(file, AbstractBufferedFile):
         file.close()
         return
@@ -376,7 +373,6 @@ def _etag(info: dict[str, Any]) -> str | None:
 
 
 def _modified(info: dict[str, Any]) -> Any:
-    """Return the modification time: Unix seconds, or the backend's format; None if unknown."""
     moment = next((info[field] for field in _TIME_FIELDS if info.get(field)), None)
     return moment.timestamp() if isinstance(moment, datetime) else moment
 
@@ -392,7 +388,6 @@ def errors_of(uri: str) -> Iterator[None]:
 
 
 def _translate(error: Exception, uri: str) -> TierckptError:
-    """Translate a backend's exception into a typed error: by type, or by errno."""
     names = {kind.__name__ for kind in type(error).__mro__}
     said = str(error).partition("\n")[0].partition("\\n")[0][:SAID_MAX]
     context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}

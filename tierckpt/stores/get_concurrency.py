@@ -28,7 +28,6 @@ got all their files with this floor (bench/README.md, fan-out).
 WINDOW_SECONDS = 15.0
 
 GETS_MAX = 1 << 20
-"""No caller needs more."""
 
 AMPLE = 2.0
 """The limit grows if each GET moves this multiple of the minimum rate."""
@@ -42,7 +41,6 @@ class GetConcurrency:
         self.name = name
         self._ample_bytes_per_second = AMPLE * least_bytes_per_second
         self.gets_max: float = GETS_MAX
-        """Unlimited until a GET has been too slow."""
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reduced_at = -math.inf

@@ -34,9 +34,7 @@ from .common import ended
 IDLE_SECONDS_MAX: Final = 15.0
 """An older idle connection may be closed at the other end: peers do so after twice that."""
 IDLE_MAX: Final = 256
-"""Idle connections to all hosts together."""
 HEAD_BYTES_MAX: Final = 16 << 10
-"""Longer response heads end the connection."""
 WAKE_BYTES: Final = 256 * 1024
 """Measured, a GiB in GETs of 8 MiB from one server on this machine: unlimited, 0.42 to 0.34 CPU-s (a bare socket,
 without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum
@@ -70,7 +68,6 @@ class TlsError(HttpError):
 class Response:
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
     length: int
 
     @property
@@ -136,8 +133,6 @@ class Call(ABC):
 
 
 class Connections:
-    """Connections by address. Thread-safe."""
-
     def __init__(self, threads: str, threads_max: int, idle_max: int) -> None:
         """``threads``: name of the thread pool, with at most ``threads_max`` concurrent requests.
         ``idle_max``: idle connections per host.
@@ -186,7 +181,6 @@ class Connections:
             sock.close()
 
     def abort(self) -> None:
-        """Abort running requests and close all connections."""
         with self._lock:
             calls = tuple(self._calls)
         for call in calls:
@@ -243,7 +237,6 @@ class Reply:
         self._began = time.monotonic()
         self._watermark = Watermark(sock, call.enough_bytes)
         self.is_good = False
-        """True if complete and the connection is reusable."""
         sock.settimeout(call.head_seconds)
 
     def room(self) -> memoryview:
@@ -292,7 +285,6 @@ class Reply:
         self._sock.settimeout(self._call.window_seconds)
 
     def result(self) -> memoryview:
-        """The complete body."""
         answer = self._call.answer
         self._watermark.expect(1)
         self._call.check(answer, self._body)

@@ -47,15 +47,12 @@ IsVersion: TypeAlias = Callable[[Headers], bool]
 
 
 class HttpReader:
-    """Reads URLs for one store, with its mover's retries and breakers."""
-
     def __init__(self, uri: str, settings: Settings, retries: Retries, probe: Probe) -> None:
         """``uri``: of the store, for messages. ``probe``: checks whether a host is up again."""
         self.uri, self._settings, self._retries, self._probe = uri, settings, retries, probe
         self._ranges = Ranges()
         self._learning = asyncio.Lock()
         self._gives_ranges: set[str] = set()
-        """Hosts that have honoured a range."""
         self._ignores_ranges: set[str] = set()
         self._whole: dict[str, Any] = {}
         """By URL, responses with whole objects, which ``reading`` continues."""
@@ -108,7 +105,6 @@ class HttpReader:
     async def _receive_or_keep(
         self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None
     ) -> None:
-        """Receive a range by its own request, and keep a response with the whole object."""
         host = urlsplit(url).netloc
         reply = await to_completion(asyncio.to_thread(_open, self.uri, url, lambda _: range_header(byte_range)))
         is_kept = False
@@ -223,7 +219,6 @@ def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
 
 
 def _refused(uri: str, host: str, refusal: NotThisWay) -> StoreError:
-    """Return the error for a refused request for a whole object."""
     said = f"{uri}: {host} refuses an object: {refusal}"
     if str(refusal) in ("HTTP 401", "HTTP 403"):
         return PermissionDeniedError(said, hint="Check the credentials", tier=Tier.SHARED)

@@ -47,7 +47,6 @@ class _FileVersion:
     is_strong: bool
 
     def is_that_of(self, headers: Mapping[str, str]) -> bool:
-        """Return True if the headers match this version, or name none."""
         etag, changed = headers.get("etag", ""), headers.get("last-modified", "")
         if etag and self.etag:
             return _weak(etag) == _weak(self.etag) or (self.is_strong and changed == self.changed)
@@ -55,8 +54,6 @@ class _FileVersion:
 
 
 class HttpStore(UniversalStore):
-    """Files below a URL. A key is the percent-decoded path."""
-
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
         super().__init__(*open_filesystem(location), location.uri)
         self.retries = retries or Retries(settings)
@@ -70,7 +67,6 @@ class HttpStore(UniversalStore):
         return f"{self.root}/{quote(prefix)}" if prefix else self.root
 
     async def _probe(self) -> bool:
-        """True if the server sends any response."""
         try:
             await self._call(self.fs.exists, self.root)
         except TierckptError:
@@ -100,8 +96,6 @@ class HttpStore(UniversalStore):
         if if_match not in (None, found.etag):
             raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
         return self._versions[key, found.etag]
-
-    # --- reading -------------------------------------------------------------------------------------------------
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
         into = memoryview(bytearray(check_range(byte_range).size_bytes))
@@ -138,8 +132,6 @@ class HttpStore(UniversalStore):
         async with self._reader.reading(version.url, version.size_bytes, lambda _: {}, version.is_that_of) as fill:
             yield fill
 
-    # --- listing -------------------------------------------------------------------------------------------------
-
     def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
         keys = list(self._keys(prefix))
         with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:  # an index page has no machine-readable sizes
@@ -157,7 +149,6 @@ class HttpStore(UniversalStore):
             known.update(below)
 
     def _page(self, prefix: str) -> tuple[builtins.list[str], builtins.list[str]]:
-        """Return an index page's file keys and directory names. Raises ObjectNotFoundError."""
         directory = f"{self._directory(prefix).rstrip('/')}/"
         files, names = set(), set()
         try:
@@ -190,8 +181,6 @@ class HttpStore(UniversalStore):
         except FileNotFoundError:
             return []
 
-    # --- ways back -----------------------------------------------------------------------------------------------
-
     def again(self, work: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
         return self.retries.again(work)
 
@@ -211,7 +200,6 @@ class HttpStore(UniversalStore):
 
 
 def _named(uri: str, head: Callable[[str], ObjectInfo], key: str) -> ObjectInfo:
-    """``head`` of a listed file; the error names the file."""
     try:
         with errors_of(uri):
             return head(key)

@@ -88,12 +88,10 @@ def _mark_on(path: Path) -> Path:
 
 
 def _has_ended(holder: str) -> bool:
-    """True for a mark of an ended process of this machine."""
     return holder.startswith(f"{boot_id()} ") and is_abandoned(holder)
 
 
 def _put_mark(mark: Path, own: str) -> None:
-    """Make the mark, atomically if possible. Raises FileExistsError."""
     if mark.exists():
         raise FileExistsError(mark)
     with temporary_beside(mark, is_owned=True) as temporary:
@@ -315,7 +313,6 @@ class LocalStore:
                 yield info
 
     def _scan(self, prefix: str, *, follow: bool = False) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        """Return one directory's files and directories, without vanished ones."""
         infos, directories = [], []
         for entry in self._entries(prefix):
             key = f"{prefix}/{entry.name}" if prefix else entry.name
@@ -408,5 +405,4 @@ class LocalStore:
 
 
 def _what_else(path: Path) -> str:
-    """Return the kind of an entry that is neither a file nor a directory. Raises FileNotFoundError."""
     return f"is a link to {path.readlink()}, where no file is" if path.is_symlink() else f"is {kind_of(path)}"

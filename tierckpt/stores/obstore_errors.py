@@ -43,7 +43,6 @@ else:
 
 
 PROBE_SECONDS_MAX: Final = 3.0
-"""Per step of a probe."""
 SHOWN_MAX: Final = 60
 _TITLE = re.compile(r"<title[^>]*>\s*([^<]{1,200}?)\s*</title>", re.IGNORECASE)
 _HTML = re.compile(r"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)", re.IGNORECASE | re.DOTALL)
@@ -92,7 +91,6 @@ def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
 
 
 def language_of(body: str) -> str:
-    """Return the kind of a response body; '' for XML or an empty body."""
     text = body.strip()
     if _HTML.match(text):
         title = _TITLE.search(text)
@@ -142,7 +140,6 @@ def _speaks_tls(host: str, port: int) -> bool:
 ENDPOINT_VARIABLES = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL"}
 
 EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-"""S3 error codes, with status 400, for expired credentials."""
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
@@ -351,13 +348,11 @@ def tunnel_refused(location: Location, key: str | None, endpoint: str) -> Tierck
 
 
 def is_foreign(error: Exception) -> bool:
-    """True if the server may not be a store: ``endpoint_probe`` can tell."""
     failure = _client_failure(error)
     return is_no_xml(error) or any(name in failure for name in _FOREIGN)
 
 
 def is_no_xml(error: Exception) -> bool:
-    """True for a listing answered without XML."""
     return isinstance(error, obstore_errors.GenericError) and "Got invalid" in first_line(error)
 
 
@@ -379,13 +374,11 @@ def foreign_body(error: Exception, endpoint: str) -> str:
 
 
 def _client_failure(error: Exception) -> str:
-    """Return the client's reason for a request without response; no URL or server text."""
     debug = str(error).partition("\n\nDebug source")[2]
     return debug.partition("inner: Http(")[2] if http_status(error) is None else ""
 
 
 def _words(error: Exception, code: str) -> str:
-    """Return the server's text about a refusal."""
     found = _MESSAGE.search(str(error).partition("\n\nDebug source")[0])
     said = ": ".join(word for word in (code, redact(found[1].strip()) if found else "") if word)
     return f" ({said})" if said else ""
@@ -487,7 +480,6 @@ def is_missing(error: Exception) -> bool:
 
 
 def ignores_ranges(error: Exception) -> bool:
-    """True if the server answered a range with the whole object."""
     return isinstance(error, obstore_errors.GenericError) and "source: NotPartial" in str(error)
 
 

@@ -165,7 +165,6 @@ class RemoteStore:
     """
 
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
-        """Raises ConfigError when the key prefix has empty or relative parts."""
         self.location = location
         self.settings = settings
         self.uri = location.uri
@@ -187,8 +186,6 @@ class RemoteStore:
         # A part is not watched while it is sent, so its total time is limited.
         limit = self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
         return await self._bucket.client(part_retries, limit)
-
-    # --- one request ---------------------------------------------------------------------------------------------
 
     async def _request(self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False) -> T:
         """Make one idempotent request by ``call``, with retries after transient failures and after renewing
@@ -221,7 +218,6 @@ class RemoteStore:
         return await self.retries.again(request, timeout_seconds=self.settings.store_timeout_seconds)
 
     async def _probe(self) -> bool:
-        """Send one cheap request. True if the store answered, even "denied" or "not found"."""
         try:
             client = await self._client()
             async with asyncio.timeout(min(PROBE_SECONDS_MAX, self._limit_seconds(0))):
@@ -233,7 +229,6 @@ class RemoteStore:
         return True
 
     def _limit_seconds(self, size_bytes: int) -> float:
-        """Maximum seconds for a request of ``size_bytes`` at the minimum throughput."""
         moving = get_concurrency.WINDOW_SECONDS + size_bytes / get_concurrency.BYTES_PER_SECOND_MIN
         return min(moving, self.settings.store_timeout_seconds)
 
@@ -260,8 +255,6 @@ class RemoteStore:
 
     def hasten(self) -> None:
         self._breaker.hasten()
-
-    # --- verbs ---------------------------------------------------------------------------------------------------
 
     async def head(self, key: str) -> ObjectInfo:
         if key in self._odd:
@@ -694,7 +687,6 @@ class RemoteStore:
                 await self._delete_all([key])
 
     async def close(self) -> None:
-        """Close the bucket's connections; its other stores open new ones."""
         self._bucket.close()
 
     @contextlib.asynccontextmanager
@@ -717,7 +709,6 @@ class RemoteStore:
     async def _ours(
         self, error: Exception, key: str | None, writing: bool, credentials: tuple[int, bool]
     ) -> TierckptError:
-        """Return the tierckpt error, for a request with ``credentials`` (generation, whether proven)."""
         generation, was_proven = credentials
         if await self._bucket.followed(generation, error):
             return in_another_region(self.location, key)
@@ -731,7 +722,6 @@ class RemoteStore:
         return ours
 
     async def _strange(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
-        """Return the error if the endpoint is no store, or a proxy refuses; None if unknown."""
         endpoint = self._bucket.endpoint
         if is_tunnel_refused(error):
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
@@ -785,7 +775,6 @@ class RemoteStore:
         )
 
     def _directory(self, prefix: str = "") -> str | None:
-        """The bucket's key prefix of the directory ``prefix``; None: all of it."""
         return (self._prefix + prefix).rstrip("/") or None
 
     def _info(self, meta: Any) -> ObjectInfo:

@@ -34,10 +34,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """A proxy and its variable."""
-
     url: str
-    """With user and password."""
     variable: str
 
     @property
@@ -51,7 +48,6 @@ class Proxy:
 
     @property
     def authorization(self) -> str:
-        """The value of ``Proxy-Authorization``; '' without a user."""
         parts = urlsplit(self.url)
         if not parts.username:
             return ""
@@ -69,7 +65,6 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def is_direct(host: str, port: int | None) -> bool:
-    """True for a host in ``NO_PROXY`` or ``METADATA``."""
     return any(_matches(entry, host, port) for entry in (*METADATA, *_excluded()))
 
 
@@ -125,7 +120,6 @@ def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandle
 
 
 def _configured(scheme: str) -> tuple[str, str] | None:
-    """Return the proxy variable for a scheme, and its value."""
     for name in (f"{scheme}_proxy", "all_proxy"):
         for variable in (name, name.upper()):
             value = os.environ.get(variable, "").strip()
@@ -156,7 +150,6 @@ def _excluded() -> list[str]:
 
 
 def _entry(text: str) -> tuple[str, int | None]:
-    """Parse a ``NO_PROXY`` entry: name, address or network, and port."""
     name, port = text.lower(), ""
     if name.startswith("["):
         name, _, port = name[1:].partition("]")

@@ -75,7 +75,6 @@ class StoreBreaker:
         self.name = name
         self._waiting_bytes = waiting_bytes if waiting_bytes is not None else {}
         self._reported_at = 0.0
-        """Start (Unix seconds) of the logged outage; 0 without one."""
         self._ends_with_drain = False
         self.ended_at = -math.inf
         """End of the last logged outage, in monotonic seconds: its requests may still be running."""
@@ -91,7 +90,6 @@ class StoreBreaker:
         self._turn = asyncio.Lock()
 
     def succeeded(self) -> None:
-        """Record any response. Closes the breaker."""
         if not self._ends_with_drain:
             self._end()
         self.is_open = False
@@ -121,7 +119,6 @@ class StoreBreaker:
         }
 
     def failed(self, error: TierckptError) -> None:
-        """Record a request without response, or with one of a failing server."""
         self._last_error, self._last_hint = error.message, error.hint
         self._failing_since_unix_seconds = self._failing_since_unix_seconds or time.time()
         self._failures += 1
@@ -227,7 +224,6 @@ FLOOR_RETRIES = 10.0
 FLOOR_RETRIES_PER_SECOND = 1.0
 """Floor of the budget: retries of a mover with few requests so far."""
 BUDGET_RETRIES_MAX = 100.0
-"""Maximum balance of the budget."""
 
 RETRY_SHARE_MAX = 0.15
 """Maximum retries per successful request. An outage causes no flood (R1)."""
@@ -235,7 +231,6 @@ RETRY_SHARE_MAX = 0.15
 RETRIES_MAX = 5
 BACKOFF_SECONDS_MIN = 0.2
 BACKOFF_SECONDS_MAX = BACKOFF_SECONDS_MIN * 2 ** (RETRIES_MAX - 1)
-"""Before the last retry."""
 
 PAUSE_SECONDS_MAX = 30.0
 """Longest pause between two probes of a store that is down, and between two drain attempts."""
@@ -253,7 +248,6 @@ class RetryBudget:
         self._retries = min(BUDGET_RETRIES_MAX, self._retries + self.share_max)
 
     def take(self) -> bool:
-        """Pay for one retry; False if the balance is too low."""
         now = time.monotonic()
         if self._retries < FLOOR_RETRIES:
             refill = (now - self._refilled_at) * FLOOR_RETRIES_PER_SECOND
@@ -273,14 +267,11 @@ class RetryBudget:
 
 
 class Retries:
-    """The policy of one mover. ``counts``: requests, failures, retries, and reasons."""
-
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.budget = RetryBudget(RETRY_SHARE_MAX)
         self.counts: Counter[str] = Counter()
         self.waiting_bytes: Counter[str] = Counter()
-        """By store, bytes of this process's drains."""
         self._breakers: dict[str, StoreBreaker] = {}
         self._refusals: dict[str, tuple[str, float]] = {}
         """By run, the refused operation and the time (Unix seconds) of its log record."""
@@ -290,7 +281,6 @@ class Retries:
         """The mover's Hub, made by ``stores.hub``, which imports this module."""
 
     def breaker(self, name: str) -> StoreBreaker:
-        """Return the breaker of the store ``name`` (a bucket), for all its checkpoints."""
         if name not in self._breakers:
             patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
             self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience, self.waiting_bytes)
@@ -308,22 +298,18 @@ class Retries:
         return run in self._refusals
 
     def accepted(self, run: str, operation: str) -> None:
-        """Note that the store took a request of ``operation``."""
         if (refusal := self._refusals.get(run)) is not None and refusal[0] == operation:
             del self._refusals[run]
             log.info("%s is accepted by its store again after %.1f s", run, time.time() - refusal[1])
 
     @property
     def troubles(self) -> list[Json]:
-        """The stores that do not answer now, with the cause."""
         return [trouble for breaker in self._breakers.values() if (trouble := breaker.trouble) is not None]
 
     def get_concurrency(self, name: str) -> GetConcurrency:
-        """Return the limit of concurrent GETs of the store ``name``, for all its checkpoints."""
         return self._get_concurrency.setdefault(name, GetConcurrency(name, get_concurrency.BYTES_PER_SECOND_MIN))
 
     def bucket(self, scheme: str, authority: str) -> Bucket:
-        """Return the shared connections of a bucket or container, for all its checkpoints."""
         from .bucket import Bucket  # not needed for directories
 
         if (scheme, authority) not in self._buckets:

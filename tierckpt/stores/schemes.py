@@ -15,7 +15,6 @@ KEY_SIZE_MAX = 1024
 
 
 def check_location(location: Location) -> Location:
-    """Return ``location`` if its scheme has a store. Raises ConfigError, listing known schemes."""
     if location.scheme in OWN_SCHEMES or location.scheme in fsspec_schemes():
         return location
     raise ConfigError(

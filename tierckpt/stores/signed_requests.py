@@ -47,7 +47,6 @@ class NotThisWay(Exception):  # no error, but control flow
 
 
 def is_range(headers: Mapping[str, str], byte_range: ByteRange) -> bool:
-    """True for the response headers of exactly this range."""
     match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
     return match is not None and (int(match[1]), int(match[2])) == (byte_range.start, byte_range.stop - 1)
 
@@ -165,7 +164,6 @@ class Ranges:
 
     @property
     def tls(self) -> ssl.SSLContext:
-        """Trusts the system's certificates, and ``trust``."""
         if self._tls is None:
             self._tls = tls_context(self._trusted)
         return self._tls
@@ -177,11 +175,9 @@ class Ranges:
         self._misses, self.is_usable = 0, True
 
     def hit(self) -> None:
-        """Count a request that used this path."""
         self._misses = 0
 
     def miss(self, reason: NotThisWay) -> None:
-        """Count a request that had to use the library."""
         self._misses += 1
         if self.is_usable and (reason.for_good or self._misses >= MISSES_MAX):
             self.is_usable = False
@@ -192,7 +188,6 @@ class Ranges:
 
 
 def is_behind_proxy(url: str) -> bool:
-    """True if the environment sets a proxy for ``url``: only the library supports that."""
     return proxy_for(url) is not None
 
 

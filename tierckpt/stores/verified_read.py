@@ -74,8 +74,6 @@ async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRang
 
 
 class LocalFiles:
-    """A directory of this node as a ``RangeSource``."""
-
     tier = Tier.LOCAL
 
     def __init__(self, directory: Path) -> None:
@@ -95,7 +93,6 @@ class LocalFiles:
 
 
 async def get_whole(source: RangeSource, entry: FileEntry, chunk_size_bytes: int) -> bytes:
-    """Return a whole small file, verified as by ``get_checked``."""
     chunks = entry.chunks(chunk_size_bytes)
     return b"".join([bytes(await get_checked(source, entry, at, digest)) for at, digest in chunks])
 

@@ -77,7 +77,6 @@ from .saves import (
 log = logger("checkpointer")
 
 LATEST = 64
-"""Number of latest saves used for decisions."""
 STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
@@ -191,8 +190,6 @@ class Checkpointer:
     def __reduce__(self) -> NoReturn:
         raise ConfigError("a Checkpointer cannot be copied or pickled", hint="Create one in each rank's process")
 
-    # --- saving -------------------------------------------------------------------------------------------------
-
     @short_traceback
     def step(self, step: int, state: Mapping[str, Any]) -> Future[None] | None:
         """Record the end of training step ``step``, and save ``state`` if ``interval`` says so.
@@ -230,7 +227,6 @@ class Checkpointer:
         return self._last.is_done
 
     def _on_notice(self, seconds: float, reason: str) -> None:
-        """Save once more after a cloud's notice. The process continues until it is ended."""
         log.warning("%s: the next step is saved", reason)
         self._last.ask(time.monotonic() + seconds, reason)
 
@@ -430,8 +426,6 @@ class Checkpointer:
             raise ill
         self._running.raise_failed_drains(self.location, self.stats)
 
-    # --- restoring ----------------------------------------------------------------------------------------------
-
     @short_traceback
     def restore(
         self,
@@ -514,15 +508,12 @@ class Checkpointer:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Replace no existing checkpoint after a failed listing."""
         try:
             yield
         except (StoreUnavailableError, PermissionDeniedError, EndpointError):
             self._is_blind = True
             raise
         self._is_blind = False
-
-    # --- life ---------------------------------------------------------------------------------------------------
 
     @short_traceback
     def close(self) -> None:

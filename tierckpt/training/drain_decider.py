@@ -28,7 +28,6 @@ log = logger("policy")
 
 VERSIONS_MAX = 64
 SLOWDOWN_WEIGHT = 0.5
-"""Weight of the newest measured slowdown by drains."""
 THROTTLED_SHARE = 0.8
 """From this share of its throttle, a drain was limited by it and does not measure shared storage."""
 THROTTLE_SECONDS_MIN = 60.0
@@ -63,14 +62,11 @@ class RankView:
 
     @classmethod
     def of_all(cls, seen: Sequence[RankView]) -> RankView:
-        """Return the job's view: the fullest SSD, the slowest step."""
         slow = [one.drain_slowdown for one in seen if one.drain_slowdown is not None]
         return cls(min(one.room for one in seen), max(slow) if slow else None)
 
 
 class DrainDecider:
-    """State of the drain decisions on rank 0."""
-
     def __init__(self, settings: Settings) -> None:
         self.drains = settings.drain
         self.is_adaptive = settings.drain and settings.exposure_seconds_max is not None
@@ -80,7 +76,6 @@ class DrainDecider:
         self._observed: set[tuple[str, int]] = set()
         self._throttle: float | None = None
         self._slowdown = 0.0
-        """Slowdown of a step by an unthrottled drain."""
 
     @property
     def decides(self) -> bool:
@@ -122,7 +117,6 @@ class DrainDecider:
     def _ask(
         self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: RankView
     ) -> SaveDirective:
-        """Query the policy twice: for the save's tier, and whether an SSD save is drained."""
         good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
         for number, one in good:
             self._observe(number, one)
@@ -209,7 +203,6 @@ class DrainDecider:
         return not one.uri or (local_dir(self._settings.local_root, parse_uri(one.uri)) / MANIFEST).exists()
 
     def _observe(self, number: int, one: SaveRecord) -> None:
-        """Record once how fast each tier took a checkpoint."""
         rules = Rules()
         local, shared = one.local_commit_seconds, one.shared_commit_seconds
         if local is not None and not one.is_direct_put and ("local", number) not in self._observed:

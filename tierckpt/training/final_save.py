@@ -49,15 +49,12 @@ AHEAD_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of one more save: bytes of this rank's job, seconds to the SSD and to shared storage. None: unknown."""
-
     size_bytes: int = 0
     local_seconds: float | None = None
     shared_seconds: float | None = None
 
 
 def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
-    """Return the cost of one more save: the slowest recent one, after ``unfinished`` queued ones."""
     known = [record for record in records if record.local_commit_seconds is not None][-SAVES_JUDGED:]
     if not known:
         return Cost()
@@ -78,17 +75,14 @@ class FinalSave:
         self._decision: dict[str, Any] | None = None
         self._decided = threading.Event()
         self._wants = False
-        """True if requested since the last decision."""
         self._deadline = 0.0
         self._reason = ""
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self.asked = threading.Event()
         self.settled = threading.Event()
-        """Set when the request is decided and the save, if it fits, runs."""
 
     def ask(self, deadline: float, reason: str) -> None:
-        """Request a save at one of the next steps, before ``deadline`` (monotonic)."""
         if self._wants:
             self._deadline = min(self._deadline, deadline)
             return
@@ -99,7 +93,6 @@ class FinalSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether a request was made and decided."""
         return self.asked.is_set() and self.settled.is_set()
 
     def wait(self, deadline: float, step_seconds: float | None) -> None:
@@ -134,7 +127,6 @@ class FinalSave:
         return fits
 
     def done(self) -> None:
-        """Record that the save began or was ruled out."""
         with self._lock:
             self._wants, self._promise, self._decision = False, None, None
             self._decided.clear()
@@ -143,8 +135,6 @@ class FinalSave:
 
     def close(self) -> None:
         self._closed.set()
-
-    # --- the thread that agrees with the other ranks -----------------------------------------------------------
 
     def _watch(self) -> None:
         try:
@@ -228,7 +218,6 @@ class LastStep:
     def __init__(self, *, is_on: bool) -> None:
         self._last: tuple[int, Mapping[str, Any]] | None = None
         updated = self._updated = WeakSet[torch.optim.Optimizer]()
-        """Optimizers that have stepped since."""
         self._hook = register_optimizer_step_post_hook(lambda one, *_: updated.add(one)) if is_on else None
 
     def ended(self, step: int, state: Mapping[str, Any]) -> None:
@@ -237,7 +226,6 @@ class LastStep:
             self._updated.clear()
 
     def saved(self) -> None:
-        """A save of the current state began."""
         self._last = None
 
     def take(self) -> tuple[int, Mapping[str, Any]] | None:

@@ -33,7 +33,6 @@ PROFILE_STEPS = 10
 WARM_UP_STEPS = 2
 """First steps, excluded from measurements: compilation, caches, connections."""
 SAMPLES_MAX = 2048
-"""Maximum steps of a window in its median."""
 SAVES_REMEMBERED = 5
 
 
@@ -105,10 +104,7 @@ class IntervalController:
         self._kinds: dict[Phase, _Kind] = {}
         self._forget_window()
 
-    # --- measuring ---------------------------------------------------------------------------------------------
-
     def stepped(self, phase: Phase, now: float | None = None) -> None:
-        """Record a training step's end; ``phase``: the background activity during it."""
         now = time.monotonic() if now is None else now
         self._since += 1
         self._seen += 1
@@ -117,7 +113,6 @@ class IntervalController:
         self._mark = None
 
     def resumed(self, blocked_seconds: float = 0.0, now: float | None = None) -> None:
-        """Record that training continues after a call that blocked it."""
         self._mark = time.monotonic() if now is None else now
         self._blocked_seconds += blocked_seconds
 
@@ -132,15 +127,11 @@ class IntervalController:
 
     @property
     def keeps_some(self) -> bool:
-        """Whether some saves stay on the SSD although drains are enabled."""
         return self._sending.drains and (self.interval == "auto" or self._sending.decides)
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the drain policy decides at each save."""
         return self._sending.decides
-
-    # --- deciding ----------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
         """Whether to save at ``step``. Local: all ranks have counted the same steps."""
@@ -187,7 +178,6 @@ class IntervalController:
         return self.pace, order
 
     def _adapt(self, profiles: list[JobProfile], share: float) -> int:
-        """Choose the next pace. Returns n if every n-th checkpoint goes to shared storage."""
         profile = optimal_interval.slowest(profiles)
         choice = optimal_interval.choose(profile, self.goal, drains=self._sending.drains)
         pace = optimal_interval.adapt(self.pace, choice, share, self.goal.overhead_max)
@@ -231,7 +221,6 @@ class IntervalController:
         )
 
     def _profile(self, window: MeasuredSpan, records: Sequence[SaveRecord]) -> JobProfile | None:
-        """Return this rank's measurements; None until its step time and a durable save are known."""
         good = [record for record in records if not record.error]
         if not good or not self.step_seconds:
             return None

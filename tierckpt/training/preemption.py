@@ -27,8 +27,6 @@ log = logger("checkpointer")
 
 
 class Saver(Protocol):
-    """Has saves to flush before the process ends."""
-
     grace_seconds: float
 
     def request_final_save(self, deadline: float, reason: str) -> None:
@@ -64,7 +62,6 @@ def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
 
 
 def forget(saver: Saver) -> None:
-    """Remove a closed ``saver``. With the last one, restore the previous handlers."""
     _savers.discard(saver)
     if not _savers and not _begun.locked() and threading.current_thread() is threading.main_thread():
         _let_go()

@@ -102,7 +102,6 @@ class Notices:
         return min(self._until(str(one.get("NotBefore", ""))) for one in ending)
 
     def _until(self, when: str) -> float:
-        """Return seconds until ``when``, in the cloud's format; the provider's minimum if empty."""
         try:
             at = datetime.fromisoformat(when) if when[:1].isdigit() else parsedate_to_datetime(when)
         except (ValueError, TypeError):
@@ -111,7 +110,6 @@ class Notices:
         return max(0.0, at.timestamp() - time.time())
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
-        """Return the response body, None for 404. Raises OSError."""
         request = urllib.request.Request(self._address + path, headers=dict(headers), method=method)
         try:
             with self._opener.open(request, timeout=ANSWER_SECONDS) as answer:

@@ -47,12 +47,10 @@ class BackgroundPruning:
         return {NOTE: self._policy.encode()} if self._policy and self._run_log.is_alone(0.0) else {}
 
     def start(self) -> None:
-        """Prune in the background, unless a run is already queued."""
         if self._last.done() or self._last.running():
             self._last = self._pool.submit(self.prune)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the latest ``start``, at most ``seconds``."""
         futures.wait([self._last], seconds)
 
     def prune(self, deadline: float | None = None) -> None:

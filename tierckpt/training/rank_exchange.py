@@ -144,7 +144,6 @@ def same_outcome(work: Callable[[], T]) -> T:
 
 
 def broadcast(work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0; return its value or raise its error on every rank."""
     if not is_distributed():
         return work()
     told: list[Any] = [None]

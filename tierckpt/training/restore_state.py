@@ -236,7 +236,6 @@ def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, st
 class _Sight:
     step: int | None = None
     attempt: str | None = None
-    """None: no checkpoint."""
     is_blind: bool = False
     """The shared tier could not be listed; this is the newest save of the rank's node."""
     error: BaseException | None = None
@@ -305,7 +304,6 @@ def _look(
 
 
 def _agree(mine: _Sight) -> list[_Sight]:
-    """Gather the views of all ranks. Raises the first rank's error on all."""
     seen: list[_Sight] = all_gather(mine)
     for rank, sight in enumerate(seen):
         if sight.error is None:

@@ -23,7 +23,6 @@ class RunBranch:
     def __init__(self, location: Location, job: str, settings: Settings) -> None:
         self.location, self._job, self._settings, self._restored = location, job, settings, 0
         self.now: Branch | None = None
-        """None until a restore or ``look``."""
 
     def restored(self, uri: str, *, is_asked_for: bool) -> Branch:
         """Return the branch of later saves, after a restore of ``uri``. Collective; rank 0 decides.

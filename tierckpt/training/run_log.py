@@ -50,14 +50,12 @@ LINES_MAX = 4000
 LINE_SECONDS = 1.0
 """Seconds between two permanent lines of progress. The last step is always present."""
 SEND_SECONDS = 5.0
-"""Seconds between two copies to shared storage."""
 KEEP_SECONDS = 0.05
 """Maximum wait of a step for the file write. On a healthy disk the thread takes 0.1 ms."""
 LAST_SEND_SECONDS = 5.0
 LOOK_SECONDS = 5.0
 """Maximum seconds of one check of other jobs' records."""
 _own: set[str] = set()
-"""Names of this process's records."""
 PROGRESS = ("step", "save", "durable")
 
 
@@ -76,14 +74,12 @@ class RunLog:
         self._first_seconds: float | None = None
         self._has_begun = False
         self._trains = False
-        """Writes begin at the first step or save: a process that only reads has no records."""
         self._written_at = self._sent_at = 0.0
         self._sending: Future[None] | None = None
         self._lines: list[str] = []
         self._tail = ""
         """The last step's line, while newer than the last permanent line."""
         self._changes = self._kept = self._thinned = 0
-        """Count of changes, of changes in the file, and of removals of lines."""
         self._left_seconds = 0.0
         self._thread: threading.Thread | None = None
         now = time.time()
@@ -96,8 +92,6 @@ class RunLog:
         self._looking: Future[None] | None = None
         self._is_on = is_on
         self._begun_at = time.monotonic()
-
-    # --- what happens ------------------------------------------------------------------------------------------
 
     def restored(self, step: int | None, seconds: float, replayed_steps: int = 0) -> None:
         """Record a restore. ``replayed_steps`` of its steps came from a log, not a checkpoint."""
@@ -128,7 +122,6 @@ class RunLog:
                 self._write_tail()
 
     def resumed(self, blocked_seconds: float) -> None:
-        """Record that training continues after a call that blocked it."""
         with self._lock:
             self._totals["blocked"] += blocked_seconds
             self._mark = time.monotonic()
@@ -160,7 +153,6 @@ class RunLog:
         self._look()
 
     def _look(self) -> None:
-        """Check in the background whether another job saves here, and show it this one."""
         if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
             return
 
@@ -178,14 +170,12 @@ class RunLog:
             self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
     def is_alone(self, wait_seconds: float = LOOK_SECONDS) -> bool:
-        """Return False if another job saves to this run. Waits for a running check."""
         if self._looking is not None:
             with contextlib.suppress(Exception):
                 self._looking.result(wait_seconds)
         return self._others.is_alone
 
     def ended(self, reason: str, *, wait_seconds: float = 0.0) -> None:
-        """Record the end of the job: its Checkpointer was ``closed``, or another reason."""
         with self._lock:
             if not self._trains:
                 return
@@ -198,10 +188,7 @@ class RunLog:
                 with contextlib.suppress(Exception):
                     self._sending.result(min(LAST_SEND_SECONDS, wait_seconds))
 
-    # --- keeping it --------------------------------------------------------------------------------------------
-
     def _begin(self, loading_seconds: float, begins_with: str = "restore") -> None:
-        """Record the first event. The time until then was the process's start."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -383,7 +370,6 @@ def process_started_at() -> float:
 
 
 LOOKED_AT_MAX = 4
-"""Maximum records read in one check, newest first."""
 REMEMBERED_SECONDS = 3600.0
 """Seconds after another job's last sign during which this job does not count as alone."""
 
@@ -399,7 +385,6 @@ class OtherJobs:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this job was alone at the last listing."""
         return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
 
     async def look(self, mover: Mover, own: frozenset[str]) -> bool:
@@ -430,7 +415,6 @@ class OtherJobs:
         return not is_first_look or (isinstance(at, int | float) and at > self._process_at)
 
     def _tell(self, name: str, lines: Lines) -> bool:
-        """Log another job, once for each."""
         if name in self._told:
             return False
         self._told.add(name)

@@ -51,7 +51,6 @@ LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
 
 Notes = dict[str, str | int | bool]
-"""Notes in a checkpoint's manifest."""
 
 
 @dataclass
@@ -70,9 +69,7 @@ class SaveRecord:
     is_direct_put: bool = False
     """True: all or part of it bypasses the SSD; its local and shared commits are one."""
     window_steps: int = 0
-    """Steps over which a multi-step save was copied."""
     moved_bytes: int = 0
-    """Bytes copied to host memory for a multi-step save, parts and gradients."""
     waited_bytes: int = 0
     """Part of ``moved_bytes`` for which training waited, because it did not fit into the steps."""
     fallback: str = ""
@@ -88,12 +85,10 @@ class SaveRecord:
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the call of ``save``."""
         return time.monotonic() - self.begun_at
 
     @property
     def drain_seconds(self) -> float | None:
-        """Seconds from the local to the shared commit."""
         if self.shared_commit_seconds is None or self.local_commit_seconds is None:
             return None
         return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
@@ -105,8 +100,6 @@ def _encode(outcome: tuple[list[Any], bool]) -> tuple[dict[str, Any], bool]:
 
 @dataclass
 class StagedSave:
-    """One rank's save, from staging memory to the local tier."""
-
     session: SaveSession
     plan: SavePlan
     staged: StagedItems
@@ -114,7 +107,6 @@ class StagedSave:
     record: SaveRecord
     exchange: Exchange
     prepared: Future[None] | None = None
-    """``prepare``, on another thread."""
 
     def prepare(self) -> None:
         """Have the agent finish this save if this process ends first."""
@@ -204,7 +196,6 @@ def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) ->
 
 
 def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
-    """Return the newest save of each step that retention keeps."""
     sent = [record for record in records if not record.error and record.is_sent]
     newest = {record.step: record for record in sent}
     kept = {*rule.kept(newest), *rule.kept_of([record.step for record in sent])}
@@ -328,7 +319,6 @@ class RunningSaves:
             self._finish_oldest()
 
     def raise_failed_drains(self, run: Location, records: Sequence[SaveRecord]) -> None:
-        """Raise the first permanent error of the drains of ``records``; retry the others."""
         client = get_client(self._settings)
         drains = client.mover.drains
         for token, (uri, failure) in drains.take_failures({record.uri for record in records}).items():
@@ -446,7 +436,6 @@ def _checkpoints_of(error: CheckpointException) -> set[str]:
 def describe_wait(
     location: Location, settings: Settings, running: RunningSaves, stats: Sequence[SaveRecord], deadline: float
 ) -> str:
-    """Return the log line of a wait in ``close``: subject, time left, how to stop."""
     saving = sum(record.local_commit_seconds is None for record, _ in running.unfinished())
     if saving:
         return f"closing: writing {saving} save(s) of {location.uri} to the SSD"

@@ -66,7 +66,6 @@ TREES_MAX: Final = 4
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """Two of the Hub's five-minute windows."""
 RATE_LIMIT_SECONDS: Final = 30.0
-"""Default wait after a limit without a time."""
 REASON_MAX: Final = 200
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _MAY_PASS = MAY_PASS - {429}  # A2
@@ -81,13 +80,10 @@ _KINDS = ("datasets", "spaces", "models")
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository and a directory in it."""
-
     kind: str
     name: str
     revision: str = "main"
     path: str = ""
-    """The directory; '' for all of it."""
 
     @property
     def page(self) -> str:
@@ -95,7 +91,6 @@ class Repository:
 
     @property
     def folder(self) -> str:
-        """Its directory in the Hugging Face cache."""
         return f"{self.kind}--{self.name.replace('/', '--')}"
 
     @property
@@ -132,7 +127,6 @@ class HubFile:
 class Answer:
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
     body: bytes
     url: str
     is_more: bool = False
@@ -156,8 +150,6 @@ class Answer:
 
 
 class Hub:
-    """One Hub, by ``HF_ENDPOINT``."""
-
     def __init__(self, settings: Settings, retries: Retries) -> None:
         self.endpoint = (_environ("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         scheme = ""
@@ -168,11 +160,8 @@ class Hub:
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
         self._free_at = 0.0
-        """Monotonic time of the next allowed request (A2)."""
         self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
         self._listing = asyncio.Lock()
-
-    # --- requests -------------------------------------------------------------------------------------------------
 
     async def commit(self, repository: Repository) -> str:
         """Return the current commit of a revision. One request, none for a commit.
@@ -237,7 +226,6 @@ class Hub:
         return answer.headers["location"]
 
     def path_of(self, repository: Repository, commit: str, path: str) -> str:
-        """Return the resolver's path of a file, below the endpoint."""
         prefix = "" if repository.kind == "models" else f"{repository.kind}/"
         return f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
 
@@ -245,8 +233,6 @@ class Hub:
         """Return the response, also a refusal, to a GET of a Hub path, or to a POST of ``form``."""
         headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
         return await self._ask(f"{self.endpoint}{path}", headers, form)
-
-    # --- how -----------------------------------------------------------------------------------------------------
 
     async def _api(
         self, url: str, repository: Repository, headers: Mapping[str, str] | None = None, path: str = ""
@@ -305,7 +291,6 @@ class Hub:
         self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     async def probe(self) -> bool:
-        """Send one cheap request. True if the Hub answered."""
         with contextlib.suppress(StoreUnavailableError):
             async with asyncio.timeout(PROBE_SECONDS_MAX):
                 answer = await asyncio.to_thread(request, f"{self.endpoint}/robots.txt", {})
@@ -409,7 +394,6 @@ _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
 
 
 def _failure(url: str, error: BaseException) -> StoreError:
-    """Return the error for a request without a response. A final one is ``EndpointError``."""
     host, proxy = check_http(url), proxy_for(url)
     if isinstance(error, ssl.SSLCertVerificationError):
         return EndpointError(
@@ -517,7 +501,6 @@ def _seconds_to_wait(headers: Mapping[str, str]) -> float:
 
 
 def _environ(*names: str) -> str:
-    """The first nonempty of some variables; ''."""
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
@@ -526,7 +509,6 @@ def _is_true(value: str) -> bool:
 
 
 def _path(value: str) -> Path:
-    """Expand ``~`` and variables, as huggingface_hub does."""
     return Path(expand_user(os.path.expandvars(value)))
 
 
@@ -561,7 +543,6 @@ def _token_path() -> Path:
 
 
 def _token_source() -> str:
-    """For messages: the token's source, or where to set it."""
     if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
         return "HF_TOKEN, and unset HF_HUB_DISABLE_IMPLICIT_TOKEN"
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

@@ -46,14 +46,11 @@ T = TypeVar("T")
 LISTED_SECONDS: Final = 10.0
 """A listing is reused for this time: the verbs that freeze a model share one."""
 URLS_MAX: Final = 3
-"""Attempts for one URL before its file counts as unavailable."""
 DIRECT: Final = "direct"
 _POINTER = b"version https://git-lfs"
 
 
 class HubStore:
-    """Files of one repository, below one of its directories. Read only."""
-
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
         self.uri = location.uri
         self.has_put_if_absent = False
@@ -67,13 +64,11 @@ class HubStore:
         self._commit = ""
         self._listing = asyncio.Lock()
         self._commits: dict[tuple[str, str], tuple[str, HubFile]] = {}
-        """The listed commit of each file (H1), by key and etag."""
         self._urls: dict[tuple[str, str], str] = {}
         self._locating: dict[str, asyncio.Lock] = {}
 
     @property
     def repository(self) -> Repository:
-        """Raises ObjectNotFoundError: the URI names no repository."""
         if self._repository is None:
             raise ObjectNotFoundError(
                 f"{self.uri} names no repository",
@@ -88,7 +83,6 @@ class HubStore:
 
     @property
     def commit(self) -> str:
-        """Return the last listed commit; '' before."""
         return self._commit
 
     async def _files(self) -> dict[str, HubFile]:
@@ -115,8 +109,6 @@ class HubStore:
         if etag is not None and file.etag != etag:
             raise PreconditionFailedError(f"{key} has changed", uri=self.uri, key=key)
         return self._commit, file
-
-    # --- reading -------------------------------------------------------------------------------------------------
 
     async def head(self, key: str) -> ObjectInfo:
         _, file = await self._file(key, None)
@@ -224,8 +216,6 @@ class HubStore:
     def _ranges_ignored(self, file: HubFile) -> RangesIgnoredError:
         return RangesIgnoredError(f"{self.uri} sends all of {file.path} for a range", tier=Tier.SHARED)
 
-    # --- listing -------------------------------------------------------------------------------------------------
-
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         below = f"{check_prefix(prefix)}/" if prefix else ""
         for key, file in (await self._files()).items():
@@ -248,8 +238,6 @@ class HubStore:
             elif key.startswith(below):
                 files.append(ObjectInfo(key, file.size_bytes, file.etag))
         return (files, sorted(names)) if files or names or not prefix else None
-
-    # --- recovery, and unsupported verbs --------------------------------------------------------------------------
 
     def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         return self.retries.again(work)

@@ -36,7 +36,6 @@ from .structure_types import CONSTANTS, bad
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"
 Place = tuple[str, str]
-"""Module name in the state, and tensor name in the module."""
 NONE_SENT: Mapping[Place, int | torch.Tensor] = MappingProxyType({})
 UNTRACED = (
     "{}, which no optimizer of the state steps, was changed in a way that version counters do not show (.data, numpy, "
@@ -62,7 +61,6 @@ class Attachments:
         self._seen: dict[Place, Any] = {}
         self._untraced = untraced
         self._marks: dict[Place, int] = {}
-        """Marks of parameters at the newest step, for the digest thread."""
         for name, key, tensor in _tensors_of(state):
             self._seen[name, key] = _mark(tensor)
         self._places = self._seen.keys() | set[Place]()
@@ -144,7 +142,6 @@ class Attached:
         self._marks: dict[Place, int] = {}
 
     def take(self, attachment: bytes) -> int:
-        """Restore one step's tensors. Returns the digest of its ``Attachments.check``."""
         if not self._marks:
             self._mark({(name, key) for name, key, _ in _parameters_of(self._state)})
         self._newest = _decode(attachment, self._state)
@@ -204,7 +201,6 @@ def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _live(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the live values; their tensors define device and placement."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, key, tensor in _tensors_of(state):
         tensors.setdefault(name, {})[key] = tensor
@@ -246,7 +242,6 @@ def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield the saved module tensors that no optimizer of the state steps."""
     stepped = {id(one.tensor) for optimizer in optimizers_in(state).values() for one in parameters_of(optimizer)}
     for name, module in _modules(state):
         for path, one in module.named_modules():

@@ -41,7 +41,6 @@ Target = modules.ModuleTarget | optimizers.OptimizerTarget | optimizers.FlatTarg
 
 
 def structure_name(name: str, *, per_rank: bool = False) -> str:
-    """Return the checkpoint's name for the structure of the entry ``name``."""
     return f"{STRUCTURE}.{rank_key() if per_rank else SHARED}.{name}"
 
 
@@ -94,7 +93,6 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(name: str, value: Any, saved: Mapping[str, Any], texts: dict[str, dict[str, Any]]) -> tuple[Any, str]:
-    """Return the part of a value that DCP saves next to ``saved``, and its structure's text."""
     number = f"{rank_key()}.{name}" if isinstance(value, PerRank) else name
     below = f"{STRUCTURE}.{NUMBERED}.{number}"
     value = value.state_dict() if isinstance(value, Stateful) else value
@@ -118,7 +116,6 @@ def _is_unambiguous(flat: dict[str, Any]) -> bool:
 
 
 def _split(name: str, tree: dict[str, Any], odd: list[tuple[Path, Any]]) -> tuple[dict[str, Any], str]:
-    """Return the part of a module or optimizer that DCP saves, and the structure of other values."""
     nodes, encoder = [], Encoder(name)
     for path, value in odd:
         node, shown = encoder.encode(value, (name, *path))
@@ -130,7 +127,6 @@ def _split(name: str, tree: dict[str, Any], odd: list[tuple[Path, Any]]) -> tupl
 
 
 def _put(saved: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Set the value at ``path``, or remove it if NOTHING. Creates missing containers."""
     for key in path[:-1]:
         saved = saved[key] if isinstance(saved, list) else saved.setdefault(key, {})
     if value is not NOTHING:
@@ -155,7 +151,6 @@ def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) ->
 
 
 def structures(state: Mapping[str, Any], stored: Stored, only: Collection[str] | None) -> dict[str, str]:
-    """Return the items to read first: structures by entry, and lists of parameter names by item."""
     found: dict[str, str] = {}
     for name, value in state.items():
         if only is None or name in only:

@@ -30,14 +30,11 @@ VERSIONS: Path = ()
 
 
 class Names:
-    """Translates keys of ``module.state_dict()`` to names in a checkpoint, and back."""
-
     def __init__(self, module: torch.nn.Module) -> None:
         self._wrapped = [(prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))]
 
     @property
     def are_other(self) -> bool:
-        """False if each key is its name."""
         return bool(self._wrapped)
 
     def saved(self, key: str) -> str:
@@ -73,7 +70,6 @@ def _child_of_wrapper(module: torch.nn.Module) -> str:
 
 
 def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each submodule with its prefix, parents first, at a quarter of the cost of ``named_modules``."""
     left = [("", module)]
     while left:
         prefix, one = left.pop()
@@ -87,7 +83,6 @@ def is_flat(module: torch.nn.Module) -> bool:
 
 
 def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dict by checkpoint names, and the versions that are not the default."""
     if is_flat(module):
         return dict(get_model_state_dict(module)), {}
     names, found = Names(module), module.state_dict()
@@ -135,7 +130,6 @@ class ModuleTarget:
         return dict(value)
 
     def destinations(self) -> dict[str, Any]:
-        """Return the items to read, by name in the checkpoint."""
         new = NewTensors()
         made = {key: self._destination(path, self._items[path], new) for path, key in self._below.items()}
         return made | (self._decoder.tensors if self._decoder is not None else {})
@@ -167,7 +161,6 @@ class ModuleTarget:
             self._compare_meta()
 
     def _compare_meta(self) -> None:
-        """Check that the checkpoint can replace all tensors of a module on the meta device."""
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
         left = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
         made = [key for key, one in tensors if not one.is_meta]

@@ -36,20 +36,15 @@ from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
 
 LOOSE = "param."
-"""Name prefix of a parameter in no module of the state."""
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
 class ParameterNames:
-    """The names of the parameters of all modules of a state."""
-
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
         self._flat = [entry for entry, one in self.modules.items() if is_flat(one)]
         self._first: dict[str, dict[int, str]] = {}
-        """First name of each parameter, by its module's entry."""
         self._more: dict[tuple[str, int], list[str]] = {}
-        """Other names of tied parameters."""
         for entry, module in self.modules.items():
             found = self._first.setdefault(entry, {})
             for name, parameter in parameters_by_name(module):
@@ -109,7 +104,6 @@ class ParameterNames:
         return bare + full if owner else full + bare
 
     def are_on_all_ranks(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if all ranks have these parameters for certain, and so the same names."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         size = dist.get_world_size()
@@ -136,7 +130,6 @@ def _loose(group: int, index: int, taken: set[str]) -> str:
 
 
 def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer with the state: with ZeRO, the one for this rank's parameters."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
@@ -219,7 +212,6 @@ def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
-    """Return the values that are not plain of a state dict by parameter name, without the names of groups."""
     found = not_plain({key: one for key, one in tree.items() if key not in (STATE, GROUPS)})
     found += not_plain_below(tree.get(STATE, {}), (STATE,))
     for number, group in enumerate(tree.get(GROUPS, ())):
@@ -228,7 +220,6 @@ def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
 
 
 def lists_of(name: str, stored: Stored) -> list[str]:
-    """Return the items with the parameter names of the optimizer ``name``: of groups, and of ranks."""
     groups = [key for path, key in stored.below(name).items() if len(path) == 3 and path[::2] == (GROUPS, PARAMS)]
     ranks = [key for path, key in stored.below(STRUCTURE).items() if is_rank(path[0]) and path[1:] == (name,)]
     return groups + ranks
@@ -247,7 +238,6 @@ class _Placement(dict[Any, Any]):
 
 
 def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``load_state_dict`` runs only code of torch."""
     kind = type(optimizer)
     return (
         kind.load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -332,8 +322,6 @@ class OptimizerTarget:
         }  # fmt: skip
         self._compare(candidates, lists)
 
-    # --- matching parameters ------------------------------------------------------------------------------------
-
     def _lists(self, below: Mapping[Path, str], objects: Mapping[str, Any]) -> list[list[Any]]:
         """Return the names of each group's parameters: of the first rank, and the additional ones of other
         ranks.
@@ -351,7 +339,6 @@ class OptimizerTarget:
         return lists
 
     def _match(self, candidates: Sequence[Sequence[Sequence[str]]], lists: Sequence[Sequence[Any]]) -> dict[int, Any]:
-        """Return the checkpoint name of each parameter that it has, by identity."""
         found: dict[int, Any] = {}
         numbers = {name for group in lists for name in group if type(name) is int}
         if numbers:  # a state dict of torch, saved directly by DCP
@@ -378,7 +365,6 @@ class OptimizerTarget:
         return found
 
     def _is_parameter(self, name: Any) -> bool:
-        """Return True if ``name`` looks like another rank's parameter, not like the optimizer's own key."""
         return any(f"{entry}.{name}" in self._stored.items for entry in self._stored.names)
 
     def _compare(self, candidates: Any, lists: Sequence[Sequence[Any]]) -> None:
@@ -403,8 +389,6 @@ class OptimizerTarget:
         left = [name for group in lists[: len(groups)] for name in group if name not in matched]
         self.unexpected += [f"{STATE}.{name}" for name in left]
 
-    # --- reading ------------------------------------------------------------------------------------------------
-
     def destinations(self) -> dict[str, Any]:
         if isinstance(self._optimizer, NearStorageOptimizer):
             self._near = self._near_tensors(self._optimizer)
@@ -417,7 +401,6 @@ class OptimizerTarget:
         return made | (self._decoder.tensors if self._decoder is not None else {})
 
     def _live_values(self) -> dict[Path, Any]:
-        """Return the tensors that define placement: a parameter's state is placed like the parameter."""
         names = ParameterNames({**self._modules}).of(self._optimizer)
         found: dict[Any, Any] = {}
         for number, (group, of_group) in enumerate(zip(self._optimizer.param_groups, names, strict=True)):
@@ -452,8 +435,6 @@ class OptimizerTarget:
 
     def _decoded(self) -> dict[Path, Any]:
         return dict(self._decoder.value) if self._decoder is not None and not self._whole else {}
-
-    # --- loading ------------------------------------------------------------------------------------------------
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
         optimizer, holder = self._optimizer, _holder(self._optimizer)

@@ -274,7 +274,6 @@ def _generator_on(device: Any) -> torch.Generator:
 
 @functools.cache
 def has_device(kind: str) -> bool:
-    """Return True if this process has an accelerator of that type."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found is not None and found.type == kind
 

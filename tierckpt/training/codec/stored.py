@@ -16,7 +16,6 @@ from ... import torch_internals
 from ...dcp.plan_outline import CHUNK_TENSORS
 
 STRUCTURE = "__tierckpt__"
-"""The checkpoint entry with the structures of the other entries."""
 
 Path = tuple[str | int, ...]
 _EXACT = frozenset({type(None), bool, float, complex, bytes, torch.dtype, torch.device, io.BytesIO})
@@ -59,7 +58,6 @@ class Stored:
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Rebuild containers that DCP flattened: a dict for string keys, a list for list indices."""
     root: dict[Any, Any] = {}
     for path, value in leaves.items():
         if len(path) == 1:
@@ -70,7 +68,6 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for values that DCP restores exactly."""
     if type(value) is torch.Tensor:
         return value.layout is torch.strided and not value.is_quantized
     if isinstance(value, torch.Tensor):
@@ -82,7 +79,6 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_exact(value: Any) -> bool:
-    """Return True for values that DCP saves as one object and a restore reads as data."""
     kind = type(value)
     if kind is tuple:
         return all(map(_is_exact, value))

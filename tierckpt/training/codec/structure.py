@@ -65,7 +65,6 @@ from .structure_types import (
 LARGE_BYTES = 64 << 10
 """Arrays of at least this size are tensors of the checkpoint: staged, checked and read as such."""
 NOTHING: Any = object()
-"""Placeholder for values hidden from DCP."""
 PathOf = tuple[str | int, ...]
 
 
@@ -165,7 +164,6 @@ class Encoder:
         raise _refused(path, value, _why_not(value))
 
     def _shown(self, value: Any, flat: Any, before: int) -> Any:
-        """Return the part of a container that DCP saves: all of it, unless it had to be split."""
         return value if self._apart == before else flat
 
     def _items(self, items: list[Any], path: PathOf) -> tuple[Any, Any]:
@@ -194,7 +192,6 @@ class Encoder:
         return {"map": [[self._key(key, path), node] for key, node in zip(value, nodes, strict=True)]}, flat
 
     def _attributes(self, value: Any, path: PathOf) -> list[Any]:
-        """Encode ``_metadata`` of a module's state dict, an attribute of it."""
         if not vars(value):
             return []
         before = self._apart

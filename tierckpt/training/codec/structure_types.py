@@ -41,7 +41,6 @@ _KEY_HASHES = frozenset({enum.Enum.__hash__, int.__hash__, str.__hash__, tuple._
 
 
 def is_json(items: list[Any]) -> bool:
-    """Return True for long lists of numbers, at the speed of C."""
     kinds = set(map(type, items))
     if kinds == {int}:
         return min(items) in INT64 and max(items) in INT64
@@ -49,7 +48,6 @@ def is_json(items: list[Any]) -> bool:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Return all attributes of a dataclass instance, fields or not."""
     found = {name: slot.__get__(value) for name, slot in slots_of(type(value)).items() if _is_set(slot, value)}
     return found | (object.__getattribute__(value, "__dict__") if has_dict(type(value)) else {})
 
@@ -76,7 +74,6 @@ def has_dict(kind: type) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """Return True for valid dict keys or set members (V3)."""
     kind = type(value)
     if kind in _KEY_TYPES:
         return True
@@ -90,7 +87,6 @@ def is_key(value: Any) -> bool:
 
 
 def found_class(module: Any, qualname: Any) -> Any:
-    """Return the class of this name in an already imported module, or None. Runs no code."""
     if type(module) is not str or type(qualname) is not str:
         return None
     found: Any = sys.modules.get(module)

@@ -52,7 +52,6 @@ class ValueTarget:
             )
 
     def _live(self) -> Any:
-        """Return the current value; its tensors define the placement of the new ones."""
         if self.is_plain:
             return self._value
         try:
@@ -115,7 +114,6 @@ def _is_of_other_ranks(stored: Stored, name: str) -> bool:
 
 @torch.no_grad()
 def fill(live: Any, found: Any, seen: set[int] | None = None) -> Any:
-    """Return ``found``, with tensors of ``live`` of the same position, shape and dtype filled and kept."""
     seen = set() if seen is None else seen
     if isinstance(found, torch.Tensor):
         if not (isinstance(live, torch.Tensor) and type(live) is type(found) and _can_hold(live, found)):

@@ -204,7 +204,6 @@ def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path:
 
 
 def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the targets of this rank's read: its own tensors of the window, and the rest as in ``state``."""
     mine: set[str] = set()
     for _, one in recipe["optimizers"]:
         mine |= {f"{TENSORS}{stored}" for _, _, stored, _ in one["tensors"]}
@@ -231,7 +230,6 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
 
 
 def _as_live(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with the sharding of ``parameter``, unless it has another shape (the number of steps)."""
     is_shard = isinstance(parameter, DTensor) and tensor.shape == parameter.to_local().shape
     return wrap_shard(parameter, tensor) if is_shard else tensor
 

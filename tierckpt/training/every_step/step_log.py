@@ -85,13 +85,10 @@ def parse(asked: bool | str) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """A rank's log after a checkpoint."""
-
     spans: Sequence[Span] = ()
     ended: str = ""
 
     def last(self, step: int) -> int:
-        """Return the newest step, or the checkpoint's ``step`` without any."""
         return self.spans[-1][2] if self.spans else step
 
 
@@ -159,7 +156,6 @@ class StepLog:
 
     @functools.cached_property
     def link(self) -> Link:
-        """The link that copies gradients and parts of windows."""
         return Link()
 
     def new_base(self) -> str:
@@ -327,7 +323,6 @@ class StepLog:
         return found
 
     def close(self) -> None:
-        """Make all steps durable, and end the log."""
         self._end_log()
         if "link" in vars(self):
             self.link.close()

@@ -128,7 +128,6 @@ class _Window:
     state: State
     made: int = 0
     updates: list[int] = field(default_factory=list)
-    """Steps of each optimizer at the end of ``step``."""
     copies: list[Future[Snapshot]] = field(default_factory=list)
     rest: list[Future[None]] = field(default_factory=list)
     tree: Any = None
@@ -243,7 +242,6 @@ class SaveWindow:
             self._copy_whole(window, reason)
 
     def _conclude_for(self, save: MultiStepSave) -> None:
-        """End the window for the training thread, which waits for ``save`` and runs no more steps."""
         if self._window is None or self._window.handle is not save:
             return
         if is_distributed():
@@ -263,7 +261,6 @@ class SaveWindow:
         return window.handle
 
     def close(self) -> None:
-        """Discard an open window, and remove the hooks."""
         window, self._window = self._window, None
         if window is not None:
             window.handle.set_exception(CheckpointError("the Checkpointer was closed before the window ended"))
@@ -272,7 +269,6 @@ class SaveWindow:
         self._stagers.clear()
 
     def _match_stagers(self, state: State) -> None:
-        """Keep one stager for each optimizer in ``state``; they share a link."""
         optimizers = [*optimizers_in(state).values()]
         if not optimizers:
             raise ConfigError(
@@ -334,7 +330,6 @@ class SaveWindow:
         }
 
     def _settle(self, window: _Window) -> None:
-        """M1. Collective."""
         told = all_gather(_outcome(window))
         reason = next((one for one in told if one not in (DONE, PENDING)), "")
         if reason:
