@@ -148,9 +148,7 @@ class Memory:
 
     @classmethod
     def reserve(cls, size_bytes: int) -> Memory:
-        """Return new shared memory (SHM) with pages allocated on first use, by any process. Raises
-        CapacityError.
-        """
+        """Return new shared memory (SHM) with pages allocated on first use, by any process. Raises CapacityError."""
         size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
         capacity.require(size_bytes, asked_bytes=size_bytes)
         return cls(size_bytes, Kind.SHM, _create(Kind.SHM, size_bytes))
@@ -160,7 +158,7 @@ class Memory:
         """Return another process's shared memory ``name``, of the same user.
 
         ``fill``: allocate all pages at once, else on first use. Raises ConfigError: an invalid name, or its
-        owner has ended or closed it.
+        owner ended or closed it.
         """
         if _NAME.fullmatch(name) is None:
             raise ConfigError(f"{name!r} does not name an arena", hint="Use Memory.name of the process that owns it")
@@ -234,9 +232,7 @@ class Memory:
             log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
 
     def fill_in(self, part: memoryview) -> None:
-        """Allocate the pages of ``part`` of the view. Those that the kernel refuses are allocated on first
-        use.
-        """
+        """Allocate the pages of ``part`` of the view. Those that the kernel refuses are allocated on first use."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if code := populate(start, len(part)):
             log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
@@ -421,7 +417,7 @@ def _target_of(fd: int) -> str:
 
 
 def _kind_of(fd: int) -> Kind | None:
-    """Return the kind of our descriptor, whose name the kernel keeps from ``_memory_file``."""
+    """Return the kind of our descriptor, by its name from ``_memory_file``."""
     target = _target_of(fd)
     return next((kind for kind in (Kind.HUGETLB, Kind.SHM) if target == f"/memfd:tierckpt-{kind}"), None)
 
@@ -436,8 +432,7 @@ def populate(start: int, size_bytes: int) -> int:
 
 
 def _collapse(start: int, size_bytes: int) -> None:
-    """Back this part of a memory file with huge pages, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux
-    6.1).
+    """Back this part of a memory file with huge pages, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux 6.1).
 
     The kernel makes a huge page out of small pages, and needs at least one. With exactly one in each 2 MiB it
     costs as much as filling a private huge page, with all of them three times that or more. Without contiguous

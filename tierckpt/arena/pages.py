@@ -28,8 +28,7 @@ from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes
 
 TRY_EVERY = 32
 """In each such number of pieces, the first is measured, and the second, of the other kind: so the choice follows the
-machine.
-"""
+machine."""
 BYTES_MIN = 4 << 20
 WEIGHT = 0.3
 GAIN_MIN = 0.5

@@ -1,8 +1,8 @@
 """The arena: staging memory in slots, each holding one checkpoint until it is on the SSD.
 
 A slot holds one checkpoint of one rank. There are at most ``slots_max`` and they never take more than
-``size_bytes_max`` together, for any sequence of requests (P7). A slot is made on first use, grows only with the state,
-and is reused for the lifetime of the process: after the first saves there are no allocations and no page faults.
+``size_bytes_max`` together, for any sequence of requests (P7). Slots are made on first use, grow only with the state,
+and are reused for the lifetime of the process: after the first saves there are no allocations and no page faults.
 
 Life of a lease: free -> staged (a state dict refers to it) -> flushing -> written, or not -> free
 
@@ -250,9 +250,7 @@ class Arena:
         return lease
 
     def _reclaim(self, size_bytes: int, *, drop: bool) -> bool:
-        """Free unused slots; if that is not enough, the oldest droppable one. True if a checkpoint was
-        dropped.
-        """
+        """Free unused slots; if that is not enough, the oldest droppable one. True if a checkpoint was dropped."""
         dropped = False
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
@@ -328,7 +326,7 @@ class BounceBufferPool:
 
     @contextlib.contextmanager
     def take(self, count: int, size_bytes: int, timeout_seconds: float) -> Iterator[list[Memory]]:
-        """Yield up to ``count`` pieces of ``size_bytes``: as many as exist and fit in memory, at least one.
+        """Yield up to ``count`` pieces of ``size_bytes``: those that exist and fit in memory, at least one.
 
         Raises OperationTimeoutError: other flushes used all of them for ``timeout_seconds``. CapacityError: no
         memory for one.

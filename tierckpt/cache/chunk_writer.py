@@ -48,9 +48,8 @@ class FetchStats:
 
 
 class ChunkWriter:
-    """Writes chunks into a partial entry. Runs on one event loop, except for ``reserve``. ``pool`` grants room;
-    None: no reservation is needed.
-    """
+    """Writes chunks into a partial entry. Runs on one event loop, except for ``reserve``. ``pool`` grants room; None:
+    no reservation is needed."""
 
     def __init__(self, filling: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
         self.filling, self.frozen, self.stats = filling, filling.frozen, stats

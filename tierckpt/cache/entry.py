@@ -225,9 +225,7 @@ class CacheEntry:
             return False
 
     def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data``, read from ``path(path)``, is undamaged. Any thread. ``read_into`` repairs
-        damage.
-        """
+        """True when ``data``, read from ``path(path)``, is undamaged. Any thread. ``read_into`` repairs damage."""
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
@@ -370,13 +368,11 @@ class CacheEntry:
                     return await fetcher.fetch(index, chunk, keep=True)
 
     async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
-        """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that
-        fill.
+        """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that fill.
 
         The entry is published when all files are whole. Raises, with nothing published:
             PartialTransferError: names the failed files. If all failed: the error of the first.
-            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at
-                once.
+            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
         """
         if self._filling is None or self._fetcher is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))

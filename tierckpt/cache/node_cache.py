@@ -184,15 +184,11 @@ class NodeCache:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds without progress before another process fetches the same: two request timeouts, at least a
-        minute.
-        """
+        """Seconds without progress before another process fetches the same: two request timeouts, at least a minute."""
         return max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds)
 
     async def open(self, resolved: ResolvedUri, *, whole: bool = False) -> CacheEntry:
-        """Open or make the entry of ``resolved``. The caller closes it. Raises CapacityError: no room for
-        ``whole``.
-        """
+        """Open or make the entry of ``resolved``. The caller closes it. Raises CapacityError: no room for ``whole``."""
         found = await asyncio.to_thread(self._larger, resolved)
         frozen = found or resolved.frozen
         store = resolved.store if found is None or resolved.only is None else self._store_of(frozen, resolved)
@@ -455,5 +451,5 @@ def _is_half(files: Sequence[FileSpec]) -> bool:
 
 
 async def _claimed(store: Store) -> bool:
-    """Return True if a drain has begun here: the files are not a complete model."""
+    """True during a drain to here: the files are not a complete model."""
     return bool(await store.list_dirs(PRIVATE_DIR)) or await shared_commit.read_claim(store) is not None

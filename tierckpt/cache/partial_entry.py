@@ -83,8 +83,7 @@ FILLS, PUBLISHES = 0, 1
 """Bytes of the claims file: shared by the processes that fill the entry, and exclusive to the publisher."""
 STREAMS, FETCHES, SHARED = 1 << 32, 1 << 40, 1 << 48
 """First byte of each range: a file being streamed; a chunk, by ordinal, being fetched; one fetched from shared storage
-together with other nodes.
-"""
+together with other nodes."""
 STREAM = -1
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
@@ -99,9 +98,8 @@ _MARK = re.compile(rb"([!=])(\d+)\.")
 
 
 def incoming_of(directory: Path, version: str) -> Path:
-    """Return the directory that gathers the files: next to ``directory``, or inside an existing one (it may be a
-    mount, or have its own owner and mode).
-    """
+    """Return the directory that gathers the files: next to ``directory``, or inside an existing one (it may be a mount,
+    or have its own owner and mode)."""
     inside = directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
     return inside if directory.exists() else incoming_beside(directory, version)
 
@@ -325,7 +323,7 @@ class PartialEntry:
                 remove_dir(self.incoming)
 
     def progress_bytes(self) -> dict[str, int]:
-        """Size of each progress file: that of another host grows as it makes progress."""
+        """Size of each progress file: another host's grows as it makes progress."""
         found = {}
         for path in self._lists():
             with contextlib.suppress(OSError):
@@ -437,9 +435,7 @@ class PartialEntry:
         self.append_line(f"{index} {chunk} {digest}")
 
     def keep(self, index: int) -> None:
-        """Make a file durable after ``take_over`` of its chunks. A damaged one is forgotten, and fetched
-        later.
-        """
+        """Make a file durable after ``take_over`` of its chunks. A damaged one is forgotten, and fetched later."""
         self.refresh()
         if self.has_file(index):
             with contextlib.suppress(IntegrityError):
@@ -625,9 +621,7 @@ class PartialEntry:
         return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
 
     def _make_durable(self, index: int) -> None:
-        """Check a whole file's content and fsync it. On failure, forget all of its chunks: the bad ones cannot
-        be told apart.
-        """
+        """Check a whole file's content and fsync it. On failure, forget all of its chunks: the bad ones are unknown."""
         path = self.incoming / self.frozen.files[index].path
         with translated(path):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

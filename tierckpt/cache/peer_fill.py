@@ -86,7 +86,7 @@ class PeerFill(Protocol):
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:
-        """Fill ``into`` with a chunk, from a peer or from the store. ``request`` is that of its ``Work``.
+        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: from its ``Work``.
 
         Raises NotNowError: choose again. TierckptError: neither has it.
         """

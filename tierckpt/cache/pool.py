@@ -88,7 +88,7 @@ class Pool:
         return self.root / ".state" / name
 
     def rows(self, *uris: str) -> list[CacheRow]:
-        """Return all entries, or those of ``uris``, least recently used first.
+        """Return all entries, or of ``uris``, least recently used first.
 
         Cost: three stats per entry; a receipt is read once per process.
         """

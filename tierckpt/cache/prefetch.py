@@ -43,8 +43,7 @@ log = logger("prefetch")
 @dataclass(slots=True, kw_only=True)
 class PrefetchResult(FetchStats):
     """Result of a prefetch. ``fetched_bytes`` came from shared storage, ``peer_bytes`` from other nodes; the rest
-    existed, or was fetched by other processes of this node (``others_bytes``).
-    """
+    existed, or was fetched by other processes of this node (``others_bytes``)."""
 
     directory: Path
     files: int

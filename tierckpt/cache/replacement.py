@@ -54,7 +54,7 @@ def turn_at(directory: Path) -> Iterator[bool]:
 
 
 class Replacement:
-    """Moves the files of ``frozen`` from ``incoming`` to ``directory``, replacing those of earlier prefetches.
+    """Moves the files of ``frozen`` from ``incoming`` to ``directory``, replacing earlier prefetches.
 
     Args:
         is_selected: True for the paths that would be in ``frozen`` if the source had them.
@@ -75,9 +75,8 @@ class Replacement:
         fsync_dir((self._target / RECEIPT).parent)
 
     def move(self) -> None:
-        """Remove stale files and move the new ones in, durably. Indexes are removed first and moved last: a
-        loader that ignores receipts finds an index only with its files.
-        """
+        """Remove stale files and move the new ones in, durably. Indexes are removed first and moved last: a loader that
+        ignores receipts finds an index only with its files."""
         for path in sorted(filter(is_index, self._before & (self._stale | self._new))):
             _remove(self._target, path)
         for path in sorted(self._stale):

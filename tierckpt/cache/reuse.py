@@ -2,7 +2,7 @@
 
 ``copy_chunk`` copies chunks from the cache into a directory outside of it. An update of one shard of thirty fetches
 this shard. A file is the same if its path, size and etag (or its digests) are, and it has not been written to since:
-local files are trusted like those of a whole directory.
+local files are trusted like a whole directory.
 
 Safe: a link has all of the file or none; both names have the same bytes, and a repair of one is right for the other. A
 killed fill leaves links in its own directory, which is never read. A copy writes the bytes that other processes would

@@ -323,7 +323,7 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
 
 
 def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
-    """Return cache entries in eviction order; none of an unreadable cache, unless ``rows`` are given.
+    """Return cache entries in eviction order; an unreadable cache has none, unless ``rows`` are given.
 
     An entry being filled is leased, so it stays.
     """

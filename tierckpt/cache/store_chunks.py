@@ -162,9 +162,8 @@ class Versions:
         return None if item.key in self._unconditional else self._etags.get(item.key, item.etag)
 
     async def _look_into(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
-        """Return if a file with a refused condition is unchanged and another way to read it is noted; else
-        raise the error, or PreconditionFailedError.
-        """
+        """Return if a file with a refused condition is unchanged and another way to read it is noted; else raise the
+        error, or PreconditionFailedError."""
         is_refused = isinstance(refusal, PreconditionFailedError) or refusal.context.get("status") in REFUSALS
         if etag is None or not is_refused or not isinstance(self.store, Store):
             raise refusal

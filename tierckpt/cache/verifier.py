@@ -138,8 +138,7 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
 
     ``target``: the entry's directory, for the error.
 
-    Raises IntegrityError: damaged here, and no good copy from the store. StoreError: missing here, and
-    unavailable.
+    Raises IntegrityError: damaged here, and no good copy from the store. StoreError: missing here, and unavailable.
     """
     frozen, digest = checker.frozen, checker.digest(index, chunk)
     item, at = frozen.files[index], frozen.chunk_range(index, chunk)

@@ -48,7 +48,7 @@ _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDI
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
-# Errors of a network mount or FUSE daemon whose server is down.
+# Errors of a network mount or FUSE daemon during an outage of its server.
 _AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
 # Errors of a file system without such a link or call: another file system, unsupported, too many, or forbidden.
 CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
@@ -270,8 +270,7 @@ def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> b
 
 
 def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
-    """Replace ``path`` by ``data``: a reader, or a crash, sees the old file or the whole new one, which is
-    durable.
+    """Replace ``path`` by ``data``: a reader, or a crash, sees the old file or the whole new one, which is durable.
 
     The directory must exist. Cost: two fsyncs.
     """
@@ -282,7 +281,7 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
 
 
 def publish(new: Path, path: Path, file: int | None = None) -> None:
-    """Rename ``new``, whose bytes are durable, to ``path``, durably: rename, fsync of the directory.
+    """Rename ``new``, with durable bytes, to ``path``, durably: rename, fsync of the directory.
 
     ``file``: its descriptor, if its bytes are not durable yet. A directory replaces an empty one only. Raises
     OSError, or a typed error.

@@ -73,7 +73,7 @@ class Resident:
         self._is_empty: dict[int, bool] = {}
         try:
             self._size_bytes = os.fstat(file).st_size
-            # Copy-on-write, so that ctypes may have its address; nothing is written.
+            # Copy-on-write, so that ctypes may have its address; never written.
             self._map = mmap.mmap(file, self._size_bytes, access=mmap.ACCESS_COPY)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         except (OSError, ValueError):
@@ -165,9 +165,8 @@ class DirectFile:
             view, offset = view[count:], offset + count
 
     def _leave_direct(self) -> None:
-        """Reopen the file under the same descriptor: other threads write to it, and FUSE reads flags only in
-        ``open``. Raises OSError.
-        """
+        """Reopen the file under the same descriptor: other threads write to it, and FUSE reads flags only in ``open``.
+        Raises OSError."""
         file = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.dup2(file, self.fd, inheritable=False)
@@ -274,7 +273,7 @@ def allocate(file: int, size_bytes: int) -> None:
     """Allocate ``size_bytes`` on the disk: a full one is found before the first byte, and extents are long.
 
     Not ``posix_fallocate``: without support by the file system it writes zeros, over what another process may just
-    have written. Then nothing is allocated.
+    have written. Without support, allocates nothing.
     """
     while size_bytes and libc.fallocate(file, 0, 0, size_bytes):
         number = ctypes.get_errno()
@@ -287,7 +286,7 @@ def allocate(file: int, size_bytes: int) -> None:
 def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
     """Share the blocks of ``source`` in the range with ``target`` (reflink); False if unsupported.
 
-    Later writes to one of them are not visible in the other.
+    Later writes to one are invisible in the other.
     """
     start, size_bytes = byte_range.start, byte_range.size_bytes
     try:

@@ -8,7 +8,7 @@ Invariants:
     K2  Released when the block ends, even if a child was forked in it: the child has a copy of the descriptor, so
         closing only ours would leave the lock with a DataLoader worker.
     K3  With ``remove`` the file is removed with the lock. A process that then locks the removed file detects that the
-        name is gone or is another file, and does not hold the lock.
+        name is missing or another file, and does not hold the lock.
     K4  A lock can be inherited: it belongs to the open file. A process that receives the descriptor keeps the lock if
         the first holder is killed, and loses it if the first holder releases it normally (K2).
     K5  A forked child holds no lock of its parent: its copies of the descriptors are closed at the fork, so a lock

@@ -1,6 +1,6 @@
 """Distinguishes a slow disk from a hanging one, for which training does not wait.
 
-A disk hangs if it has completed none of this process's requests for ``ILL_SECONDS``, while it had one.
+A disk hangs if it has completed no request of this process's requests for ``ILL_SECONDS``, while it had one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class Requests:
             self._ended_at = time.monotonic()
 
     def seconds_left(self) -> float:
-        """Return the seconds until the disk counts as hanging, unless it completes a request; ``ILL_SECONDS``
-        without one.
-        """
+        """Return the seconds until the disk counts as hanging, unless it completes a request; ``ILL_SECONDS`` without
+        one."""
         begun = min(tuple(self._begun.values()), default=None)
         if begun is None:
             return ILL_SECONDS
@@ -124,9 +123,7 @@ class Errands:
         return -1.0
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, or raise its error; CheckpointSkippedError if it, or an earlier one,
-        hangs.
-        """
+        """Return the result of ``work``, or raise its error; CheckpointSkippedError if it, or an earlier one, hangs."""
         done = self.begin(work)
         if not self.gets_on():
             raise ill_disk(self._where)

@@ -158,8 +158,7 @@ class ReadMode:
 
 WAYS = (ReadMode(True, 8), ReadMode(False, 4))
 """Modes to try, ordered by processor time. Eight threads keep a disk busy while some digest and copy; the kernel's
-readahead needs fewer.
-"""
+readahead needs fewer."""
 
 MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
 

@@ -39,8 +39,7 @@ def use_local_root(settings: Settings) -> None:
 def make_local_root(settings: Settings) -> Path:
     """Make and return ``local_root``.
 
-    Raises PermissionDeniedError: not safe to use, not writable, or read-only. ConfigError: it cannot be a
-    directory.
+    Raises PermissionDeniedError: not safe to use, not writable, or read-only. ConfigError: it cannot be a directory.
     """
     root = settings.local_root
     use_local_root(settings)
@@ -94,7 +93,7 @@ def clear_leftovers(local_root: Path) -> int:
 
 def _clear(path: Path, before_unix_seconds: float) -> bool:
     if is_abandoned(path.name):
-        path.unlink()  # its process has ended, and no other uses this name
+        path.unlink()  # only its ended process used this name
         return True
     if path.stat().st_mtime > before_unix_seconds:
         return False

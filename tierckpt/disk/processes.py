@@ -30,7 +30,7 @@ def host_id() -> int:
 
 @functools.cache
 def pid_namespace() -> int:
-    """32 bits that differ between pid namespaces of all hosts; 0 if this process's pids cannot be looked up."""
+    """32 bits that differ between pid namespaces of all hosts; 0 if /proc lacks this process's pids."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115  # /proc is of another namespace
             return 0
@@ -52,7 +52,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, started_ticks: int, namespace: int) -> bool | None:
-    """Return whether that process has ended; None in another namespace (unknown)."""
+    """Return whether that process exited; None in another namespace (unknown)."""
     if not namespace or namespace != pid_namespace():
         return None
     return start_ticks(pid) != started_ticks
@@ -90,7 +90,7 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def set_aside_name(path: str) -> str:
-    """The path to which the damaged checkpoint file ``path`` is moved."""
+    """New path of the damaged checkpoint file ``path``."""
     directory, slash, name = path.rpartition("/")
     return f"{directory}{slash}{stem_of(name)}.bad"
 
@@ -101,7 +101,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_made_here(name: str) -> bool:
-    """True for a temporary name of this version. A user's file may resemble one of another version."""
+    """True for a temporary name of this version. A user's file may resemble another version's."""
     return bool(_MADE_HERE.match(name))
 
 

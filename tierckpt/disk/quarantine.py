@@ -3,7 +3,7 @@
     <local_root>/quarantine/<hex>.<name>    files of an unexpected kind
 
 A local root that was copied without its links, unpacked from an archive, or repaired by a file system check may have a
-file in place of a directory, a directory in place of a file, a link, a FIFO. None of them is read, waited for, or
+file in place of a directory, a directory in place of a file, a link, a FIFO. They are not read, waited for, or
 followed: one rename moves it away, nothing is deleted, and the work continues as if it were missing.
 """
 
@@ -80,7 +80,7 @@ def _check_owner(file: int, status: os.stat_result, path: Path) -> None:
 def set_aside(path: Path) -> bool:
     """Quarantine the unexpected entry ``path`` of a local root; log and count it.
 
-    False if it is under no local root, or cannot be moved. True if it is gone.
+    False if it is under no local root, or cannot be moved. True if it has vanished.
     """
     root = root_of(path)
     if root is None or root == path:

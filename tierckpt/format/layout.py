@@ -1,4 +1,4 @@
-"""Where each thing lives under a checkpoint URI and under the local root. Pure functions over strings.
+"""Paths under a checkpoint URI and under the local root. Pure functions over strings.
 
 A checkpoint directory has the same layout on every tier::
 
@@ -19,11 +19,10 @@ A checkpoint directory has the same layout on every tier::
     <checkpoint>/.tierckpt/superseded.json          local-only, and this node has newer checkpoints (local tier)
 
 A run, the directory of its checkpoints, has ``<run>/.tierckpt-history/*.jsonl`` and ``*.commits``, read by `tierckpt
-report`, and
-``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), with the layout and commit of a
-checkpoint. It becomes the checkpoint of step n by replay, and is not listed as one before. A run with a job that went
-back to an older step has ``<run>/.tierckpt-branches/<order>-<id>.json`` for each branch (checkpoint/branches.py). The
-local tier also has ``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps after its checkpoints
+report`, and ``<run>/.tierckpt-windows/step-<n>``: a redo log (docs/internals/redo-log.md), with the layout and commit
+of a checkpoint. It becomes the checkpoint of step n by replay, and is not listed as one before. A run with a job that
+went back to an older step has ``<run>/.tierckpt-branches/<order>-<id>.json`` for each branch (checkpoint/branches.py).
+The local tier also has ``<run>/.tierckpt-gradients/rank-<n>/*.gradients``: the steps after its checkpoints
 (save/log_segments.py).
 
 The local root holds::
@@ -31,7 +30,7 @@ The local root holds::
     <local_root>/checkpoints/<scheme>/<authority>/<path>/...     the local tier, mirroring the URI
     <local_root>/journal/<token>.json                            files still to be drained
     <local_root>/written/<token>                                 a single file that is still to be drained
-    <local_root>/retention/<token>.json                          a run to prune, because a drain into it has ended
+    <local_root>/retention/<token>.json                          a run to prune, after a drain into it
     <local_root>/control.json                                    rate limit and pause for this node's movers
     <local_root>/read-modes.json                                 the fastest read mode of each device
     <local_root>/model-read-modes.json                            the same for model files
@@ -75,15 +74,14 @@ GRADIENTS_DIR = ".tierckpt-gradients"
 """Of a run, local: the steps after its checkpoints, one directory per rank (training/every_step)."""
 HISTORY_DIR = ".tierckpt-history"
 """Of a run: time records of its processes, one small file per start; and commit times on other tiers, one
-``COMMITS_SUFFIX`` file per node.
-"""
+``COMMITS_SUFFIX`` file per node."""
 COMMITS_SUFFIX = ".commits"
 
 BRANCHES_DIR = ".tierckpt-branches"
 """Of a run: the steps abandoned when a job restored an older one (checkpoint/branches.py)."""
 
 WINDOWS_DIR = ".tierckpt-windows"
-"""Of a run: redo logs by step, each of which becomes a checkpoint by replay."""
+"""Of a run: redo logs by step, which become checkpoints by replay."""
 
 SHARD_SUFFIX = ".distcp"
 

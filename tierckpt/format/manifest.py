@@ -56,8 +56,7 @@ _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
 
 
 def digest_of(data: Buffer) -> str:
-    """Return the XXH3-128 of a chunk, seed 0, as 32 lower-case hex digits, most significant first (canonical
-    form).
+    """Return the XXH3-128 of a chunk, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
 
     For a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the concatenated block digests,
     so a block can be verified alone. It detects damage, not malice: collisions can be made on purpose.
@@ -258,9 +257,8 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
 
 
 def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
-    """Decode and validate. Raises ManifestError: not JSON, duplicate keys, another format or version, damaged
-    (M3), or rejected by M1.
-    """
+    """Decode and validate. Raises ManifestError: not JSON, duplicate keys, another format or version, damaged (M3), or
+    rejected by M1."""
 
     def bad(
         reason: str, hint: str = "The manifest is damaged or was not written by tierckpt; try another tier"
@@ -401,9 +399,8 @@ def _algorithm(entries: Iterable[FileEntry]) -> str:
 
 
 def is_safe_path(path: Any) -> TypeGuard[str]:
-    """True for a relative path that file systems accept: no absolute path, ``..``, ``.``, empty part, backslash or
-    NUL, at most 255 bytes per part.
-    """
+    """True for a relative path that file systems accept: no absolute path, ``..``, ``.``, empty part, backslash or NUL,
+    at most 255 bytes per part."""
     if not isinstance(path, str) or not path or len(path) > 1024 or "\\" in path or "\0" in path:
         return False
     try:

@@ -1,11 +1,11 @@
-"""Interprets the part of the pickle language in which ``.metadata`` is written. It is not an unpickler.
+"""Interprets the part of the pickle language used by ``.metadata``. It is not an unpickler.
 
 It makes numbers, strings, containers, constants from its caller's table, and inert records: a class name and a state.
 It cannot import, call anything but the caller's functions (which may make their own objects), or set an attribute.
 CPython's unpickler is not involved, so the checked data and the built data are the same.
 
 Invariants (tests cite them):
-    S1  Only globals in the caller's exact table are known. All others are rejected by name.
+    S1  Only globals in the caller's exact table exist. All others are rejected by name.
     S2  No allocation exceeds the length of the data; memory and time are linear in it (at worst 75 bytes per byte;
         DCP's data take about 10). A repeated reference costs as little as it takes to write.
     S3  No hash, comparison or recursion reaches a nested value: dict keys are strings, integers, records, or objects
@@ -49,7 +49,7 @@ class Function:
 
 
 class Class(Function):
-    """Stands for a class of which the data may make records, or that it may call; it is not that class."""
+    """Stands for a class that the data may make records of, or call; it is not that class."""
 
     __slots__ = ("name",)
 

@@ -40,7 +40,7 @@ class Location:
     """A normalised checkpoint URI: two spellings of one location compare equal.
 
     ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
-    leading or trailing slash, except the leading one of file paths.
+    leading or trailing slash, except the leading slash of file paths.
     """
 
     scheme: str
@@ -82,9 +82,8 @@ def parse_uri(uri: object) -> Location:
     ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these after
     ``tierckpt://``.
 
-    Raises ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without a required bucket, another
-    host's file or another account's container, with a password or a signature, or with a name that its store
-    cannot hold.
+    Raises ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without a required bucket, another host's
+    file or another account's container, with a password or a signature, or with a name that its store cannot hold.
     """
     text = text_of(uri, "a checkpoint URI")
     if "\0" in text:
@@ -152,9 +151,8 @@ def text_of(value: object, what: str) -> str:
 
 
 def local_path(value: str | os.PathLike[str], what: str) -> Path:
-    """Return the path ``value`` of this node, absolute. Raises ConfigError, which names it ``what``: a URL, empty,
-    or no text.
-    """
+    """Return the path ``value`` of this node, absolute. Raises ConfigError, which names it ``what``: a URL, empty, or
+    no text."""
     text = text_of(value, what).strip()
     if not text or "\0" in text:
         raise ConfigError(f"{what} is {'empty' if not text else repr(text)}", hint="Give a path of this node")
@@ -225,9 +223,8 @@ def _file_path(text: str, rest: str) -> str:
 
 
 def _container(text: str, authority: str) -> str:
-    """Return the container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError if the environment
-    has another account, which would get the files.
-    """
+    """Return the container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError if the environment has
+    another account, which would get the files."""
     container, _, host = authority.partition("@")
     account, told = host.partition(".")[0], _azure_account()
     if account and told and account != told:

@@ -1,8 +1,6 @@
 """Accelerate: ``save_state`` and ``load_state`` with a URI.
 
-run = TierState(accelerator, "s3://bucket/run")
-run.load()
-run.save(f"step-{step}")
+run = TierState(accelerator, "s3://bucket/run") run.load() run.save(f"step-{step}")
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class TierState:
         self.run = Directories(uri, settings, **overrides)
 
     def save(self, name: str | None = None, **options: Any) -> Adoption:
-        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names
-        it.
+        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names it.
 
         Raises ConfigError: a superfluous or missing name, or one without a step. As ``tierckpt.adopt``.
         """
@@ -80,6 +77,7 @@ class TierState:
         return adopted
 
     def load(self, **options: Any) -> int | None:
+        """``accelerator.load_state`` of the newest usable checkpoint; return its step, or None."""
         found = self.run.restore(self.directory)
         if found is None:
             return None

@@ -1,8 +1,7 @@
 """DeepSpeed: a checkpoint engine whose commit adopts the files of every rank.
 
-engine.checkpoint_engine = TierCheckpointEngine("s3://bucket/run")
-engine.load_checkpoint("out", tag=engine.checkpoint_engine.restore("out"))
-engine.save_checkpoint("out")
+engine.checkpoint_engine = TierCheckpointEngine("s3://bucket/run") engine.load_checkpoint("out",
+tag=engine.checkpoint_engine.restore("out")) engine.save_checkpoint("out")
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ class TierCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self.run = Directories(uri, settings, **overrides)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Replace a file instead of writing into it: an earlier checkpoint of this tag may be adopted by a
-        link.
-        """
+        """Replace a file instead of writing into it: an earlier checkpoint of this tag may be adopted by a link."""
         Path(path).unlink(missing_ok=True)
         super().save(state_dict, path)
 
@@ -43,5 +40,6 @@ class TierCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         return True
 
     def restore(self, save_dir: str | os.PathLike[str]) -> str | None:
+        """Restore the newest usable checkpoint to ``save_dir``; return its tag, or None."""
         found = self.run.restore(save_dir)
         return found.name if found is not None else None

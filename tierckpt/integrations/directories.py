@@ -121,9 +121,7 @@ class Directories:
 
     @short_traceback
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
-        """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that
-        directory.
-        """
+        """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that directory."""
         client, target = get_client(self.settings), local_path(into, "into") / found.name
 
         async def once() -> RestoreResult:
@@ -150,8 +148,7 @@ def rank_0_finds(what: str, find: Callable[[], str]) -> str:
 
     Every rank calls this, in the same order. An error of ``find`` is raised on every rank.
 
-    Raises ConfigError: ``WORLD_SIZE`` above 1 without a process group. OperationTimeoutError: rank 0 did not
-    arrive.
+    Raises ConfigError: ``WORLD_SIZE`` above 1 without a process group. OperationTimeoutError: rank 0 did not arrive.
     """
     of_job = ranks_of_job()
     if of_job is None and os.environ.get("WORLD_SIZE", "1") != "1":

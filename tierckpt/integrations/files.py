@@ -39,7 +39,7 @@ log = logger("fsspec")
 BUFFER_BYTES = 256 << 10
 _CLOSING_FRAMES = 4
 _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
-"""Modules whose ``with`` also closes files after an exception."""
+"""Modules with a ``with`` that closes files even after an exception."""
 
 
 class _CachedFile(RangeFile):
@@ -327,7 +327,7 @@ class CompressingWriter(io.BufferedIOBase):
 
 
 class TextWriter(io.TextIOWrapper):
-    """A ``Writer`` or ``CompressingWriter`` for text: after an exception nothing is written either."""
+    """A ``Writer`` or ``CompressingWriter`` for text: an exception also discards the data."""
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:

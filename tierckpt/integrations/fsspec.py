@@ -416,9 +416,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm_behind(self, path: str) -> None:
-        """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does
-        not wait for the store.
-        """
+        """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does not wait
+        for the store."""
         location = self._location(path)
         if not write_back.can_carry(location):
             self.rm_file(path)

@@ -66,14 +66,13 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._doomed: set[str] = set()
         """Paths to remove after the next save: the removal failed, or the SSD had no room for its entry."""
         self._saver: int | None = None
-        """The saving thread. If another one removes (``AsyncCheckpointIO``), it may not have begun."""
+        """The saving thread. If another one removes (``AsyncCheckpointIO``), it may be pending."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Save to ``path``, a ``tierckpt://`` URL, except Lightning's own files. Raises ConfigError: another
-        location.
-        """
+        location."""
         if not _is_ours(path) and is_of_host(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
             return

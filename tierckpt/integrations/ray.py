@@ -1,8 +1,7 @@
 """Ray: checkpoints of Ray Train are adopted, and every node of a cluster has a model before a rollout.
 
-ray.train.report(metrics, checkpoint, checkpoint_upload_fn=upload("s3://bucket/experiment"))
-directory = restore("s3://bucket/experiment", "resume")
-prefetch("s3://models/llama-8b")
+ray.train.report(metrics, checkpoint, checkpoint_upload_fn=upload("s3://bucket/experiment")) directory =
+restore("s3://bucket/experiment", "resume") prefetch("s3://models/llama-8b")
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ def _connector_class() -> Any:
             self, allow_pattern: Sequence[str] | None = None, ignore_pattern: Sequence[str] | None = None
         ) -> None:
             """Fetch matching files into the connector's directory. Raises TierckptError: no such model, or
-            unreadable.
-            """
+            unreadable."""
             with open_cached(self.url, settings=Settings.load()) as view:
                 for name in sorted(view.files):
                     if not _matches(name, allow_pattern) or (ignore_pattern and _matches(name, ignore_pattern)):

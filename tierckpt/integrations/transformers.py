@@ -68,8 +68,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         return self._trials[trial]
 
     def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or
-        None.
+        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None.
 
         Also restores the best one that its state names, for ``load_best_model_at_end``: without its directory
         ``Trainer`` would end with the last model.

@@ -93,9 +93,8 @@ def _loader_class(base: Any) -> Any:
             return uri, [uri], True, ""
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
-            """Stream one source's weights that this rank loads. Raises as ``stream_safetensors``, mostly
-            before any read.
-            """
+            """Stream one source's weights that this rank loads. Raises as ``stream_safetensors``, mostly before any
+            read."""
             _, places, use_safetensors, _ = self._prepare_weights(
                 source.model_or_path,
                 source.subfolder,

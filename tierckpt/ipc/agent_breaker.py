@@ -52,9 +52,7 @@ class AgentAnswer(Enum):
 
 class Probe(Protocol):
     def __call__(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
-        """Request an answer within this time. ``start``: from a new agent, if there is none; else that is a
-        YES.
-        """
+        """Request an answer within this time. ``start``: from a new agent, if there is none; else that is a YES."""
 
 
 class AgentBreaker:
@@ -148,7 +146,7 @@ def _has_ended(pidfd: int) -> bool:
 
 
 class Starvation:
-    """Tells whether a process has waited for a processor since this object was made: then the machine is slow."""
+    """Tells whether a process has waited for a processor since construction: then the machine is slow."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._begun, self._before = pid, time.monotonic(), _waited_seconds(pid)

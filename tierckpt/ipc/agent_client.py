@@ -3,7 +3,7 @@
 A message is a length (4 bytes, big-endian) and a JSON object, with descriptors of staging memory as ancillary data
 (SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; a slow one is preceded by
 ``{"busy": ...}`` every ``BUSY_SECONDS``. Messages are self-contained, so they can be sent again, also to another
-agent. The agent acts on a process's promises only after that process has ended, and reads its pending messages first,
+agent. The agent acts on a process's promises only after the end of that process, and reads its pending messages first,
 so the last message of a dying process counts.
 
 Only the directory's owner may connect: it is 0700, and both sides check the other's credentials.
@@ -79,7 +79,7 @@ class _DeafError(AgentUnavailableError):
 
 
 class _Gone(Exception):
-    """The connection has become unusable."""
+    """The connection is unusable."""
 
 
 class _SilentError(Exception):
@@ -118,7 +118,7 @@ def take_message(buffer: bytearray) -> Json | None:
 def private_directory(local_root: Path) -> Path:
     """Return the agent's directory, made 0700.
 
-    Raises PermissionDeniedError if it belongs to another user, who could impersonate the agent.
+    Raises PermissionDeniedError if it belongs to another user (impersonation).
     """
     directory = agent_dir(local_root)
     make_dirs(directory.parent)
@@ -202,8 +202,7 @@ class AgentClient:
             on_busy: called with the progress of an agent that is still working. Its exceptions propagate.
 
         Raises:
-            NoAgentError: there is none, or it disappeared twice. The message may or may not have been
-                processed.
+            NoAgentError: there is none, or it disappeared twice. The message may or may not have been processed.
             NotAnsweringError: the same, and the log has reported it.
             OperationTimeoutError: no answer within ``timeout_seconds``. It may have been processed, too.
             TierckptError: the agent refuses.

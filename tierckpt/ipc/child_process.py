@@ -24,8 +24,7 @@ from ..types import Json
 DIRECTORY = "/"
 DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
 """Variables that make Python import modules, or wait at a prompt. LD_PRELOAD and the like stay: torch may need them,
-and relative paths in them are resolved in ``DIRECTORY``.
-"""
+and relative paths in them are resolved in ``DIRECTORY``."""
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -36,9 +35,8 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def start_with_order(module: str, order: Json, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], int]:
-    """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe
-    ``order["life"]``: closing it ends the process. Raises OSError.
-    """
+    """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe ``order["life"]``:
+    closing it ends the process. Raises OSError."""
     theirs, ours = os.pipe()
     with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe, to avoid waiting for the reader
         file.write(json.dumps({**order, "life": theirs}).encode())

@@ -71,9 +71,8 @@ class CachedView:
             self._client.run(self._cached.read_into(path, wanted, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:
-        """Return whether ``data``, read from ``path(path)`` at ``start``, has the recorded digests; else
-        ``read_into`` repairs it.
-        """
+        """Return whether ``data``, read from ``path(path)`` at ``start``, has the recorded digests; else ``read_into``
+        repairs it."""
         view = memoryview(data).cast("B")
         return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
 

@@ -90,9 +90,8 @@ def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
 class DeferredTensor(Tensor):
     """A tensor or view that reads its values once, when needed. It has no storage.
 
-    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; others, in Python
-    or C++, get an ordinary tensor of this shape. An in-place operation reads the whole tensor: its views share
-    writes.
+    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; others, in Python or
+    C++, get an ordinary tensor of this shape. An in-place operation reads the whole tensor: its views share writes.
     """
 
     _source: _Source
@@ -110,9 +109,7 @@ class DeferredTensor(Tensor):
         return self
 
     def read(self) -> Tensor:
-        """Return an ordinary tensor. Raises IntegrityError, CapacityError, StoreError: see
-        ``load_safetensors``.
-        """
+        """Return an ordinary tensor. Raises IntegrityError, CapacityError, StoreError: see ``load_safetensors``."""
         if self._read is None:
             self._read = self._source.read(self._view)
         return self._read

@@ -43,8 +43,7 @@ READS_A_BUFFER = 4
 
 THROUGH_BYTES = 512 << 10
 """Size of a bounce buffer. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB; through twelve of
-1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x.
-"""
+1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x."""
 
 DIRECT_BYTES_MIN = 1 << 20
 """Smaller extents are not worth a page of their own at either end."""
@@ -53,15 +52,13 @@ GAP_BYTES_MAX = 64 << 10
 """Small extents this close are read together: the disk reads that much in the time of a request."""
 
 PIECE_GAP_BYTES_MIN = 8 << 10
-"""Pieces of rows further apart are read singly from the page cache: a call costs as much as copying this. 2, 4, 8
-ranks together read the columns of a 4096 x 14336 matrix of bfloat16 from the disk with 293, 495, 947 ms of processor
-time by pieces, and 326, 585, 1159 by whole rows; from the page cache with as much either way.
-"""
+"""Pieces of rows further apart are read singly from the page cache: a call costs as much as copying this. 2, 4, 8 ranks
+together read the columns of a 4096 x 14336 matrix of bfloat16 from the disk with 293, 495, 947 ms of processor time by
+pieces, and 326, 585, 1159 by whole rows; from the page cache with as much either way."""
 
 FILLERS_MAX = 2
 """Threads that allocate pages. Measured, 2 GiB of 4 KiB pages where the disk takes 0.92 s: within the reads 2.1 s, by
-one thread ahead of them 2.2, by two 1.45.
-"""
+one thread ahead of them 2.2, by two 1.45."""
 
 AHEAD_MAX = 8
 """Jobs with pages allocated in advance. Few: earlier jobs decide between huge and small pages."""
@@ -152,9 +149,7 @@ class RowRun:
         return start * unit, stop * unit
 
     def put(self, source: Tensor, target: Tensor) -> None:
-        """Copy the requested part of ``source``, the bytes of these rows, to ``target``, the bytes of the
-        tensor.
-        """
+        """Copy the requested part of ``source``, the bytes of these rows, to ``target``, the bytes of the tensor."""
         if self.bounds is None:
             target[self.into : self.into + len(source)].copy_(source, non_blocking=True)
             return

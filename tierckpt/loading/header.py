@@ -142,7 +142,7 @@ def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[s
 def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
     if size_bytes < LENGTH_BYTES:
         raise Malformed(f"it has {size_bytes} bytes", hint=_AGAIN)
-    length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # fewer bytes if it has become shorter
+    length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # fewer bytes if truncated meanwhile
     if length > HEADER_BYTES_MAX:
         raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header", hint=_DAMAGED)
     if LENGTH_BYTES + length > size_bytes:

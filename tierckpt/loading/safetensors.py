@@ -198,6 +198,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self._wants = {want.name: want for want in wanted.wants}
 
     def close(self) -> None:
+        """Release the model; later reads fail. Idempotent."""
         self._wants, self._names = {}, []
         self._wanted.close()
 

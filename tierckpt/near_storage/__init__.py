@@ -17,9 +17,8 @@ Invariants (a block is a run of parameters with all their state; a step is a num
     N3  A block is recorded at a step only when the frames up to that step are on the disk (fdatasync). A file of
         frames is removed only when every block is recorded at its last step or later. So each block, in either valid
         version, can be replayed to the newest step of the log, and all blocks reach the same step.
-        After a block is recorded, its previous version is kept until the next step begins: by then every rank of a
-        job has finished this step. So a rank can go back to the newest step that all ranks have
-        (``resume(last_step)``).
+    After a block is recorded, its previous version is kept until the next step begins: by then every rank of a job has
+        finished this step. So a rank can go back to the newest step that all ranks have (``resume(last_step)``).
     N4  The trainer's gradients of a step stay in shared memory until the frame is in its file. If the process dies
         before that, its successor receives them again; after that, it reads them from the file. Parameters come back
         in the same memory afterwards.
@@ -30,7 +29,7 @@ Invariants (a block is a run of parameters with all their state; a step is a num
     N7  Bytes of a block are compared with the digest taken when they were written: before each step (with the digest
         of the previous step, in the process), before a version is copied over the other, and when a save has read the
         current version. On a mismatch the process ends without changing anything; its successor starts from the
-        version whose digest matches its record, and replays the later steps from the frames, which are checked too.
+        version that matches its record, and replays the later steps from the frames, which are checked too.
 
 Sources: SK hynix's checkpoint-offloading SSD (the optimizer's state at the storage); Smart-Infinity (updates there).
 """

@@ -77,7 +77,7 @@ class GradientFiles:
             self._file.sync()
 
     def trim(self, step: int) -> None:
-        """Remove segments without frames after ``step``, at which all blocks are recorded."""
+        """Remove segments without frames after ``step``: all blocks are recorded there."""
         log_segments.remove_before(self._directory, step)
 
     def close(self) -> None:

@@ -32,8 +32,7 @@ State = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 class MappedState:
     """The current state in ``directory``, and the new one during a load. ``tensors``: the trainer's parameters, by
-    key.
-    """
+    key."""
 
     def __init__(self, directory: Path, layout: BlockLayout, tensors: Mapping[str, torch.Tensor]) -> None:
         self.stepped: set[str] = set()

@@ -179,10 +179,12 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def process_id(self) -> int:
+        """Id of the process that owns the state."""
         return self._process.pid
 
     @property
     def moved_bytes(self) -> int:
+        """Bytes copied so far between the trainer's tensors and the shared memory."""
         return self._channel.moved_bytes
 
     def _check_parameters(self) -> None:
@@ -216,12 +218,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def resume(self, last_step: int | None = None) -> int:
         """Bring the trainer to the newest step in ``directory``, and return it. 0 if there is none.
 
-        Killed ranks may be a step apart. Those ahead then call it again with ``last_step``, the minimum of the
-        returned steps. Parameters are replaced. ``param_groups`` stay as built: the caller resumes its own
-        schedules.
+        Killed ranks may be a step apart. Those ahead then call it again with ``last_step``, the minimum of the returned
+        steps. Parameters are replaced. ``param_groups`` stay as built: the caller resumes its own schedules.
 
-        Raises IntegrityError: the state is damaged, or ``last_step`` is too old. UpdaterLostError: the process
-        ended.
+        Raises IntegrityError: the state is damaged, or ``last_step`` is too old. UpdaterLostError: the process ended.
         """
         if self._process.is_alive and last_step is not None and last_step < self._process.step:
             self._process.close()
@@ -260,9 +260,11 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             yield
 
     def lies_in_files(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` comes from the last ``mapped`` call."""
         return self._files.saved is not None and self._files.saved.owns(tensor)
 
     def hold(self) -> StateHold:
+        """Hold the state of the last ``mapped`` call for a save. Cost: one message."""
         assert self._files.saved is not None
         return StateHold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
 
@@ -274,9 +276,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             yield
 
     def put_back(self, loaded: Mapping[str, Any]) -> int:
-        """Make the tensors of ``mapped_anew`` the current state. ``loaded`` names the filled ones; other
-        masters are copied from the parameters.
-        """
+        """Make the tensors of ``mapped_anew`` the current state. ``loaded`` names the filled ones; other masters are
+        copied from the parameters."""
         groups = loaded["param_groups"]
         self._files.commit(loaded.get("state", {}), int(groups[0].get(STEPS, 0)))
         for group, found in zip(self.param_groups, groups, strict=True):
@@ -285,20 +286,18 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``param_groups`` with their step, without the state in files. A directory at another step
-        refuses them.
-        """
+        """Return ``param_groups`` with their step, without the state in files. A directory at another step refuses
+        them."""
         made = super().state_dict()
         for group in made["param_groups"]:  # every method of saving an optimizer keeps these
             group[STEPS] = self._steps
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of ``state_dict``, or the state of the same ``torch.optim`` class over the same
-        parameters.
+        """Load a result of ``state_dict``, or the state of the same ``torch.optim`` class over the same parameters.
 
         Such a state replaces the one in ``directory``, with masters copied from the current parameters.
-        Without a state the step must equal the one of ``directory``, else StateMismatchError; ``step`` raises
+        Without a state the step must equal that in ``directory``, else StateMismatchError; ``step`` raises
         it too, if groups were loaded without this method.
         """
         found = state_dict["state"]

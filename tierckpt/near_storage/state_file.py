@@ -111,9 +111,8 @@ class StateFile:
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
-        """Return a reader of the bytes of ``tensor``, contiguous and in version 0, in each block's given
-        version (N6).
-        """
+        """Return a reader of the bytes of ``tensor``, contiguous and in version 0, in each block's given version
+        (N6)."""
         at = tensor.data_ptr() - self._address
         block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
         at += versions[block] * self.layout.size_bytes

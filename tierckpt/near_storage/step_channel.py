@@ -101,7 +101,7 @@ class StepChannel:
             except UpdaterLostError:
                 if attempt:
                     raise
-            except BaseException:  # it may have received part of the step: its files have none of it, or all
+            except BaseException:  # it may have received part of the step: its files have all of it, or nothing
                 process.stop()
                 raise
         self.take_parameters()

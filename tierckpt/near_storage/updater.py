@@ -177,9 +177,7 @@ class Updater:
         self._files = GradientFiles(found, self.step)
 
     def _go_back(self, directory: Path, last_step: int) -> None:
-        """Drop all later steps. Changes nothing if ``last_step`` cannot be reached; safe to repeat after a
-        crash.
-        """
+        """Drop all later steps. Changes nothing if ``last_step`` cannot be reached; safe to repeat after a crash."""
         oldest = min(self._file.newest(block, last_step)[1] for block in self._layout.blocks)
         reached = max((frame.number for frame in read_frames(directory, self._digest, oldest)), default=oldest)
         if reached < last_step:
@@ -283,8 +281,7 @@ class Updater:
 
     def hold(self, number: int) -> None:
         """Record every block at this step, answer with the versions, and keep them until ``release``. Steps
-        continue.
-        """
+        continue."""
         released = self._holds[number] = Future()
 
         def record(live: LiveBlock) -> None:

@@ -126,9 +126,7 @@ class UpdaterProcess:
         self.await_step(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Send a message. Raises UpdaterLostError or the error of the process, OperationTimeoutError if it
-        hangs.
-        """
+        """Send a message. Raises UpdaterLostError or the error of the process, OperationTimeoutError if it hangs."""
         try:
             if self._connection is None:
                 raise self.lost()

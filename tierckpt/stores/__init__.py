@@ -1,4 +1,4 @@
-"""Object stores behind one protocol (``base.Store``)."""
+"""Object stores with one protocol (``base.Store``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ REMOTE_SCHEMES = ("s3", "az", "gs")
 
 
 def open_store(location: Location, settings: Settings, retries: Retries | None = None) -> Store:
-    """Return the store with the root ``location``. Makes no request. ``retries``: shared by the stores of one
-    mover.
+    """Return the store with the root ``location``. Makes no request. ``retries``: shared by the stores of one mover.
 
     Raises ConfigError: unknown scheme. MissingExtraError: a package is missing; the hint names it.
     """

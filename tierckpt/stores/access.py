@@ -61,9 +61,8 @@ def variable(*names: str) -> Found:
 
 
 def secret(*names: str) -> Found:
-    """``variable`` for HTTP headers. Raises ConfigError for a value that is not ASCII, which would end the process
-    (a panic in Rust).
-    """
+    """``variable`` for HTTP headers. Raises ConfigError for a value that is not ASCII, which would end the process (a
+    panic in Rust)."""
     return ascii_only(variable(*names))
 
 
@@ -168,8 +167,7 @@ class Access:
     keys: str = ""
     hosts: tuple[str, ...] = ()
     """Hosts (with subdomains) that requests with credentials may reach. (): the client drops all credentials on a
-    redirect.
-    """
+    redirect."""
     trusted: str = field(default="", repr=False)
     """PEM certificates trusted in addition to the system's."""
     sources: Mapping[str, str] = field(default_factory=dict)

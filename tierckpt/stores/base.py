@@ -2,7 +2,7 @@
 
 Contract, tested by one suite that every store subclasses (tests/contract/store_contract.py):
     S1  ``put`` and ``put_stream`` are all or nothing: a reader sees the old object, or the whole new one. An error or
-        a cancellation leaves no new object and no truncated one. A piece may be reused once the next is asked for.
+        a cancellation leaves no new object and no truncated one. A piece may be reused after the next request.
     S2  ``put(if_absent=True)`` has exactly one winner among concurrent callers, on stores where
         ``has_put_if_absent``; elsewhere it is check-then-put and says so.
     S3  When a put returns, the object is durable (for a directory: file and directory fsynced).
@@ -81,13 +81,13 @@ class Conditional(Protocol):
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         """``put`` over the version ``etag`` only; a plain ``put`` on servers that ignore conditions.
 
-        Raises PreconditionFailedError, also if the object is gone.
+        Raises PreconditionFailedError, also for a removed object.
         """
 
     async def remove(self, key: str, *, etag: str) -> None:
         """``delete`` the version ``etag`` only; a plain ``delete`` on servers that ignore conditions.
 
-        Raises PreconditionFailedError; no error if the object is gone.
+        Raises PreconditionFailedError; no error for a removed object.
         """
 
 

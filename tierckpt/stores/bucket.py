@@ -152,8 +152,7 @@ class Bucket:
     async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
         """Replace the credentials of a refused request of ``generation``. True if newer ones exist.
 
-        Once per expiry: credentials that were never accepted have not expired, and a second caller finds them
-        renewed.
+        Once per expiry: credentials that were never accepted have not expired, and a second caller finds them renewed.
         """
         async with self._lock:
             if generation != self.generation:
@@ -195,10 +194,9 @@ def redirect_bounds(access: Access) -> dict[str, str]:
     """Client options for the proxy, if any, that also restrict redirects to the store's hosts.
 
     The object-store library always follows redirects. To another host it drops only the Authorization header: S3's
-    session token (``x-amz-security-token``) and a signed URL (``Referer``) would leak. But it can send all except
-    some hosts to a proxy, here one that does not answer. For an endpoint on this machine, where each port is
-    another server, the endpoint itself is the proxy, and reaches no other. A site's proxy (HTTPS_PROXY) must
-    restrict hosts itself.
+    session token (``x-amz-security-token``) and a signed URL (``Referer``) would leak. But it can send all except some
+    hosts to a proxy, here one that does not answer. For an endpoint on this machine, where each port is another server,
+    the endpoint itself is the proxy, and reaches no other. A site's proxy (HTTPS_PROXY) must restrict hosts itself.
 
     Raises ConfigError: the variable names no proxy.
     """

@@ -40,7 +40,7 @@ async def to_completion(work: Awaitable[T]) -> T:
 
     A thread that still writes to a file descriptor, or a request that still creates a multipart transfer, must
     finish before its owner closes or aborts it: else it would write into a reused descriptor or leave parts
-    behind. The wait is bounded: one request with the store's timeout, or one file operation.
+    over. The wait is bounded: one request with the store's timeout, or one file operation.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -53,9 +53,8 @@ async def to_completion(work: Awaitable[T]) -> T:
 
 
 async def ended(work: asyncio.Future[Any]) -> None:
-    """Return when ``work`` has ended, even after repeated cancellation. Retrieves its error, so that asyncio does
-    not log it.
-    """
+    """Return at the end of ``work``, even after repeated cancellation. Retrieves its error, so that asyncio does not
+    log it."""
     while not work.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([work])

@@ -23,8 +23,7 @@ log = logger("stores.get_concurrency")
 
 BYTES_PER_SECOND_MIN = 16 << 10
 """A request slower than this over a window counts as hung: it is aborted and retried. Sixteen nodes on a narrow link
-got all their files with this floor (bench/README.md, fan-out).
-"""
+got all their files with this floor (bench/README.md, fan-out)."""
 WINDOW_SECONDS = 15.0
 
 GETS_MAX = 1 << 20
@@ -49,10 +48,9 @@ class GetConcurrency:
     async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
         """Run one GET and return its result. First come, first served.
 
-        A GET slow among others, or without data while others had some, is repeated once fewer run: not counted
-        as a retry, at most ``CROWDED_MAX`` times. A GET slow alone, or without data while none had any, has
-        failed. Its error has the seconds spent in the queue (``crowded_seconds``), which do not count against
-        its deadline.
+        A GET slow among others, or without data while others had some, is repeated once fewer run: not counted as a
+        retry, at most ``CROWDED_MAX`` times. A GET slow alone, or without data while none had any, has failed. Its
+        error has the seconds spent in the queue (``crowded_seconds``), which do not count against its deadline.
         """
         asked_at = time.monotonic()
         for crept in range(CROWDED_MAX + 1):

@@ -37,9 +37,8 @@ IDLE_MAX: Final = 256
 HEAD_BYTES_MAX: Final = 16 << 10
 WAKE_BYTES: Final = 256 * 1024
 """Measured, a GiB in GETs of 8 MiB from one server on this machine: unlimited, 0.42 to 0.34 CPU-s (a bare socket,
-without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum
-per window (``most_bytes``) is 240 KiB by default.
-"""
+without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum per
+window (``most_bytes``) is 240 KiB by default."""
 
 _END: Final = b"\r\n\r\n"
 
@@ -134,9 +133,8 @@ class Call(ABC):
 
 class Connections:
     def __init__(self, threads: str, threads_max: int, idle_max: int) -> None:
-        """``threads``: name of the thread pool, with at most ``threads_max`` concurrent requests.
-        ``idle_max``: idle connections per host.
-        """
+        """``threads``: name of the thread pool, with at most ``threads_max`` concurrent requests. ``idle_max``: idle
+        connections per host."""
         self._name, self._threads_max, self._idle_max = threads, threads_max, idle_max
         self._idle: dict[tuple[str, int], list[tuple[float, socket.socket]]] = {}
         self._lock = threading.Lock()
@@ -306,9 +304,8 @@ class Reply:
 class Watermark:
     """Sets when a socket becomes readable: after ``expect`` bytes; at once at its end or an error.
 
-    A slow sender wakes this process for each packet. Linux poll and epoll honour SO_RCVLOWAT (socket(7)). Not set
-    under TLS, where the lengths differ. Safe: never more than the missing bytes, nor more than the slow-link check
-    requires.
+    A slow sender wakes this process for each packet. Linux poll and epoll honour SO_RCVLOWAT (socket(7)). Not set under
+    TLS, where the lengths differ. Safe: never more than the missing bytes, nor more than the slow-link check requires.
     """
 
     __slots__ = ("_at", "_most", "_sock")

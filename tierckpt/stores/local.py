@@ -41,7 +41,7 @@ from .common import check_key, check_prefix, check_range, check_size, closing, s
 MARK = f".{'0' * 8}.tmp"
 """Suffix of a mark's name: its digit count matches no random name."""
 LOCK_SECONDS = 10.0
-"""The holder of a mark this old has ended: each change takes milliseconds."""
+"""Age of an abandoned mark: each change takes milliseconds."""
 TICK_NS = 2_000_000_000
 """The coarsest file-system clock: vfat."""
 
@@ -150,9 +150,8 @@ class LocalStore:
         return ObjectInfo(key, status.st_size, stat_version(status), status.st_mtime)
 
     def _stat(self, path: Path) -> os.stat_result:
-        """Raises ObjectNotFoundError. A mark without its file is from a process killed in ``remove``: the
-        process that completes that removal calls this first.
-        """
+        """Raises ObjectNotFoundError. A mark without its file is from a process killed in ``remove``: the process that
+        completes that removal calls this first."""
         try:
             with translated(path, self.tier):
                 status = path.stat()
@@ -202,9 +201,8 @@ class LocalStore:
         self._write(path, data)
 
     def _write(self, path: Path, data: Buffer) -> None:
-        """Replace ``path`` with a later time than the old file's, even within one tick of a coarse clock: each
-        version has its own etag.
-        """
+        """Replace ``path`` with a later time than the old file's, even within one tick of a coarse clock: each version
+        has its own etag."""
         before = _modified_ns(path)
         durable_write(path, data, tier=self.tier)
         with contextlib.suppress(OSError):  # a mount without times is no vfat; a removed file has no version

@@ -1,6 +1,6 @@
 """Imports obstore; a forked child gets a second copy of the library.
 
-obstore's thread pool starts with the first request and lives as long as the library. A forked child lacks the threads:
+obstore's thread pool starts with the first request and is never restarted. A forked child lacks the threads:
 a request there would hang. So a child, and a process whose obstore was used before by other code, loads a copy of the
 library with its own data and threads: 0.1 s and 7 MiB at the first request of each such child.
 """

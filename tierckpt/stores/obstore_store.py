@@ -103,18 +103,14 @@ class OddKeys:
 
     @cached_property
     def store(self) -> UniversalStore:
-        """Reads and deletes them. fsspec would return a cached client, perhaps with another environment's
-        endpoint.
-        """
+        """Reads and deletes them. fsspec would return a cached client, perhaps with another environment's endpoint."""
         from .fsspec_store import UniversalStore, open_filesystem  # only for buckets with such keys
 
         filesystem, root = open_filesystem(self._location, skip_instance_cache=True)
         return UniversalStore(filesystem, root, self._location.uri, any_key=True)
 
     async def list(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
-        """Return all objects under ``prefix`` after a listing failed with ``error``. Raises it if fsspec has
-        none.
-        """
+        """Return all objects under ``prefix`` after a listing failed with ``error``. Raises it if fsspec has none."""
         try:
             found = [info async for info in self.store.list(prefix) if info.key]
         except TierckptError as reason:
@@ -475,9 +471,8 @@ class RemoteStore:
             raise PreconditionFailedError(f"{self.uri}/{key} is gone", uri=self.uri, key=key) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """Conditional ``delete``. After a HEAD, because servers without conditional DELETE ignore the
-        condition (Ceph RGW 16); on GCS, and without signed DELETEs, the HEAD is the only check.
-        """
+        """Conditional ``delete``. After a HEAD, because servers without conditional DELETE ignore the condition (Ceph
+        RGW 16); on GCS, and without signed DELETEs, the HEAD is the only check."""
         check_key(key)
 
         async def call(client: Client) -> None:
@@ -579,7 +574,7 @@ class RemoteStore:
         folders: dict[str, builtins.list[str]] = {}
         for info in markers.empty():
             parent, _, name = info.key.rpartition("/")
-            # A listing returns ``x/`` as ``x``; one of a single level tells them apart.
+            # A listing returns ``x/`` as ``x``; a listing of one level tells them apart.
             if parent not in folders:
                 folders[parent] = await self.list_dirs(parent)
             if name not in folders[parent] and not await self._is_azure_folder(info.key):

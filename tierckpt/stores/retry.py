@@ -57,8 +57,7 @@ PROBE_PAUSE_SECONDS_MIN = 0.5
 PROBE_SECONDS_MAX = 10.0
 PATIENCE_SECONDS = 5.0
 """Seconds from an outage's start during which callers wait. Later ones fail at once: a save must not wait for a shared
-tier that is down.
-"""
+tier that is down."""
 
 
 class StoreBreaker:
@@ -322,10 +321,9 @@ class Retries:
 
     @contextlib.asynccontextmanager
     async def asking(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
-        """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the
-        budget.
+        """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
 
-        Raises StoreUnavailableError, without a request, while the store is known to be down.
+        Raises StoreUnavailableError, without a request, while the breaker is open.
         """
         await breaker.passed(probe)
         self.counts["requests"] += 1
@@ -387,7 +385,7 @@ class Retries:
             del failure  # its traceback holds this frame
 
     async def pay(self, deadline: float = math.inf) -> bool:
-        """Take one retry from the budget; False if none is available before ``deadline`` (monotonic)."""
+        """Take one retry from the budget; False if unavailable before ``deadline`` (monotonic)."""
         left = min(deadline - time.monotonic(), self.settings.store_timeout_seconds)
         if not await self.budget.wait(left):
             self.counts["retries_refused"] += 1
@@ -399,7 +397,6 @@ class Retries:
 
 def _is_answer(error: StoreUnavailableError) -> bool:
     """True for "not now" of a working server (conflicting writes, a new credential), or a response that was too
-    slow.
-    """
+    slow."""
     status = error.context.get("status")
     return bool(error.context.get("moved_bytes")) or (isinstance(status, int) and status in {401, 403, 404, 409})

@@ -43,9 +43,8 @@ def check_object_name(location: Location) -> None:
 
 
 def check_target(location: Location, local_root: Path) -> None:
-    """Raise ConfigError for a location that cannot be saved to: HTTP and Hubs are read-only, names must be UTF-8
-    and not too long, and inside the local root the local tier would shadow it.
-    """
+    """Raise ConfigError for a location that cannot be saved to: HTTP and Hubs are read-only, names must be UTF-8 and
+    not too long, and inside the local root the local tier would shadow it."""
     if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
             f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "

@@ -160,7 +160,7 @@ class Ranges:
         self._tls: ssl.SSLContext | None = None
         self._trusted = ""
         self.is_usable = True
-        """False once this path is known not to work."""
+        """False after this path failed for good."""
 
     @property
     def tls(self) -> ssl.SSLContext:
@@ -192,7 +192,7 @@ def is_behind_proxy(url: str) -> bool:
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
-    """Delete the object at ``url`` if its version is ``etag``; no error if it is gone. Blocking.
+    """Delete the object at ``url`` if its version is ``etag``; no error without the object. Blocking.
 
     ``target``: its name for messages, as the URL holds a signature. Raises PreconditionFailedError: another
     version. PermissionDeniedError, StoreUnavailableError, StoreError.

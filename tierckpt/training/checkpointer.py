@@ -80,7 +80,7 @@ LATEST = 64
 STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
-"""Maximum wait of a committed save for retention, so that superseded checkpoints are gone when its future resolves."""
+"""Maximum wait of a committed save for retention, which removes superseded checkpoints before its future resolves."""
 
 
 class Checkpointer:
@@ -223,7 +223,7 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """True once a preempted job's final save is made or ruled out: leave the loop."""
+        """True once a preempted job's final save is decided: leave the loop."""
         return self._last.is_done
 
     def _on_notice(self, seconds: float, reason: str) -> None:
@@ -338,7 +338,7 @@ class Checkpointer:
             self._note(record)
             return left_out(record, error, is_retry=is_retry)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
-        # torch releases the interpreter lock per freed tensor: beside the save's threads, 13,000 tensors took 0.5 s.
+        # torch releases the interpreter lock per freed tensor: 13,000 tensors took 0.5 s next to the save's threads.
         planner.state_dict = {}
         if collected is None:
             self._unsaved.saved()

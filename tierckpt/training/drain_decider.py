@@ -1,4 +1,4 @@
-"""Decides whether, by which route and at what rate each save is drained (by ``planning/drain_policy.py``).
+"""Decides each drain, its route and its rate (by ``planning/drain_policy.py``).
 
 A checkpoint on shared storage needs every rank's part, so nodes cannot decide separately. Rank 0 decides at the save,
 from measurements of all ranks, and broadcasts the directive. The journal passes it to each node's mover: an entry is
@@ -54,8 +54,7 @@ class SaveDirective:
 @dataclass(frozen=True, slots=True)
 class RankView:
     """A rank's measurements. ``room``: further checkpoints that fit on its SSD, with equal shares on all nodes;
-    ``drain_slowdown``: share by which drains slow its steps, None if unmeasured.
-    """
+    ``drain_slowdown``: slowdown of its steps by drains, None if unmeasured."""
 
     room: float = math.inf
     drain_slowdown: float | None = None
@@ -102,9 +101,7 @@ class DrainDecider:
         is_asked: bool = False,
         sight: RankView | None = None,
     ) -> SaveDirective:
-        """Return the directive for the next save, on rank 0. Explicit saves are drained, unless the policy
-        decides.
-        """
+        """Return the directive for the next save, on rank 0. Explicit saves are drained, unless the policy decides."""
         if not self.drains:
             return SaveDirective()
         if not self.is_adaptive:

@@ -29,7 +29,7 @@ Interval: TypeAlias = "int | Literal['auto'] | AutoInterval | None"
 Phase: TypeAlias = Literal["plain", "draining", "flushing"]
 
 PROFILE_STEPS = 10
-"""Steps before the first save, and between saves until the first one's outcome is known."""
+"""Steps before the first save, and between saves until the first outcome."""
 WARM_UP_STEPS = 2
 """First steps, excluded from measurements: compilation, caches, connections."""
 SAMPLES_MAX = 2048
@@ -142,8 +142,7 @@ class IntervalController:
         return step % self.interval == 0
 
     def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> SaveDirective:
-        """Decide the next interval, and return the directive for this save. ``is_asked``: the user called
-        ``save``.
+        """Decide the next interval, and return the directive for this save. ``is_asked``: the user called ``save``.
 
         Collective, unless the interval is fixed and all saves are drained.
         """

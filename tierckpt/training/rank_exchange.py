@@ -52,8 +52,7 @@ class Exchange:
         encode: Callable[[Any], Any] = _same,
         decode: Callable[[Any], Any] = _same,
     ) -> Any:
-        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on
-        all ranks.
+        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on all ranks.
 
         ``encode`` converts a result to JSON, ``decode`` back; unused without ranks.
         """

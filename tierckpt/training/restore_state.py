@@ -221,9 +221,7 @@ def newest_base(client: Client, location: Location) -> tuple[int, Branch | None,
 
 
 def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, str] | None]) -> tuple[str, str] | None:
-    """Restore the checkpoint ``base``, from which the gradient log reaches furthest; without one, or if
-    unreadable, the newest.
-    """
+    """Restore ``base``, the start of the longest gradient log; without one, or if unreadable, the newest checkpoint."""
     if base is not None:
         try:
             return restore(base)

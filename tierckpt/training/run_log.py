@@ -10,7 +10,7 @@ checkpoint needs it. Every line carries totals, so a torn or missing line loses 
 The records also show whether another job saves to the run (``OtherJobs``), by mistake or from a node that returns. The
 commit lets neither job replace a checkpoint that it has not seen, but retention counts the steps of both.
 
-    O1  Another job has records that change, or appear, after this process began. A process that has ended, on this
+    O1  Another job has records that change, or appear, after this process began. An ended process, on this
         host or with a last line, does not count: a restarted job is alone.
     O2  The search never fails or delays a save: a store that does not answer yields no information.
 """
@@ -315,9 +315,7 @@ class RunLog:
                 os.close(file)
 
     def send(self, *, at_once: bool = False) -> None:
-        """Copy the file to shared storage in the background, one copy at a time, at most every
-        ``SEND_SECONDS``.
-        """
+        """Copy the file to shared storage in the background, one copy at a time, at most every ``SEND_SECONDS``."""
         with self._lock:
             is_early = time.monotonic() - self._sent_at < SEND_SECONDS and self._sent_at > 0
             is_busy = self._sending is not None and not self._sending.done()

@@ -45,7 +45,7 @@ EXTRA_SECONDS = 60.0
 """Maximum seconds of a save beyond its deadline for the other ranks."""
 PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
-"""Interval at which ranks that wait for their oldest saves exchange their state."""
+"""Interval of exchanges between ranks that wait for their oldest saves."""
 LAST_TRIES = 10
 LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
@@ -69,7 +69,9 @@ class SaveRecord:
     is_direct_put: bool = False
     """True: all or part of it bypasses the SSD; its local and shared commits are one."""
     window_steps: int = 0
+    """Steps over which a multi-step save was copied."""
     moved_bytes: int = 0
+    """Bytes copied to host memory for a multi-step save."""
     waited_bytes: int = 0
     """Part of ``moved_bytes`` for which training waited, because it did not fit into the steps."""
     fallback: str = ""
@@ -89,6 +91,7 @@ class SaveRecord:
 
     @property
     def drain_seconds(self) -> float | None:
+        """Seconds from the local to the shared commit."""
         if self.shared_commit_seconds is None or self.local_commit_seconds is None:
             return None
         return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
@@ -115,9 +118,7 @@ class StagedSave:
 
     @short_traceback
     def write(self, wait_shared: Callable[[], None]) -> None:
-        """Write this rank's shards and have the coordinator commit. Sets the record's size and route, or its
-        error.
-        """
+        """Write this rank's shards and have the coordinator commit. Sets the record's size and route, or its error."""
         record, session = self.record, self.session
 
         def write() -> tuple[list[Any], bool]:
@@ -182,9 +183,8 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool 
 
 
 def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
-    """Call ``save``, a job's final save. If a hanging disk skips it, retry up to ``LAST_TRIES`` times, alike on
-    all ranks: no training is held up. ``records`` gets only the last try's record.
-    """
+    """Call ``save``, a job's final save. If a hanging disk skips it, retry up to ``LAST_TRIES`` times, alike on all
+    ranks: no training is held up. ``records`` gets only the last try's record."""
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
     for number in range(LAST_TRIES - 1):
         future = save(is_retry=number > 0)
@@ -248,7 +248,7 @@ class RunningSaves:
         self._most = 1 if is_sync else settings.checkpoints_in_flight_max
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
-        """Saves whose error was already raised here, as another rank reported it first."""
+        """Saves with an error already raised here, as another rank reported it first."""
 
     @property
     def uris(self) -> set[str]:

@@ -2,7 +2,7 @@
 
 Promises:
     A1  The token is sent to the Hub's own host and to no other, and is never printed.
-    A2  After a rate limit (429) all requests wait as long as the Hub says, within a deadline.
+    A2  After a rate limit (429) all requests wait for the requested time, within a deadline.
     A3  No request is sent while ``HF_HUB_OFFLINE`` is set.
     A4  A slow Hub does not block a thread: a response slower than ``BYTES_PER_SECOND_MIN`` is cancelled.
 
@@ -180,9 +180,7 @@ class Hub:
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
-        """Return every file of a commit, by path below the repository. One request per page (1000 files),
-        cached.
-        """
+        """Return every file of a commit, by path below the repository. One request per page (1000 files), cached."""
         key = repository.kind, repository.name, commit
         async with self._listing:
             if key not in self._trees:

@@ -66,9 +66,7 @@ class Attachments:
         self._places = self._seen.keys() | set[Place]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
-        """Note that a checkpoint has the current state: the next attachment has all changes since the last
-        step.
-        """
+        """Note that a checkpoint has the current state: the next attachment has all changes since the last step."""
         for name, key, tensor in _tensors_of(state):
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
@@ -96,9 +94,7 @@ class Attachments:
         return read
 
     def encode(self, state: Mapping[str, Any]) -> tuple[bytes, Check]:
-        """Return a step's attachment and ``check``. Raises StateMismatchError for values that cannot be
-        restored.
-        """
+        """Return a step's attachment and ``check``. Raises StateMismatchError for values that cannot be restored."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         sent, places = dict[Place, int | torch.Tensor](), set[Place]()

@@ -66,9 +66,8 @@ def _check_state(state: object) -> None:
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict to save. Tensors are the live ones, not copies.
 
-    Structures are under ``STRUCTURE``: one for all ranks, or one per rank with its own values. If values differ
-    without ``PerRank``, those of one rank are saved. Raises StateMismatchError naming a value that cannot be
-    restored.
+    Structures are under ``STRUCTURE``: one for all ranks, or one per rank with its own values. If values differ without
+    ``PerRank``, those of one rank are saved. Raises StateMismatchError naming a value that cannot be restored.
     """
     _check_state(state)
     saved: dict[str, Any] = {}

@@ -197,9 +197,8 @@ def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state by DCP, which would make a fake step and run hooks for an optimizer without state: it gets
-    an empty one here.
-    """
+    """Return the state by DCP, which would make a fake step and run hooks for an optimizer without state: it gets an
+    empty one here."""
     if optimizer.state:
         return dict(get_optimizer_state_dict(owner, optimizer))
     try:
@@ -323,9 +322,7 @@ class OptimizerTarget:
         self._compare(candidates, lists)
 
     def _lists(self, below: Mapping[Path, str], objects: Mapping[str, Any]) -> list[list[Any]]:
-        """Return the names of each group's parameters: of the first rank, and the additional ones of other
-        ranks.
-        """
+        """Return the names of each group's parameters: of the first rank, and the additional ones of other ranks."""
         numbers = [int(path[1]) for path in below if path[0] == GROUPS]
         lists: list[list[Any]] = [[] for _ in range(max(numbers, default=-1) + 1)]
         for path, key in below.items():
@@ -488,11 +485,9 @@ class OptimizerTarget:
                 group.update({key: value for key, value in loaded_group.items() if key != PARAMS})
 
     def _keep_dtypes(self, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its
-        parameter.
+        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter.
 
-        Numbers keep the dtype that the optimizer gave them; so does other state if the parameter has its saved
-        dtype.
+        Numbers keep the dtype that the optimizer gave them; so does other state if the parameter has its saved dtype.
         """
         for parameter in parameters_of(optimizer):
             name = self._saved_name.get(id(parameter))

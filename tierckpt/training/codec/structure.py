@@ -10,7 +10,7 @@ nothing. So tierckpt saves one text for each entry of the state, next to the ten
 
 The text runs no code (P9). Nothing is imported, and no constructor of a class that the text names is called:
     V1  Only the functions of this module make values; an unknown tag is rejected.
-    V2  An enum, dataclass or named tuple is made only of a class that this process has already imported and that is
+    V2  An enum, dataclass or named tuple needs a class that this process has already imported and that is
         one. Members of enums exist; of the others an empty instance gets its fields, without ``__init__``,
         ``__post_init__`` and ``__setattr__``. A class with ``__del__`` is rejected: it would run later, on fields
         that the text has chosen.
@@ -71,8 +71,7 @@ PathOf = tuple[str | int, ...]
 class Encoder:
     """Encodes one entry of a state.
 
-    Tensors have the names that DCP gives them. If two values would have the same name, the second one's are
-    numbered.
+    Tensors have the names that DCP gives them. If two values would have the same name, the second one's are numbered.
 
     Args:
         below: prefix of numbered tensors.
@@ -90,8 +89,7 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain
-        values.
+        """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain values.
 
         Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond per value.
         """
@@ -358,7 +356,7 @@ def _dtype_name(dtype: Any, path: PathOf) -> Any:
 
 
 def _class_name(value: Any, path: PathOf, fits: Callable[[type], bool]) -> tuple[str, str]:
-    """Return the name by which ``class_of`` finds this class. Raises if it cannot, or must not instantiate it."""
+    """Return this class's name for ``class_of``. Raises if it cannot, or must not instantiate it."""
     kind = type(value)
     if not fits(kind) or has_finalizer(kind):
         raise _refused(path, value, f"{_why_not(value)}, a class that creates values by its own code")

@@ -130,7 +130,7 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def joined(kind: Any, names: Iterable[str]) -> Any:
-    """Return the flag of these members. ``enum`` makes it: the value exists or is looked up by number."""
+    """Return the flag of these members. ``enum`` makes it or finds it by number."""
     value = 0
     for name in names:
         value |= kind.__members__[name].value

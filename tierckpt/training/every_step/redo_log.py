@@ -92,9 +92,8 @@ def _notes(redos: Sequence[Redo], what: str, accepted: str, steps: int = 0) -> N
 
 
 def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: str, steps: int) -> Notes:
-    """Return manifest notes about a replay of ``steps`` steps. ``accepted``: accepted differences to training; ''
-    for bit-for-bit equality.
-    """
+    """Return manifest notes about a replay of ``steps`` steps. ``accepted``: accepted differences to training; '' for
+    bit-for-bit equality."""
     notes: Notes = {
         "replay": what,
         "exact": not accepted,
@@ -118,9 +117,8 @@ def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> t
     Raises:
         StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another
             build, device or implementation.
-        IntegrityError: the log is damaged, or parameters were changed outside the optimizer during the window.
-            Host memory: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's
-            steps.
+        IntegrityError: the log is damaged, or parameters were changed outside the optimizer during the window. Host
+            memory: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
     """
     metadata = reader.read_metadata()
     recipe = _recipe(reader, metadata)

@@ -148,9 +148,8 @@ class StepLog:
         self._branch: Branch | None = None
         self._based_at, self._patience, self._has_ended = 0, 1, False
         self._has_base = self.has_gone_back = False
-        """``has_gone_back``: an older step was restored and no save followed yet. Frames logged before that
-        save is committed are not restored: a restart would replay the abandoned steps (branches.py, B1).
-        """
+        """``has_gone_back``: an older step was restored and no save followed yet. Frames logged before that save is
+        committed are not restored: a restart would replay the abandoned steps (branches.py, B1)."""
         self._beside = -1
         """The newest checkpoint, if another writer saved it; else -1."""
 
@@ -172,17 +171,14 @@ class StepLog:
 
     @property
     def needs_base(self) -> bool:
-        """True if the next step must be saved, the same on all ranks: before the first checkpoint, as a log
-        needs a base; after the restore of an older step (G4); and, in a job of one rank, after the end of a
-        log (G6).
-        """
+        """True if the next step must be saved, the same on all ranks: before the first checkpoint, as a log needs a
+        base; after the restore of an older step (G4); and, in a job of one rank, after the end of a log (G6)."""
         return self.is_on and (not self._has_base or self.has_gone_back or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
         """Log ``step``, at its end. Any failure to log ends the log.
 
-        Raises ConfigError: before the first checkpoint, if the state has no optimizer or one that cannot be
-        replayed.
+        Raises ConfigError: before the first checkpoint, if the state has no optimizer or one that cannot be replayed.
         """
         if self.is_on and self._log is None:
             _check(optimizers_in(state))
@@ -205,9 +201,7 @@ class StepLog:
         return True
 
     def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:
-        """Make the current state, after ``step``, a base of the log: the checkpoint ``base``, unless that
-        failed.
-        """
+        """Make the current state, after ``step``, a base of the log: the checkpoint ``base``, unless that failed."""
         if not self.is_on or failure is not None:
             return
         self._has_base, self.has_gone_back, self._has_ended = True, False, False
@@ -233,9 +227,8 @@ class StepLog:
     def base_of_newest(
         self, state: Mapping[str, Any], newest_base: Callable[[], tuple[int, Branch | None, str, int] | None]
     ) -> int | None:
-        """Return the step of the log's base, if another writer saved the newest checkpoint and the log reaches
-        further (G5); else None. Collective.
-        """
+        """Return the step of the log's base, if another writer saved the newest checkpoint and the log reaches further
+        (G5); else None. Collective."""
         self._beside = -1
         if not self.is_on or (found := newest_base()) is None:
             return None
@@ -260,8 +253,7 @@ class StepLog:
         branch: Branch,
         is_newest: bool,
     ) -> tuple[int, int]:
-        """Bring ``state``, of the checkpoint ``base``, to the newest step that all ranks have, and continue
-        the log.
+        """Bring ``state``, of the checkpoint ``base``, to the newest step that all ranks have, and continue the log.
 
         Returns that step, and the number of steps applied. Collective.
 
@@ -364,9 +356,8 @@ class StepLog:
         return self._log
 
     def _longest_chain(self, base: str, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
-        """Return this rank's log after ``base``, the checkpoint of ``step``. A copy on any node that reaches
-        further replaces it.
-        """
+        """Return this rank's log after ``base``, the checkpoint of ``step``. A copy on any node that reaches further
+        replaces it."""
         own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
         try:
             if client.mover.peers is not None:

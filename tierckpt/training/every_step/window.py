@@ -182,8 +182,7 @@ class SaveWindow:
         return self._window is not None and not self._window.is_sealed
 
     def open(self, step: int, state: State, *, is_asked: bool) -> Future[None]:
-        """Begin a window at ``step``. The future is done when the checkpoint of its last step is committed
-        locally.
+        """Begin a window at ``step``. The future is done when the checkpoint of its last step is committed locally.
 
         Raises CheckpointError: a window is open. ConfigError: the state has no optimizer or one that cannot be
         replayed.
@@ -207,9 +206,7 @@ class SaveWindow:
         return window.handle
 
     def end_of_step(self, step: int, state: State) -> None:
-        """Copy the next part, with the last one the rest of the state; write the window if complete on all
-        ranks.
-        """
+        """Copy the next part, with the last one the rest of the state; write the window if complete on all ranks."""
         window = self._window
         if window is None:
             return
